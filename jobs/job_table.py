@@ -1,0 +1,45 @@
+"""`jobs.parquet`: the jobs of a run in input order, with the job itself as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jobs.job import Job, JobRecord
+
+
+def to_parquet(records: Sequence[JobRecord]) -> bytes:
+    """The table of some jobs as the bytes of a Parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns = {
+        "job_id": pa.array([record.job_id for record in records], pa.string()),
+        "custom_id": pa.array([record.job.custom_id for record in records], pa.string()),
+        "line_number": pa.array([record.line_number for record in records], pa.int64()),
+        "num_prompt_tokens": pa.array([record.num_prompt_tokens for record in records], pa.int64()),
+        # large: all prompts together may pass the 2 GiB of a plain string column
+        "job": pa.array([record.job.model_dump_json() for record in records], pa.large_string()),
+    }
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table(columns), sink)
+    return bytes(sink.getvalue())
+
+
+def from_parquet(data: bytes) -> list[JobRecord]:
+    """The jobs of `to_parquet`. Raises `ValueError` for anything else."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(pa.BufferReader(data)).to_pylist()
+        return [
+            JobRecord(
+                job_id=row["job_id"],
+                job=Job.model_validate_json(row["job"]),
+                line_number=row["line_number"],
+                num_prompt_tokens=row["num_prompt_tokens"],
+            )
+            for row in rows
+        ]
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,80 @@
+"""`output.jsonl` and `output.parquet`: all output lines of a run, written in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+from jobs.json_lines import dump_line
+from jobs.store import Store, StoreError
+
+NUM_ROWS_PER_GROUP = 64
+
+TEXT_COLUMNS = ("custom_id", "status", "text", "finish_reason", "error_code", "error_message")
+COUNT_COLUMNS = ("prompt_tokens", "completion_tokens")
+FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
+
+
+def write_output(store: Store, lines: Iterable[dict[str, Any]]) -> None:
+    """Write both files from output lines in the form of `jobs.results`. Raises `StoreError`."""
+    try:
+        with TemporaryFile() as jsonl, TemporaryFile() as table:
+            metric_types = _write_lines(jsonl, lines)
+            _write_table(table, (_row(json.loads(line)) for line in jsonl), metric_types)
+            for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
+                file.seek(0)
+                store.write_from(path, file)
+    except OSError as error:
+        raise StoreError(f"cannot put the output together in a temporary file: {error}; make room there") from None
+
+
+def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
+    """Write the lines and go back to the first; returns the metrics that are numbers, with their types."""
+    metric_types: dict[str, type] = {}
+    for line in lines:
+        target.write(dump_line(line))
+        _note_types(_row(line), metric_types)
+    target.seek(0)
+    return metric_types
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table: the fixed columns, and every metric that is a number."""
+    error = line["error"]
+    if error is not None:
+        status = "cancelled" if error["code"] == "cancelled" else "failed"
+        failure = {"error_code": error["code"], "error_message": error["message"]}
+        return {"custom_id": line["custom_id"], "status": status, **failure}
+    body = line["response"]["body"]
+    choice = body["choices"][0]
+    metrics = body["metrics"].items()
+    return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
+        "custom_id": line["custom_id"],
+        "status": "finished",
+        "text": choice["message"]["content"] if "message" in choice else choice["text"],
+        "finish_reason": choice["finish_reason"],
+        "prompt_tokens": body["usage"]["prompt_tokens"],
+        "completion_tokens": body["usage"]["completion_tokens"],
+    }
+
+
+def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:
+    """Keep the type of each metric; one that is ever a float is a float column."""
+    for name, value in row.items():
+        if name not in FIXED_COLUMNS and metric_types.get(name) is not float:
+            metric_types[name] = type(value)
+
+
+def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types: dict[str, type]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    fields = [(name, pa.large_string()) for name in TEXT_COLUMNS] + [(name, pa.int64()) for name in COUNT_COLUMNS]
+    fields += [(name, pa.float64() if kind is float else pa.int64()) for name, kind in sorted(metric_types.items())]
+    schema = pa.schema(fields)
+    with parquet.ParquetWriter(target, schema) as writer:
+        while group := list(islice(rows, NUM_ROWS_PER_GROUP)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))

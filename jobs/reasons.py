@@ -1,0 +1,86 @@
+"""Turn pydantic's errors into reasons a user can act on: the field, what was found, what was expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+MAX_SHOWN = 60
+MAX_REASONS = 5
+
+# pydantic's own words speak of Python; these speak of JSON
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "string_unicode": "text that can be written as UTF-8",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+
+
+def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
+    """The errors of one validation by `model` in one line; `prefix` goes before field names, as in `body.`."""
+    texts = [_reason(details, model, prefix) for details in error.errors()[:MAX_REASONS]]
+    if error.error_count() > MAX_REASONS:
+        texts.append(f"and {error.error_count() - MAX_REASONS} more")
+    return "; ".join(texts)
+
+
+def shown(value: object) -> str:
+    """A found value as short ASCII JSON, safe to print whatever the file held."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
+    name = prefix + _dotted(details["loc"])
+    if details["type"] == "value_error":
+        return str(details["ctx"]["error"])
+    if details["type"] == "missing":
+        return f"field '{name}': found nothing, expected a value"
+    if details["type"] == "extra_forbidden":
+        # the name comes from the file: shown as JSON it can't break the line
+        known = ", ".join(_fields_at(model, details["loc"][:-1]))
+        return f"unknown field {shown(name)}, expected one of: {known}"
+    return f"field '{name}': found {shown(details['input'])}, expected {_expected(details)}"
+
+
+def _expected(details: ErrorDetails) -> str:
+    kind = details["type"]
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    if kind == "too_short":
+        return f"at least {details['ctx']['min_length']} item(s)"
+    if kind == "too_long":
+        return f"at most {details['ctx']['max_length']} items, not {details['ctx']['actual_length']}"
+    bound = "a value " if kind.startswith(("greater_than", "less_than")) else ""
+    return bound + details["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].role`"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    for part in loc:
+        if isinstance(part, str) and part in model.model_fields:
+            model = next(_models_in(model.model_fields[part].annotation), model)
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

@@ -1,0 +1,61 @@
+"""What `run.json` and `progress.json` hold."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+RUN_VERSION = 1
+
+Exactness = Literal["exact", "exact up to ties", "not probed"]
+RunState = Literal["running", "finished", "cancelled", "interrupted"]
+
+
+class RunManifest(BaseModel):
+    """How a run computes: all that decides its bytes. `created` is in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = RUN_VERSION
+    run_id: str
+    created: float
+    model: str
+    model_fingerprint: str
+    engine: str
+    dtype: str
+    device: str
+    num_threads: int = Field(ge=1)
+    seed: int
+    versions: dict[str, str]
+    exactness: Exactness
+    cpu_capability: str
+
+
+class WorkerStatus(BaseModel):
+    """One worker and the `custom_id`s of the jobs it runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    host: str
+    pid: int
+    jobs: tuple[str, ...] = ()
+    metrics_address: str | None = None
+
+
+class Progress(BaseModel):
+    """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    state: RunState
+    updated: float
+    started: float
+    jobs: dict[str, int]
+    num_generated_tokens: int
+    tokens_per_second: float
+    eta_seconds: float | None
+    workers: tuple[WorkerStatus, ...]
+    driver_host: str
+    driver_pid: int

@@ -1,0 +1,115 @@
+"""What a worker's engine and the driver count, as plain numbers.
+
+Nothing here knows Prometheus: the engine adds to its counters in its own loop, the exporter reads them when scraped.
+`num_accepted_tokens` never counts the bonus token, so mean acceptance length = 1 + accepted / drafts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from dataclasses import dataclass, field
+
+MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up to here; deeper ones in the sum only
+
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
+JOB_SECONDS_BOUNDS = (1.0, 5.0, 15.0, _MINUTE, 300.0, 900.0, _HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY)
+JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 131,072 tokens
+CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
+
+
+@dataclass
+class Histogram:
+    """Observations counted by upper bound; the last count is of those above every bound."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)  # [num_bounds + 1]
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass
+class EngineCounters:
+    """One worker's counts since it started. Times are in seconds, sizes in bytes."""
+
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0  # committed in this process; recovered ones are counted apart
+    num_drafts: int = 0  # verifications that had at least one drafted node
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS_COUNTED)
+    num_steps: int = 0
+    step_seconds: dict[str, float] = field(default_factory=lambda: {"propose": 0.0, "verify": 0.0, "commit": 0.0})
+    num_resumes: dict[str, int] = field(default_factory=dict)  # by kind: kv, replay
+    num_tokens_recovered: int = 0
+    num_tokens_recomputed: int = 0
+    num_stale_attempt_rejections: int = 0
+    checkpoint_bytes: int = 0
+    checkpoint_seconds: Histogram = field(default_factory=lambda: Histogram(CHECKPOINT_SECONDS_BOUNDS))
+    last_checkpoint: float | None = None  # `time.time()`; None while nothing runs
+    kv_cache_tokens: int = 0
+    jobs_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    job_seconds: Histogram = field(default_factory=lambda: Histogram(JOB_SECONDS_BOUNDS))
+    job_generation_tokens: Histogram = field(default_factory=lambda: Histogram(JOB_TOKENS_BOUNDS))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verification with the bonus token: 1 + accepted / drafts; 1.0 before the first draft."""
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0.0 before the first draft."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one verified draft tree; an empty one (plain decoding) counts nothing."""
+        if num_draft_tokens == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        for position in range(min(num_accepted_tokens, MAX_POSITIONS_COUNTED)):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    def count_resume(self, kind: str, num_tokens_recovered: int, num_tokens_recomputed: int) -> None:
+        """Count one resume: `kv` loaded the cache, `replay` re-ran the recovered tokens through the target."""
+        self.num_resumes[kind] = self.num_resumes.get(kind, 0) + 1
+        self.num_tokens_recovered += num_tokens_recovered
+        self.num_tokens_recomputed += num_tokens_recomputed
+
+    def count_checkpoint(self, num_bytes: int, seconds: float) -> None:
+        """Count one written checkpoint."""
+        self.checkpoint_bytes += num_bytes
+        self.checkpoint_seconds.observe(seconds)
+        self.last_checkpoint = time.time()
+
+    def count_finished(self, reason: str, seconds: float, num_generation_tokens: int) -> None:
+        """Count one finished job by its finish reason."""
+        self.jobs_finished[reason] = self.jobs_finished.get(reason, 0) + 1
+        self.job_seconds.observe(seconds)
+        self.job_generation_tokens.observe(num_generation_tokens)
+
+
+@dataclass
+class DriverCounters:
+    """What only the driver sees: jobs by state, and what it took back from workers or gave up."""
+
+    jobs: dict[str, int] = field(default_factory=dict)  # by state: pending, running, finished, failed, cancelled
+    num_preemptions: dict[str, int] = field(default_factory=dict)  # by reason
+    jobs_finished: dict[str, int] = field(default_factory=dict)  # without a result: failed, cancelled
+
+    def count_preemption(self, reason: str) -> None:
+        """Count one job that goes back to the queue with its checkpoint."""
+        self.num_preemptions[reason] = self.num_preemptions.get(reason, 0) + 1
+
+    def count_finished(self, reason: str) -> None:
+        """Count one job that ended without a result."""
+        self.jobs_finished[reason] = self.jobs_finished.get(reason, 0) + 1

@@ -1,0 +1,1 @@
+"""The command line, the driver loop, and everything that says Ray. Nothing imports this room."""

@@ -1,0 +1,78 @@
+"""The `swiftbatch` command. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from scheduler.read_commands import results, status, tail
+from scheduler.run_commands import cancel, resume, submit
+from scheduler.tool_commands import bench, doctor, train
+
+INTERRUPTED = 130
+USER_ERROR = 2
+
+USER_ERRORS = (  # their text is one line for the user
+    ("jobs.reader", "InputFileError"),
+    ("jobs.run", "RunError"),
+    ("jobs.store", "StoreError"),
+    ("metrics.exporter", "MetricsError"),
+    ("scheduler.cluster", "ClusterError"),
+    ("scheduler.driver", "DriverError"),
+    ("scheduler.submission", "StrictError"),
+    ("worker.bench.text", "BenchError"),
+    ("worker.model_files", "ModelError"),
+    ("worker.training.corpus", "CorpusError"),
+)
+
+
+class OneLineErrors(click.Group):
+    """Shows a user's mistake as one line on stderr, with exit code 2 and no traceback."""
+
+    def main(self, *args: Any, **extra: Any) -> NoReturn:
+        try:
+            code = super().main(*args, **{**extra, "standalone_mode": False})
+        except click.ClickException as error:
+            _fail(error.format_message())
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            if not _is_user_error(error):
+                raise
+            _fail(str(error))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="swiftbatch")
+def main() -> None:
+    """Run many long text generation jobs and get exactly the tokens that plain sampling would give.
+
+    \b
+    Example:
+      swiftbatch submit jobs.jsonl --run my-run --workers 2
+      swiftbatch status my-run
+      swiftbatch results my-run --output answers.jsonl
+    """
+
+
+for command in (submit, status, tail, results, resume, cancel, doctor, train, bench):
+    main.add_command(command)
+
+
+def _is_user_error(error: Exception) -> bool:
+    """Looks only into modules that are there already: to import all of them would cost a second."""
+    modules = ((sys.modules.get(module), name) for module, name in USER_ERRORS)
+    return any(module is not None and isinstance(error, getattr(module, name)) for module, name in modules)
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"swiftbatch: {' '.join(message.split())}", err=True)
+    sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

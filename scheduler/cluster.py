@@ -1,0 +1,96 @@
+"""The Ray cluster that a run uses: one of its own, or a running one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
+
+
+class ClusterError(RuntimeError):
+    """Ray cannot be started or reached; the text is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the driver needs to know to place its workers."""
+
+    is_embedded: bool
+    num_gpus: int
+
+    def num_cpus_per_worker(self) -> int:
+        """An embedded Ray may run more workers than cores; a real cluster's autoscaler must see a need."""
+        return 0 if self.is_embedded else 1
+
+    def num_gpus_per_worker(self, device: str) -> int:
+        """A worker has a GPU to itself; where the device is `auto`, the cluster decides."""
+        return 1 if device == "cuda" or (device == "auto" and self.num_gpus > 0) else 0
+
+
+@contextlib.contextmanager
+def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
+    """Start an embedded Ray (`address` None) or join the cluster at `address`; leave it at the end.
+
+    Raises ClusterError. While connected, nothing but the returned context's user writes to the terminal.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise a warning about a future default
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            _protect()
+        # Ray's listener thread prints a lost worker's obituary to stdout whatever its log level is.
+        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        import ray
+
+        try:
+            _init(address, num_workers)
+        except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
+            where = "an embedded Ray does not start" if address is None else f"no Ray cluster answers at {address}"
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ClusterError(f"{where}: {reason}") from error
+        stack.callback(ray.shutdown)
+        yield Cluster(is_embedded=address is None, num_gpus=_num_gpus())
+
+
+def _init(address: str | None, num_workers: int) -> None:
+    import ray
+
+    if address is None:
+        # "local": never by accident another cluster that runs on this machine
+        ray.init(
+            address="local",
+            num_cpus=num_workers,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        return
+    import jobs
+    import metrics
+    import scheduler
+    import worker
+
+    rooms = [jobs, metrics, scheduler, worker]  # the driver's own version travels to the workers
+    ray.init(address=address, runtime_env={"py_modules": rooms}, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _protect() -> None:
+    """Give our own Ray a secret of its own: its ports are open to the network, and who may call it may run code.
+
+    Ray reads the secret once per process, so it stays for the life of the process.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _num_gpus() -> int:
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()
+    return int(resources.get("GPU", 0))

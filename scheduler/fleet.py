@@ -1,0 +1,119 @@
+"""The workers of a run: started, waited for, replaced when lost. Knows nothing of what a job is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scheduler import remote
+from scheduler.actors import WorkerInfo, WorkerSpec
+from worker.work import Assignment, WorkReport
+
+if TYPE_CHECKING:
+    from scheduler.cluster import Cluster
+
+FIRST_RESTART_SECONDS = 1.0
+LONGEST_RESTART_SECONDS = 30.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker and the jobs it has. `call` is its outstanding call; a worker without one is idle."""
+
+    id: str
+    actor: Any  # handle of a WorkerActor; Ray's types know handles of decorated classes only
+    call: Any  # reference to a WorkerInfo or a WorkReport, or None
+    info: WorkerInfo | None = None  # None until it has started
+    job_ids: set[str] = field(default_factory=set)
+    cancelled_ids: set[str] = field(default_factory=set)  # to be dropped at the next call
+
+    @property
+    def is_idle(self) -> bool:
+        return self.call is None
+
+
+@dataclass(frozen=True)
+class Started:
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Reported:
+    worker: Worker
+    report: WorkReport
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that is gone: `reason` is a word for the metrics, `message` one line for the user."""
+
+    worker: Worker
+    reason: str
+    message: str
+
+
+Event = Started | Reported | Lost
+
+
+class Fleet:
+    """Keeps up to a wished number of workers alive and carries one call to each at a time."""
+
+    def __init__(self, spec: WorkerSpec, cluster: Cluster) -> None:
+        self._spec = spec
+        self._cluster = cluster
+        self._num_created = 0
+        self._restart_not_before = 0.0
+        self.num_failed_starts = 0  # in a row; a worker that starts sets it back
+        self.workers: list[Worker] = []
+
+    def fill(self, num_workers: int, now: float) -> None:
+        """Start workers until there are `num_workers`; after a failed start, wait a little longer each time."""
+        while len(self.workers) < num_workers and now >= self._restart_not_before:
+            self._num_created += 1
+            worker_id = f"w{self._num_created}"
+            num_gpus = self._cluster.num_gpus_per_worker(self._spec.config.device)
+            actor = remote.create_actor(
+                worker_id, self._spec, num_cpus=self._cluster.num_cpus_per_worker(), num_gpus=num_gpus
+            )
+            self.workers.append(Worker(worker_id, actor, actor.start.remote()))
+
+    def work(self, worker: Worker, assignments: Sequence[Assignment], seconds: float) -> None:
+        """Give an idle worker its next slice of work, and word of the jobs to drop."""
+        worker.call = worker.actor.work.remote(assignments, worker.cancelled_ids, seconds)
+        worker.cancelled_ids = set()
+
+    def wait(self, seconds: float, now: float) -> list[Event]:
+        """What has happened, after at most `seconds`."""
+        calls = {worker.call: worker for worker in self.workers if worker.call is not None}
+        if not calls:
+            return []
+        return [self._event(calls[call], now) for call in remote.wait(list(calls), seconds)]
+
+    def stop(self) -> None:
+        """End all workers at once; what they had not written yet is recomputed on resume."""
+        for worker in self.workers:
+            remote.kill(worker.actor)
+        self.workers.clear()
+
+    def _event(self, worker: Worker, now: float) -> Event:
+        call, worker.call = worker.call, None
+        try:
+            answer = remote.answer(call)
+        except remote.WorkerLostError as error:
+            return self._lose(worker, error, now)
+        if isinstance(answer, WorkerInfo):
+            worker.info = answer
+            self.num_failed_starts = 0
+            return Started(worker)
+        return Reported(worker, answer)
+
+    def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:
+        """Forget a worker. It is killed too: one that is only out of reach, or broken inside, must not work on."""
+        remote.kill(worker.actor)
+        self.workers.remove(worker)
+        if worker.info is None:
+            self.num_failed_starts += 1
+            delay = FIRST_RESTART_SECONDS * 2 ** (self.num_failed_starts - 1)
+            self._restart_not_before = now + min(LONGEST_RESTART_SECONDS, delay)
+        return Lost(worker, error.reason, str(error))

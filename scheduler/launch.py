@@ -1,0 +1,112 @@
+"""Run a run's unfinished jobs: cluster up, driver loop, signals, output files."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from rich.console import Console
+
+from jobs.run import Run
+from jobs.status import RunState
+from jobs.uris import local_path
+from metrics.counters import DriverCounters
+from metrics.exporter import DriverCollector, Labels, registry_of, serve
+from scheduler.actors import SESSION_FACTORY, WorkerSpec
+from scheduler.backlog import count_jobs, load_queue
+from scheduler.cluster import Cluster, ClusterError, connect
+from scheduler.driver import Driver
+from scheduler.fleet import Fleet
+from scheduler.job_queue import JobQueue
+from scheduler.progress import Display, open_display
+from scheduler.submission import engine_config
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to run, which changes no output: it may differ from one resume to the next."""
+
+    num_workers: int = 1
+    num_slots: int = 1
+    address: str | None = None  # of a running cluster; None for an embedded Ray
+    max_attempts: int = 5
+    metrics_port: int | None = None
+    session_factory: str = SESSION_FACTORY
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run stands when its driver ends."""
+
+    state: RunState
+    jobs: dict[str, int]
+
+    @property
+    def num_without_result(self) -> int:
+        return sum(count for state, count in self.jobs.items() if state != "finished")
+
+
+def launch(run: Run, options: LaunchOptions) -> Outcome:
+    """Run what is unfinished, and write the output files, also after an interruption.
+
+    Raises ClusterError, DriverError, MetricsError, RunTakenError and StoreError, each with one line for the user.
+    """
+    queue = load_queue(run, options.max_attempts)
+    state: RunState = "finished"
+    if queue.unfinished():
+        console = Console(file=sys.stdout)  # bound to the real stdout, before Ray's chatter is turned away
+        with open_display(console) as display, connect(options.address, options.num_workers) as cluster:
+            state = _drive(run, queue, options, cluster, display)
+    run.write_output()
+    return Outcome(state, count_jobs(run))
+
+
+def _drive(run: Run, queue: JobQueue, options: LaunchOptions, cluster: Cluster, display: Display) -> RunState:
+    manifest = run.manifest
+    if manifest.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
+        raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+    spec = WorkerSpec(
+        config=engine_config(manifest, options.num_slots),
+        run_uri=run.store.uri,
+        metrics_port=None if options.metrics_port is None else 0,
+        session_factory=options.session_factory,
+        log_folder=_log_folder(run, cluster),
+    )
+    counters = DriverCounters()
+    with contextlib.ExitStack() as stack:
+        if options.metrics_port is not None:
+            labels = Labels(model_name=manifest.model, drafter=manifest.engine, worker="driver")
+            address, stop = serve(registry_of(DriverCollector(counters, labels)), options.metrics_port)
+            stack.callback(stop)
+            display.note(f"metrics of the driver at {address}")
+        fleet = Fleet(spec, cluster)
+        numbers = {"num_workers": options.num_workers, "num_slots": options.num_slots}
+        driver = Driver(run, queue, fleet, display, counters, **numbers)
+        stack.enter_context(_stop_on_signals(driver))
+        return driver.run()
+
+
+def _log_folder(run: Run, cluster: Cluster) -> str | None:
+    """Workers on this machine log into the run folder; elsewhere it may not be there."""
+    folder = local_path(run.store.uri)
+    return f"{folder}/logs" if folder is not None and cluster.is_embedded else None
+
+
+@contextlib.contextmanager
+def _stop_on_signals(driver: Driver) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the driver to stop; a second one ends the process at once."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        driver.request_stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,95 @@
+"""Commands that read a run: status, tail, results."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from jobs.run import Progress, Run
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs.")
+def status(run_uri: str, as_json: bool) -> None:
+    """Show how far a run is and which worker has which job.
+
+    \b
+    Example:
+      swiftbatch status my-run --json
+    """
+    from jobs.run import Run
+    from scheduler.heartbeat import current_progress
+
+    run = Run.open(run_uri)
+    progress = current_progress(run)
+    if as_json:
+        click.echo(progress.model_dump_json(indent=2))
+    else:
+        _show_status(run, progress)
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.argument("custom_id")
+@click.option("--follow", is_flag=True, help="Go on printing until the job ends.")
+def tail(run_uri: str, custom_id: str, follow: bool) -> None:
+    """Print what a job has written so far, up to its last checkpoint.
+
+    \b
+    Example:
+      swiftbatch tail my-run story-7 --follow
+    """
+    from jobs.run import Run
+    from scheduler.tailing import follow_text
+
+    for piece in follow_text(Run.open(run_uri), custom_id, follow):
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
+def results(run_uri: str, kind: str, output: str | None) -> None:
+    """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.
+
+    \b
+    Example:
+      swiftbatch results my-run --format parquet --output answers.parquet
+    """
+    from jobs.run import Run
+
+    if kind == "parquet" and output is None and sys.stdout.isatty():
+        raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
+    run = Run.open(run_uri)
+    run.write_output()
+    data = run.store.read(f"output.{kind}") or b""
+    try:
+        with click.open_file(output or "-", "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise click.FileError(output or "stdout", error.strerror) from None
+
+
+def _show_status(run: Run, progress: Progress) -> None:
+    from scheduler.summary import duration, summary_line
+
+    click.echo(
+        f"{run.store.shown_uri} ({run.manifest.run_id}): model {run.manifest.model}, engine {run.manifest.engine}"
+    )
+    click.echo(summary_line(progress))
+    if num_rejects := len(run.rejects()):
+        click.echo(f"{num_rejects} lines of the job file were rejected; the reasons are in rejects.jsonl")
+    for worker in progress.workers:
+        metrics = f", metrics at {worker.metrics_address}" if worker.metrics_address else ""
+        jobs = ", ".join(worker.jobs) or "no job"
+        click.echo(f"  {worker.id} on {worker.host}, process {worker.pid}: {jobs}{metrics}")
+    if progress.state == "interrupted":
+        click.echo(f"no driver runs it; go on with: swiftbatch resume {run.store.shown_uri}")
+    elif progress.state != "running":
+        click.echo(f"took {duration(progress.updated - progress.started)} since the last start")

@@ -1,0 +1,92 @@
+"""What belongs to a run and stays the same over all its attempts: model, engine, numerics, seed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.run import Run, RunError, RunManifest
+from worker.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for; None where nothing was said."""
+
+    model: str | None = None
+    engine: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    num_threads: int | None = None
+    seed: int | None = None
+    num_workers: int = 1  # shares the cores where no number of threads was asked for
+    address: str | None = None  # of a running cluster, whose devices are not this machine's
+
+
+def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
+    """The manifest of the run there, checked against the settings; a new one, yet without fingerprint, for a new run.
+
+    Raises RunError if the settings differ from the run's.
+    """
+    try:
+        manifest = Run.open(run_uri).manifest
+    except RunError:  # no run there, or one that can't be read: `Run.create_or_open` tells them apart
+        return _new_manifest(settings)
+    asked = {
+        "model": _place(settings.model) if settings.model else None,
+        "engine": settings.engine,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "num_threads": settings.num_threads,
+        "seed": settings.seed,
+    }
+    for name, value in asked.items():
+        if value is not None and value != getattr(manifest, name):
+            raise RunError(
+                f"the run at {run_uri} was made with {name} {getattr(manifest, name)}, found {value}; "
+                "leave the option away, or use another run folder"
+            )
+    return manifest
+
+
+def _new_manifest(settings: Settings) -> RunManifest:
+    import torch  # the tokenizer brings it in anyway
+
+    defaults = EngineConfig()
+    has_own_gpu = settings.address is None and torch.cuda.is_available()
+    detected = "auto" if settings.address is not None else "cuda" if has_own_gpu else "cpu"
+    num_cores = len(os.sched_getaffinity(0))
+    return RunManifest(
+        run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
+        created=time.time(),
+        model=_place(settings.model or defaults.model),
+        model_fingerprint="",
+        engine=settings.engine or defaults.engine,
+        dtype=settings.dtype or defaults.dtype,
+        device=settings.device if settings.device not in (None, "auto") else detected,
+        num_threads=settings.num_threads or max(1, num_cores // settings.num_workers),
+        seed=settings.seed or 0,
+        versions=_versions(),
+        exactness="not probed",
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def _place(model: str) -> str:
+    """A folder's absolute path, since workers run in other folders; any other name as it is."""
+    return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("swiftbatch", "torch", "transformers", "ray"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            continue
+    return versions

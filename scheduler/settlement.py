@@ -1,0 +1,73 @@
+"""How a job's attempt ends: with a result, back in the queue, given up, or cancelled. Files first, then the queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from jobs.checkpoints import CheckpointStore
+from jobs.results import error_line
+from jobs.run import Run
+from metrics.counters import DriverCounters
+from scheduler.backlog import CANCELLED, cancel_job, num_completion_tokens
+from scheduler.job_queue import JobQueue
+from scheduler.progress import Display
+
+
+class Settlement:
+    """Writes what became of jobs, and keeps queue, counters and display in step with it."""
+
+    def __init__(self, run: Run, queue: JobQueue, counters: DriverCounters, display: Display) -> None:
+        self._run = run
+        self._queue = queue
+        self._counters = counters
+        self._display = display
+        self._checkpoints = CheckpointStore(run.store)
+        self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
+
+    def put_back(self, job_id: str, reason: str, message: str) -> None:
+        """Queue a job whose attempt was lost, or give it up; a result that is there counts, whoever wrote it."""
+        record = self._queue.record(job_id)
+        if record is None:
+            return
+        if self._run.store.exists(f"results/{job_id}.json"):
+            self._queue.finish(job_id, num_completion_tokens(self._run, job_id))
+        elif job_id in self._cancelling:
+            self._cancel(job_id)
+        else:
+            self._counters.count_preemption(reason)
+            if self._queue.lose(job_id, time.monotonic()):
+                self._display.note(f"job {record.job.custom_id} goes back, to resume from its token log")
+            else:
+                self._give_up(job_id, message)
+
+    def take_cancel_requests(self, held: Collection[str]) -> None:
+        """Cancel what users asked for, except `held` jobs: those wait for their worker's next report."""
+        is_whole_run, requested = self._run.cancel_requests()
+        unfinished = set(self._queue.unfinished())
+        self._cancelling = unfinished if is_whole_run else requested & unfinished
+        for job_id in self._cancelling.difference(held):
+            self._cancel(job_id)
+
+    def cancel_held(self, job_ids: Collection[str]) -> set[str]:
+        """Cancel those of a worker's jobs that are to be cancelled; returns them, for the worker to drop."""
+        cancelled = self._cancelling.intersection(job_ids)
+        for job_id in cancelled:
+            self._cancel(job_id)
+        return cancelled
+
+    def _cancel(self, job_id: str) -> None:
+        if record := self._queue.record(job_id):
+            cancel_job(self._run, record)
+            self._queue.cancel(job_id)
+            self._counters.count_finished(CANCELLED)
+
+    def _give_up(self, job_id: str, message: str) -> None:
+        """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
+        if record := self._queue.record(job_id):
+            num_attempts = self._checkpoints.attempts(job_id)
+            text = f"given up after {num_attempts} attempts; the last one: {message}"
+            self._run.write_error(job_id, error_line(record, "attempts_failed", text))
+            self._queue.give_up(job_id)
+            self._counters.count_finished("failed")
+            self._display.note(f"job {record.job.custom_id} is {text}")

@@ -1,0 +1,112 @@
+"""From a job file to a run folder: read, count prompt tokens, refuse what can't run, add the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jobs.job import Job, JobRecord
+from jobs.reader import Reject, read_jobs
+from jobs.run import Run, RunManifest
+from scheduler.heartbeat import refuse_if_taken
+from scheduler.settings import Settings, kept_or_new_manifest
+from worker.config import EngineConfig
+from worker.model_files import ModelFiles, locate_model
+from worker.text import TextCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StrictError(ValueError):
+    """A file with rejects was submitted with `--strict`."""
+
+    def __init__(self, path: str, rejects: Sequence[Reject]) -> None:
+        first = rejects[0]
+        super().__init__(
+            f"{path}, line {first.line_number}: {first.reason} (rejected lines: {len(rejects)}; "
+            "--strict refuses the file, nothing was submitted)"
+        )
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run with the file's jobs in it, and what was refused."""
+
+    run: Run
+    records: list[JobRecord]
+    rejects: list[Reject]
+
+
+def submit_file(path: str, run_uri: str, settings: Settings, is_strict: bool) -> Submission:
+    """Add the file's jobs to the run at `run_uri`, which is made if there is none.
+
+    Raises InputFileError, StrictError, ModelError, RunError (RunTakenError while a driver runs it) and StoreError,
+    each with one line for the user.
+    """
+    manifest = kept_or_new_manifest(run_uri, settings)
+    jobs, rejects = read_jobs(path, manifest.seed)
+    files = locate_model(manifest.model)
+    manifest = manifest.model_copy(update={"model_fingerprint": files.fingerprint})
+    records, refused = make_records(jobs, files)
+    rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
+    if rejects and is_strict:
+        raise StrictError(path, rejects)
+    run = Run.create_or_open(run_uri, manifest)
+    refuse_if_taken(run)
+    records, changed = _without_changed(run, records)
+    rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
+    run.add_jobs(records)
+    run.write_rejects(rejects)
+    return Submission(run, records, rejects)
+
+
+def make_records(jobs: Sequence[tuple[int, Job]], files: ModelFiles) -> tuple[list[JobRecord], list[Reject]]:
+    """Count each prompt's tokens; a job that does not fit the model's positions is a reject."""
+    codec = TextCodec(files)
+    records, rejects = [], []
+    for line_number, job in jobs:
+        try:
+            num_prompt_tokens = len(codec.encode_job(job))
+            _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
+        except ValueError as error:
+            rejects.append(Reject(line_number, job.custom_id, str(error)))
+        else:
+            records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
+    return records, rejects
+
+
+def engine_config(manifest: RunManifest, num_slots: int) -> EngineConfig:
+    """What the run's workers run with."""
+    return EngineConfig.model_validate(
+        {
+            "model": manifest.model,
+            "engine": manifest.engine,
+            "dtype": manifest.dtype,
+            "device": manifest.device,
+            "num_threads": manifest.num_threads,
+            "num_slots": num_slots,
+        }
+    )
+
+
+def _refuse_too_long(num_prompt_tokens: int, max_tokens: int, files: ModelFiles) -> None:
+    num_positions = num_prompt_tokens + max_tokens
+    if num_positions > files.max_positions:
+        raise ValueError(
+            f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {num_positions} "
+            f"positions, expected at most the model's {files.max_positions}"
+        )
+
+
+def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord], list[Reject]]:
+    """Refuse jobs whose `custom_id` the run knows with another prompt or sampling: results would be ambiguous."""
+    known = {record.job.custom_id: record.job_id for record in run.jobs()}
+    reason = "field 'custom_id': this run has it with another prompt or sampling; use a new custom_id or a new run"
+    kept, rejects = [], []
+    for record in records:
+        if known.get(record.job.custom_id, record.job_id) == record.job_id:
+            kept.append(record)
+        else:
+            rejects.append(Reject(record.line_number, record.job.custom_id, reason))
+    return kept, rejects

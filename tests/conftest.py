@@ -1,0 +1,65 @@
+"""Models and helpers shared by the tests. Real parts, small: the embedded model and tiny random ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from worker.model_files import ModelFiles, locate_model
+from worker.target import TargetModel
+from worker.training.tokenizer import train_tokenizer
+
+NUM_THREADS = 2
+
+
+@pytest.fixture(autouse=True)
+def _fixed_threads() -> None:
+    torch.set_num_threads(NUM_THREADS)
+
+
+@pytest.fixture(scope="session")
+def embedded_files() -> ModelFiles:
+    return locate_model("embedded")
+
+
+@pytest.fixture(scope="session")
+def embedded_targets(embedded_files: ModelFiles) -> dict[str, TargetModel]:
+    return {dtype: TargetModel.load(embedded_files, dtype, "cpu") for dtype in ("bfloat16", "float32")}
+
+
+@pytest.fixture(scope="session")
+def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
+    return embedded_targets["bfloat16"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random two-layer Llama and a tokenizer of 300 entries."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

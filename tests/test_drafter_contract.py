@@ -1,0 +1,293 @@
+"""What every drafter of the catalogue keeps to, and what each promises beyond it.
+
+The target here is small but real: a table of logits by last token, drawn from with the engine's own sampler.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.drafters import DRAFTERS, create_drafter
+from worker.drafters.base import Drafter
+from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
+from worker.drafters.static_tree import static_tree
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+from worker.verification import TOP_K, Verification
+
+VOCAB = 64
+PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
+GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
+
+
+class TableTarget:
+    """Logits depend on the last token alone: the smallest target that token recycling can learn by heart."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+    def step(self, drafter: Drafter, sequence: Sequence, max_nodes: int) -> Verification:
+        max_depth = max(sequence.num_remaining_tokens - 1, 0)
+        tree = drafter.propose(sequence, max_nodes, max_depth)
+        verification = self.verify(sequence, tree, TokenSampler(sequence, VOCAB))
+        sequence.extend(verification.committed_ids)
+        drafter.update(sequence, verification)
+        return verification
+
+    def verify(self, sequence: Sequence, tree: DraftTree, sampler: TokenSampler) -> Verification:
+        row_token_ids = np.array([sequence.token_ids[-1], *tree.token_ids], dtype=np.int64)
+        logits = self._logits[torch.from_numpy(row_token_ids)]
+        children, path, committed = tree.children(), [ROOT], []
+        while True:
+            committed.append(sampler.draw(logits[path[-1] + 1]))
+            node = children.get(path[-1], {}).get(committed[-1])
+            if node is None:
+                break
+            path.append(node)
+        top = torch.log_softmax(logits, dim=-1).topk(TOP_K)
+        return Verification(path[1:], committed, row_token_ids, top.indices.numpy(), top.values.numpy())
+
+
+def new_sequence(prompt: list[int] | None = None, params: SamplingParams = PARAMS, name: str = "a") -> Sequence:
+    return Sequence(name, prompt or [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], params, VOCAB)
+
+
+def generate(drafter: Drafter, sequence: Sequence, num_steps: int, max_nodes: int = 8) -> list[Verification]:
+    target = TableTarget()
+    return [target.step(drafter, sequence, max_nodes) for _ in range(num_steps)]
+
+
+def warm(name: str, params: SamplingParams = PARAMS, num_steps: int = 60) -> tuple[Drafter, Sequence]:
+    drafter, sequence = create_drafter(name, VOCAB), new_sequence(params=params)
+    drafter.start(sequence)
+    generate(drafter, sequence, num_steps)
+    return drafter, sequence
+
+
+def mean_acceptance_length(verifications: list[Verification]) -> float:
+    return 1 + sum(v.num_accepted_tokens for v in verifications) / len(verifications)
+
+
+def check_structure(tree: DraftTree, max_nodes: int, max_depth: int) -> None:
+    assert len(tree.token_ids) == len(tree.parents) <= max_nodes
+    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
+    assert all(0 <= token < VOCAB for token in tree.token_ids)
+    assert max(tree.depths(), default=0) <= max_depth
+    assert sum(map(len, tree.children().values())) == len(tree), "two siblings carry the same token"
+
+
+@pytest.mark.parametrize("params", [PARAMS, GREEDY], ids=["T=1", "T=0"])
+@pytest.mark.parametrize("name", DRAFTERS)
+class TestEveryDrafter:
+    """The contract of worker/drafters/base.py."""
+
+    def test_trees_are_well_formed_and_within_bounds(self, name: str, params: SamplingParams) -> None:
+        drafter, sequence = warm(name, params)
+        for max_nodes in (0, 1, 2, 7, 31, 79):
+            for max_depth in (0, 1, 2, 5, 63):
+                check_structure(drafter.propose(sequence, max_nodes, max_depth), max_nodes, max_depth)
+
+    def test_proposing_changes_nothing(self, name: str, params: SamplingParams) -> None:
+        drafter, sequence = warm(name, params)
+        before = {key: array.copy() for key, array in drafter.state(sequence).items()}
+        first = drafter.propose(sequence, 12, 6)
+        drafter.propose(sequence, 3, 2)
+        assert drafter.propose(sequence, 12, 6) == first
+        after = drafter.state(sequence)
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[key], after[key]) for key in before)
+
+    @pytest.mark.parametrize("prompt", [[0], [VOCAB - 1], [5] * 50], ids=["one token", "last token", "all equal"])
+    def test_degenerate_prompts(self, name: str, params: SamplingParams, prompt: list[int]) -> None:
+        drafter, sequence = create_drafter(name, VOCAB), new_sequence(prompt, params)
+        drafter.start(sequence)
+        check_structure(drafter.propose(sequence, 8, 4), 8, 4)
+        generate(drafter, sequence, 20)
+        check_structure(drafter.propose(sequence, 8, 4), 8, 4)
+
+    def test_state_goes_into_a_fresh_drafter(self, name: str, params: SamplingParams) -> None:
+        drafter, sequence = warm(name, params)
+        fresh = create_drafter(name, VOCAB)
+        fresh.start(sequence)
+        fresh.restore(sequence, {key: array.copy() for key, array in drafter.state(sequence).items()})
+        for _ in range(5):
+            assert fresh.propose(sequence, 15, 6) == drafter.propose(sequence, 15, 6)
+            verification = TableTarget().step(drafter, sequence, 15)
+            fresh.update(sequence, verification)
+
+    def test_state_is_a_copy(self, name: str, params: SamplingParams) -> None:
+        drafter, sequence = warm(name, params)
+        expected = drafter.propose(sequence, 15, 6)
+        for array in drafter.state(sequence).values():
+            array[:] = 0
+        assert drafter.propose(sequence, 15, 6) == expected
+
+    def test_sequences_do_not_mix(self, name: str, params: SamplingParams) -> None:
+        drafter = create_drafter(name, VOCAB)
+        sequences = [new_sequence([1, 2, 3], params, "one"), new_sequence([4, 5, 6], params, "two")]
+        for sequence in sequences:
+            drafter.start(sequence)
+        for _ in range(15):
+            for sequence in sequences:
+                TableTarget().step(drafter, sequence, 6)
+        drafter.stop(sequences[0])
+        check_structure(drafter.propose(sequences[1], 6, 5), 6, 5)
+
+    def test_a_sequence_may_come_back_after_it_was_stopped(self, name: str, params: SamplingParams) -> None:
+        drafter, sequence = warm(name, params)
+        expected = drafter.propose(sequence, 8, 5)
+        drafter.stop(sequence)
+        drafter.start(sequence)
+        assert drafter.propose(sequence, 8, 5) == expected
+
+    def test_the_text_is_the_same_as_without_drafts(self, name: str, params: SamplingParams) -> None:
+        plain = new_sequence(params=params)
+        generate(create_drafter("autoregressive", VOCAB), plain, 100)
+        _, sequence = warm(name, params, num_steps=30)
+        num_common = min(len(plain), len(sequence))
+        assert sequence.token_ids[:num_common].tolist() == plain.token_ids[:num_common].tolist()
+
+
+def test_the_catalogue_and_the_names_agree() -> None:
+    assert tuple(DRAFTERS) == ENGINE_NAMES
+    assert DEFAULT_ENGINE in DRAFTERS
+
+
+def test_an_unknown_engine_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
+        create_drafter("medusa", VOCAB)
+
+
+def test_autoregressive_proposes_nothing() -> None:
+    assert len(create_drafter("autoregressive", VOCAB).propose(new_sequence(), 8, 8)) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [9, 7, 2, 3]),  # three tokens match further back than two do
+        ([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], [8, 1, 2, 3]),  # of two places the later one
+        ([5, 3, 9, 6, 3], [9, 6, 3]),  # one token only
+        ([4, 4], [4]),  # up to the end
+        ([1, 2, 3], []),
+    ],
+)
+def test_prompt_lookup_copies_from_the_longest_and_latest_match(prompt: list[int], expected: list[int]) -> None:
+    drafter, sequence = create_drafter("prompt-lookup", VOCAB), new_sequence(prompt)
+    drafter.start(sequence)
+    assert drafter.propose(sequence, 4, 9) == DraftTree.chain(expected)
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "suffix"])
+def test_a_repeated_text_is_drafted_as_one_path(name: str) -> None:
+    text = [10, 20, 30, 40, 50, 60, 11, 21]
+    drafter, sequence = create_drafter(name, VOCAB), new_sequence(text * 4 + text[:3], GREEDY)
+    drafter.start(sequence)
+    assert drafter.propose(sequence, 5, 9) == DraftTree.chain([40, 50, 60, 11, 21])
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "suffix"])
+def test_a_long_prompt_is_taken_in_at_constant_cost_per_token(name: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 40_000).tolist()
+    seconds = []
+    for length in (10_000, 40_000):
+        sequence = new_sequence(tokens[:length])
+        started = time.process_time()
+        create_drafter(name, VOCAB).start(sequence)
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 4 * 2.5 * seconds[0]
+
+
+@pytest.mark.parametrize("params", [PARAMS, GREEDY], ids=["T=1", "T=0"])
+def test_recycling_starts_hot_with_the_next_job(params: SamplingParams) -> None:
+    drafter, first = warm("token-recycling", params, num_steps=100)
+    drafter.stop(first)
+    second = new_sequence([8, 17], params, "b")
+    drafter.start(second)
+    cold_drafter, cold = create_drafter("token-recycling", VOCAB), new_sequence([8, 17], params, "b")
+    cold_drafter.start(cold)
+    hot = mean_acceptance_length(generate(drafter, second, 10))
+    assert hot > mean_acceptance_length(generate(cold_drafter, cold, 10)) + 1
+
+
+def test_drafting_with_the_noise_accepts_more() -> None:
+    lengths = {}
+    for name in ("token-recycling", "token-recycling-no-noise"):
+        drafter, sequence = warm(name, num_steps=100)
+        lengths[name] = mean_acceptance_length(generate(drafter, sequence, 30, max_nodes=4))
+    # The matrix knows this target by heart, so with the noise most of the four nodes lie on the drawn path.
+    assert lengths["token-recycling"] > 3
+    assert lengths["token-recycling"] > 1.5 * lengths["token-recycling-no-noise"]
+
+
+def test_the_most_recent_row_of_a_token_stays() -> None:
+    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([9], GREEDY)
+    top_ids = np.arange(3 * TOP_K).reshape(3, TOP_K)
+    top_logprobs = np.tile(np.log(np.linspace(0.3, 0.01, TOP_K, dtype=np.float32)), (3, 1))
+    drafter.update(sequence, Verification([], [9], np.array([9, 5, 9]), top_ids, top_logprobs))
+    assert drafter.propose(sequence, 3, 1) == DraftTree([16, 17, 18], [ROOT] * 3)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("recycling_ids"),
+        lambda state: state.update(recycling_ids=state["recycling_ids"][:-1]),
+        lambda state: state.update(recycling_logprobs=state["recycling_logprobs"].astype(np.float64)),
+        lambda state: state.update(recycling_ids=state["recycling_ids"] + VOCAB),
+    ],
+    ids=["missing", "short", "wrong type", "outside the vocabulary"],
+)
+def test_unfit_state_is_refused_and_changes_nothing(damage) -> None:  # type: ignore[no-untyped-def]
+    drafter, sequence = warm("token-recycling")
+    expected = drafter.propose(sequence, 15, 6)
+    state = drafter.state(sequence)
+    damage(state)
+    with pytest.raises(ValueError, match="recycling matrix"):
+        drafter.restore(sequence, state)
+    assert drafter.propose(sequence, 15, 6) == expected
+
+
+def test_tokens_that_min_p_cuts_off_are_not_drafted() -> None:
+    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([9])
+    logprobs = np.log(np.array([[0.9, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]], dtype=np.float32))
+    drafter.update(sequence, Verification([], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
+    assert drafter.propose(sequence, 8, 1).token_ids == [20]
+
+
+def test_the_static_tree_has_the_papers_size_and_depth() -> None:
+    shape = static_tree(79, 63)
+    assert len(shape) + 1 == 80
+    assert max(depth for _, depth, _ in shape) + 1 == 6
+    assert sum(parent == ROOT for parent, _, _ in shape) == TOP_K
+    assert [depth for _, depth, _ in shape] == sorted(depth for _, depth, _ in shape)
+
+
+@pytest.mark.parametrize("num_nodes", [4, 8, 16, 32])
+def test_small_static_trees_are_parts_of_the_large_one(num_nodes: int) -> None:
+    def paths(max_nodes: int) -> set[tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {ROOT: ()}
+        for node, (parent, _, rank) in enumerate(static_tree(max_nodes, 5)):
+            found[node] = (*found[parent], rank)
+        return set(found.values())
+
+    assert len(paths(num_nodes)) == num_nodes + 1
+    assert paths(num_nodes) < paths(79)
+
+
+def test_one_step_of_recycling_is_cheap() -> None:
+    drafter, sequence = warm("token-recycling", num_steps=100)
+    verification = generate(drafter, sequence, 1, max_nodes=15)[0]
+    seconds = []
+    for _ in range(50):
+        started = time.perf_counter()
+        drafter.propose(sequence, 15, 8)
+        drafter.update(sequence, verification)
+        seconds.append(time.perf_counter() - started)
+    assert sorted(seconds)[5] < 0.002  # 0.2 ms on an idle core; the bound leaves room for slow machines

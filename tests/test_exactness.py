@@ -1,0 +1,174 @@
+"""The same tokens, to the bit: rows of draft trees, engines, batches and resumes against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jobs.sampling import SamplingParams
+from worker import attention, probe
+from worker.drafters import DRAFTERS, create_drafter
+from worker.engine import Engine
+from worker.probe import probe_rows
+from worker.sequence import Sequence
+from worker.target import TargetModel
+from worker.text import TextCodec
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "sampled": {"temperature": 1.0},
+    "sampled, penalised": {"temperature": 1.0, "repetition_penalty": 1.2, "penalty_window": 1024},
+    "sampled, filtered": {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+PROMPTS = (
+    "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. ",
+    "Chapter I. In which the narrator arrives at the house of his uncle\n\nIt had rained since noon, and the road",
+    '"Tell me again," said the old woman, "what the river did to the mill, and leave nothing out this time."\n\n',
+)
+OTHER_ENGINES = [name for name in DRAFTERS if name != "autoregressive"]
+
+
+def decode(
+    target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
+) -> list[list[int]]:
+    """Run sequences to their end in one batch; returns their output ids."""
+    engine = Engine(target, create_drafter(engine_name, target.vocab_size))
+    for sequence in sequences:
+        engine.start(sequence)
+        if drafter_state is not None:
+            engine.drafter.restore(sequence, drafter_state)
+    while engine.sequences:
+        engine.step()
+        for sequence in [s for s in engine.sequences if s.finish_reason is not None]:
+            engine.stop(sequence)
+    return [sequence.output_ids.tolist() for sequence in sequences]
+
+
+@pytest.fixture(scope="module")
+def codec(embedded_files: object) -> TextCodec:
+    return TextCodec(embedded_files)  # type: ignore[arg-type]
+
+
+class Plain:
+    """Plain decoding, one sequence at a time, kept for all tests of the module."""
+
+    def __init__(self, target: TargetModel, codec: TextCodec, num_tokens: int) -> None:
+        self.target, self._codec, self._num_tokens = target, codec, num_tokens
+        self._outputs: dict[str, list[list[int]]] = {}
+
+    def sequences(self, setting: str) -> list[Sequence]:
+        params = SamplingParams(max_tokens=self._num_tokens, seed=17, ignore_eos=True, **SETTINGS[setting])
+        return [
+            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+
+    def outputs(self, setting: str) -> list[list[int]]:
+        if setting not in self._outputs:
+            alone = [decode(self.target, "autoregressive", [sequence])[0] for sequence in self.sequences(setting)]
+            self._outputs[setting] = alone
+        return self._outputs[setting]
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel, codec: TextCodec) -> Plain:
+    return Plain(target, codec, num_tokens=300)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_of_10_000_random_tree_rows_none_differs_in_any_bit(
+    embedded_targets: dict[str, TargetModel], dtype: str
+) -> None:
+    result = probe_rows(embedded_targets[dtype], num_rows=10_000, seed=1)
+    assert result.num_rows >= 10_000
+    assert result.num_differing == 0
+
+
+def test_the_probe_finds_attention_whose_rows_depend_on_their_neighbours(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "QUERY_ROW_QUANTUM", 1)
+    assert probe_rows(target, num_rows=600, seed=1).num_differing > 0
+
+
+def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
+    embedded_targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_targets["float32"], "_pad_rows", False)
+    assert probe_rows(embedded_targets["float32"], num_rows=300, seed=1).num_differing > 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("engine_name", ["autoregressive", *OTHER_ENGINES])
+def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
+    assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
+
+
+@pytest.mark.parametrize("setting", ["greedy", "sampled, filtered"])
+@pytest.mark.parametrize("engine_name", OTHER_ENGINES)
+def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str, setting: str) -> None:
+    assert decode(plain.target, engine_name, plain.sequences(setting)[:1]) == plain.outputs(setting)[:1]
+
+
+def interrupted(plain: Plain, engine_name: str, setting: str, num_tokens: int) -> Iterator[Sequence]:
+    """Fresh sequences that recovered the first `num_tokens` tokens of the undisturbed run."""
+    for sequence, output in zip(plain.sequences(setting), plain.outputs(setting), strict=True):
+        sequence.extend(output[:num_tokens])
+        yield sequence
+
+
+@pytest.mark.parametrize("setting", ["greedy", "sampled, filtered"])
+@pytest.mark.parametrize("engine_name", DRAFTERS)
+def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
+    for num_tokens in (1, 97, 299):
+        sequences = list(interrupted(plain, engine_name, setting, num_tokens))
+        assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
+
+
+def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
+    engine = Engine(plain.target, create_drafter("token-recycling", plain.target.vocab_size))
+    [first, *_] = plain.sequences("sampled")
+    engine.start(first)
+    while first.num_generated_tokens < 150:
+        engine.step()
+    state = engine.drafter.state(first)
+    assert state
+    sequences = list(interrupted(plain, "token-recycling", "sampled", 150))
+    assert decode(plain.target, "token-recycling", sequences, state) == plain.outputs("sampled")
+
+
+def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) -> None:
+    [sequence, *_] = interrupted(plain, "suffix", "greedy", 300)
+    assert decode(plain.target, "suffix", [sequence]) == plain.outputs("greedy")[:1]
+    assert sequence.finish_reason == "length"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("engine_name", DRAFTERS)
+def test_every_engine_gives_plain_decoding_s_2000_tokens_killed_and_resumed(
+    long_plain: Plain, engine_name: str, setting: str
+) -> None:
+    assert decode(long_plain.target, engine_name, long_plain.sequences(setting)) == long_plain.outputs(setting)
+    resumed = list(interrupted(long_plain, engine_name, setting, 1234))
+    assert decode(long_plain.target, engine_name, resumed) == long_plain.outputs(setting)
+
+
+@pytest.fixture(scope="module")
+def long_plain(target: TargetModel, codec: TextCodec) -> Plain:
+    return Plain(target, codec, num_tokens=2000)
+
+
+def test_random_trees_keep_the_tree_s_contract() -> None:
+    import random
+
+    rng = random.Random(0)
+    for max_depth in (0, 1, 5):
+        tree = probe.random_tree(rng, 30, max_depth, vocab_size=4)
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+        assert all(depth <= max_depth for depth in tree.depths())
+        assert len({(p, t) for p, t in zip(tree.parents, tree.token_ids, strict=True)}) == len(tree)

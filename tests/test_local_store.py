@@ -1,0 +1,109 @@
+"""What a `Store` promises on a local disk: a file appears whole or not at all, however its writer ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.store import Store, StoreError
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_temporary_names_are_not_listed_and_none_is_left_by_a_write(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.write("a", b"x")
+    assert os.listdir(tmp_path) == ["a"]
+    (tmp_path / ".b.1234").write_bytes(b"torn")
+    assert store.list("") == ["a"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
+    class Failing(BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(28, "No space left on device")
+
+    store = Store(str(tmp_path))
+    store.write("a", b"old")
+    with pytest.raises(StoreError, match=r"cannot write 'a' in .*: No space left on device; check that"):
+        store.write_from("a", Failing())
+    assert store.read("a") == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+WRITER = """
+import sys
+from jobs.store import Store
+store = Store(sys.argv[1])
+while True:
+    for letter in b"abc":
+        store.write("file", bytes([letter]) * 3_000_000)
+        print(flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for round_number in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.002 * round_number)
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+        data = store.read("file")
+        assert data is not None
+        assert len(data) == 3_000_000
+        assert len(set(data)) == 1
+        assert store.list("") == ["file"]
+
+
+def test_data_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def record(name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def recorded(*args: Any) -> None:
+            calls.append(name)
+            real(*args)
+
+        return recorded
+
+    for name in ("fsync", "replace", "link"):
+        monkeypatch.setattr(os, name, record(name, getattr(os, name)))
+    store = Store(str(tmp_path))
+    store.write("a", b"x")
+    store.write_new("b", b"x")
+    assert calls == ["fsync", "replace", "fsync", "fsync", "link", "fsync"]
+
+
+def test_of_many_writers_of_a_new_file_one_wins(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for round_number in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda number: store.write_new(f"{round_number}", bytes([number])), range(8)))  # noqa: B023
+        assert won.count(True) == 1
+        assert store.read(f"{round_number}") == bytes([won.index(True)])
+
+
+def test_a_new_file_is_written_where_hard_links_are_not_to_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = Store(str(tmp_path))
+    assert store.write_new("a", b"first")
+    assert not store.write_new("a", b"second")
+    assert os.listdir(tmp_path) == ["a"]
+    assert store.read("a") == b"first"

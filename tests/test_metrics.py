@@ -1,0 +1,122 @@
+"""Metrics: the names a dashboard relies on, read over HTTP as Prometheus does."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from metrics.counters import DriverCounters, EngineCounters
+from metrics.exporter import DriverCollector, EngineCollector, Labels, MetricsError, registry_of, serve
+
+LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
+
+
+def scrape(address: str) -> dict[tuple[str, str], float]:
+    """Read an endpoint and return values by (sample name, value of the label that is not fixed)."""
+    text = urllib.request.urlopen(address, timeout=10).read().decode()
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            extra = [v for k, v in sample.labels.items() if k not in ("model_name", "drafter", "worker")]
+            assert sample.labels["model_name"] == "embedded"
+            assert sample.labels["drafter"] == "suffix"
+            assert len(extra) <= 1
+            values[(sample.name, extra[0] if extra else "")] = sample.value
+    return values
+
+
+def test_acceptance_length_counts_the_bonus_token_once_per_draft() -> None:
+    counters = EngineCounters()
+    assert counters.mean_acceptance_length == 1.0
+    assert counters.acceptance_rate == 0.0
+    counters.count_draft(num_draft_tokens=4, num_accepted_tokens=3)
+    counters.count_draft(num_draft_tokens=4, num_accepted_tokens=0)
+    counters.count_draft(num_draft_tokens=0, num_accepted_tokens=0)
+    assert counters.mean_acceptance_length == 2.5
+    assert counters.acceptance_rate == 3 / 8
+    assert counters.num_accepted_tokens_per_pos[:4] == [1, 1, 1, 0]
+
+
+def test_a_worker_serves_every_name_over_http() -> None:
+    counters = EngineCounters(num_prompt_tokens=7, num_generation_tokens=9, num_steps=5, kv_cache_tokens=16)
+    counters.step_seconds["verify"] = 0.5
+    counters.count_draft(num_draft_tokens=8, num_accepted_tokens=20)
+    counters.count_resume("replay", num_tokens_recovered=30, num_tokens_recomputed=30)
+    counters.count_checkpoint(num_bytes=400, seconds=0.02)
+    counters.count_finished("length", seconds=70.0, num_generation_tokens=2000)
+    address, stop = serve(registry_of(EngineCollector(counters, LABELS)), 0)
+    try:
+        values = scrape(address)
+        counters.num_generation_tokens += 1
+        assert scrape(address)[("swiftbatch_generation_tokens_total", "")] == 10.0  # nothing is copied at start
+    finally:
+        stop()
+    assert values[("swiftbatch_prompt_tokens_total", "")] == 7.0
+    assert values[("swiftbatch_generation_tokens_total", "")] == 9.0
+    assert values[("swiftbatch_spec_decode_num_drafts_total", "")] == 1.0
+    assert values[("swiftbatch_spec_decode_num_draft_tokens_total", "")] == 8.0
+    assert values[("swiftbatch_spec_decode_num_accepted_tokens_total", "")] == 20.0
+    assert values[("swiftbatch_spec_decode_num_accepted_tokens_per_pos_total", "15")] == 1.0
+    assert values[("swiftbatch_kv_cache_tokens", "")] == 16.0
+    assert values[("swiftbatch_step_seconds_sum", "verify")] == 0.5
+    assert values[("swiftbatch_step_seconds_count", "propose")] == 5.0
+    assert values[("swiftbatch_resumes_total", "replay")] == 1.0
+    assert values[("swiftbatch_tokens_recovered_total", "")] == 30.0
+    assert values[("swiftbatch_tokens_recomputed_total", "")] == 30.0
+    assert values[("swiftbatch_checkpoint_bytes_total", "")] == 400.0
+    assert values[("swiftbatch_checkpoint_seconds_bucket", "0.05")] == 1.0
+    assert values[("swiftbatch_checkpoint_seconds_bucket", "0.01")] == 0.0
+    assert values[("swiftbatch_stale_attempt_rejections_total", "")] == 0.0
+    assert 0.0 <= values[("swiftbatch_checkpoint_age_seconds", "")] < 60.0
+    assert values[("swiftbatch_jobs_finished_total", "length")] == 1.0
+    assert values[("swiftbatch_job_seconds_bucket", "60.0")] == 0.0
+    assert values[("swiftbatch_job_seconds_bucket", "300.0")] == 1.0
+    assert values[("swiftbatch_job_seconds_sum", "")] == 70.0
+    assert values[("swiftbatch_job_generation_tokens_bucket", "+Inf")] == 1.0
+
+
+def test_histogram_bounds_reach_a_week_and_128k_tokens() -> None:
+    counters = EngineCounters()
+    assert counters.job_seconds.bounds[-1] == 7 * 24 * 3600
+    assert counters.job_generation_tokens.bounds[-1] == 128 * 1024
+    counters.job_generation_tokens.observe(128 * 1024)  # a bound belongs to its own bucket
+    counters.job_generation_tokens.observe(128 * 1024 + 1)
+    assert counters.job_generation_tokens.counts[-2:] == [1, 1]
+
+
+def test_no_checkpoint_age_while_nothing_runs() -> None:
+    counters = EngineCounters()
+    names = {family.name for family in EngineCollector(counters, LABELS).collect()}
+    assert "swiftbatch_checkpoint_age_seconds" not in names
+    counters.last_checkpoint = time.time() - 12
+    ages = [f.samples[0].value for f in EngineCollector(counters, LABELS).collect() if f.name.endswith("age_seconds")]
+    assert 12 <= ages[0] < 60
+
+
+def test_the_driver_serves_jobs_by_state() -> None:
+    counters = DriverCounters(jobs={"pending": 2, "running": 1})
+    counters.count_preemption("worker_lost")
+    counters.count_preemption("worker_lost")
+    counters.count_finished("failed")
+    address, stop = serve(registry_of(DriverCollector(counters, LABELS)), 0)
+    try:
+        values = scrape(address)
+    finally:
+        stop()
+    assert values[("swiftbatch_jobs", "pending")] == 2.0
+    assert values[("swiftbatch_preemptions_total", "worker_lost")] == 2.0
+    assert values[("swiftbatch_jobs_finished_total", "failed")] == 1.0
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    registry = registry_of(DriverCollector(DriverCounters(), LABELS))
+    address, stop = serve(registry, 0)
+    port = int(address.split(":")[2].split("/")[0])
+    try:
+        with pytest.raises(MetricsError, match=f"metrics port {port}: .*in use.*choose another"):
+            serve(registry, port)
+    finally:
+        stop()

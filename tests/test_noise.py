@@ -1,0 +1,68 @@
+"""The coupled noise is Philox4x32-10, standard Gumbel, and depends on (seed, position, token) alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from worker.noise import BLOCK, GumbelNoise, gumbel_block, philox4x32
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # known answers published with the generator (Random123, kat_vectors)
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF, 0xFFFFFFFF),
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_its_published_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    words = philox4x32(tuple(torch.tensor([word]) for word in counter), key)
+    assert tuple(int(word) for word in words) == expected
+
+
+def test_noise_is_standard_gumbel() -> None:
+    block = gumbel_block(seed=7, first_position=0, vocab_size=20_000, device=torch.device("cpu")).double()
+    assert block.mean().item() == pytest.approx(np.euler_gamma, abs=0.01)
+    assert block.var().item() == pytest.approx(np.pi**2 / 6, abs=0.02)
+    assert torch.isfinite(block).all()
+
+
+def test_noise_is_the_same_whenever_and_in_whatever_order_it_is_drawn() -> None:
+    forward, backward = GumbelNoise(11, 1000), GumbelNoise(11, 1000)
+    positions = list(range(0, 5 * BLOCK, 3))
+    first = {position: forward.row(position).clone() for position in positions}
+    for position in reversed(positions):
+        assert torch.equal(backward.row(position), first[position])
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    rows = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        rows.append(gumbel_block(3, 64, 50_021, torch.device("cpu")))
+    assert torch.equal(rows[0], rows[1])
+
+
+def test_seeds_and_positions_give_unrelated_noise() -> None:
+    one, other = GumbelNoise(1, 5000), GumbelNoise(2**62 + 1, 5000)
+    pairs = [(one.row(5), one.row(6)), (one.row(5), other.row(5)), (one.row(5), one.row(2**33 + 5))]
+    for a, b in pairs:
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.06
+
+
+def test_gathered_noise_is_the_row_s() -> None:
+    noise = GumbelNoise(5, 300)
+    ids = np.array([299, 0, 17])
+    assert np.array_equal(noise.gather(40, ids), noise.row(40).numpy()[ids])

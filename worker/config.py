@@ -1,0 +1,23 @@
+"""What a worker needs to know to decode. Needs no torch: the driver makes it, the workers read it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from worker.drafters.names import DEFAULT_ENGINE
+
+
+class EngineConfig(BaseModel):
+    """Model, numerics and engine of one worker; the same for all workers of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "embedded"
+    engine: str = DEFAULT_ENGINE
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+    num_slots: int = Field(default=1, ge=1)
+    checkpoint_seconds: float = Field(default=5.0, gt=0)

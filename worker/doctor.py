@@ -1,0 +1,75 @@
+"""`swiftbatch doctor`: says whether this machine and model keep the exactness contract."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict
+
+from jobs.status import Exactness
+from worker.attention import QUERY_ROW_QUANTUM
+from worker.config import EngineConfig
+from worker.model_files import locate_model
+from worker.probe import probe_rows
+from worker.target import TargetModel
+
+NUM_PROBED_ROWS = 2000
+
+
+class Diagnosis(BaseModel):
+    """What was probed and what came out. `exact`: no probed row differed in any bit from plain decoding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    verdict: Exactness
+    num_rows: int
+    num_differing: int
+    model: str
+    model_fingerprint: str
+    dtype: str
+    device: str
+    cpu_capability: str
+    num_threads: int
+    query_row_quantum: int
+    versions: dict[str, str]
+
+    def summary(self) -> str:
+        """A few lines for a person."""
+        meaning = (
+            "every engine, batch and resume gives the same tokens as plain decoding"
+            if self.verdict == "exact"
+            else "rounding differs between row counts here: tokens can change where two candidates nearly tie"
+        )
+        return (
+            f"{self.verdict}: {meaning}\n"
+            f"{self.num_differing} of {self.num_rows} random tree rows differ from plain decoding\n"
+            f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype} on {self.device} "
+            f"({self.cpu_capability}), {self.num_threads} threads, torch {self.versions['torch']}"
+        )
+
+
+def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
+    """Compare `num_rows` random tree rows with plain decoding, in bits of logits, keys and values."""
+    torch.set_num_threads(config.num_threads)
+    files = locate_model(config.model)
+    target = TargetModel.load(files, config.dtype, config.device)
+    result = probe_rows(target, num_rows)
+    return Diagnosis(
+        verdict="exact" if result.num_differing == 0 else "exact up to ties",
+        num_rows=result.num_rows,
+        num_differing=result.num_differing,
+        model=config.model,
+        model_fingerprint=files.fingerprint,
+        dtype=config.dtype,
+        device=target.device.type,
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        num_threads=config.num_threads,
+        query_row_quantum=QUERY_ROW_QUANTUM,
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    )

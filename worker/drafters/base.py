@@ -1,0 +1,41 @@
+"""The contract of every drafter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from worker.sequence import Sequence
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+
+class Drafter(ABC):
+    """Proposes draft trees for the sequences of one worker. Whatever it proposes, the output stays the same.
+
+    One instance serves all sequences of its worker; what it learns from one may help the next (hot start).
+    """
+
+    needs_top_k: ClassVar[bool] = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
+
+    def start(self, sequence: Sequence) -> None:  # noqa: B027
+        """Take in a new or resumed sequence, whose prompt and committed tokens are there already."""
+
+    @abstractmethod
+    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:  # noqa: B027
+        """Learn from a verified step, after its tokens were committed to the sequence."""
+
+    def stop(self, sequence: Sequence) -> None:  # noqa: B027
+        """Forget a sequence that ended or moved away."""
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """Arrays that a resumed sequence needs beyond its tokens; empty where the tokens suffice."""
+        return {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:  # noqa: B027
+        """Take back what `state` returned, after `start`. Unfit arrays raise ValueError and change nothing."""

@@ -1,0 +1,11 @@
+"""Names of the engines, importable without torch."""
+
+ENGINE_NAMES = (
+    "autoregressive",
+    "prompt-lookup",
+    "suffix",
+    "token-recycling",
+    "token-recycling-static",
+    "token-recycling-no-noise",
+)
+DEFAULT_ENGINE = "token-recycling"

@@ -1,0 +1,134 @@
+"""A suffix automaton that grows by one token at a time (Blumer et al. 1985), in flat arrays.
+
+State 0 is the empty string. Every other state stands for the substrings that end at the same places; its link is the
+longest proper suffix that also ends elsewhere. Growing costs amortised constant time per token; n tokens make at most
+2n states and 3n edges. Most states have one edge, which lies in arrays; only branching states have a dict.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+
+ROOT_STATE = 0
+_NONE = -1
+
+
+class SuffixAutomaton:
+    """Substrings of a growing token sequence, with how often each was seen again."""
+
+    def __init__(self) -> None:
+        self._length = array("i")  # tokens of the state's longest string
+        self._link = array("i")
+        self._count = array("i")  # times seen as the longest repeated suffix, plus the first time
+        self._only_token = array("i")  # the edge of a state that does not branch
+        self._only_target = array("i")
+        self._branches: dict[int, dict[int, int]] = {}  # edges of the others, least recently followed first
+        self._last = self._new_state(0, _NONE, 0)
+        self.num_edge_visits = 0  # edges looked at while growing: what the amortised bound is about
+
+    def __len__(self) -> int:
+        """Number of tokens taken in."""
+        return self._length[self._last]
+
+    @property
+    def num_states(self) -> int:
+        return len(self._length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by arrays and dicts, in bytes, integer objects included."""
+        arrays = (self._length, self._link, self._count, self._only_token, self._only_target)
+        size = sum(part.itemsize * len(part) for part in arrays) + self._branches.__sizeof__()
+        return size + sum(edges.__sizeof__() + 60 * len(edges) for edges in self._branches.values())
+
+    def longest_repeated_suffix(self) -> int:
+        """The state of the longest suffix that also ends at an earlier token; `ROOT_STATE` where there is none."""
+        return max(self._link[self._last], ROOT_STATE)
+
+    def link(self, state: int) -> int:
+        """The state of the next shorter suffix that was seen in more places."""
+        return self._link[state]
+
+    def length(self, state: int) -> int:
+        """Tokens in the state's longest string."""
+        return self._length[state]
+
+    def count(self, state: int) -> int:
+        """How often the state's strings were seen; exact while they are the longest repeated suffix, less for shorter."""
+        return self._count[state]
+
+    def step(self, state: int, token: int) -> int:
+        """The state after one more token, or -1 where the token never followed."""
+        if self._only_token[state] == token:
+            return self._only_target[state]
+        edges = self._branches.get(state)
+        return edges.get(token, _NONE) if edges else _NONE
+
+    def followers(self, state: int, limit: int) -> Iterator[tuple[int, int]]:
+        """The tokens that followed a state and where they lead, most recently followed first, at most `limit`."""
+        edges = self._branches.get(state)
+        if edges is not None:
+            return islice(reversed(edges.items()), limit)
+        return iter(((self._only_token[state], self._only_target[state]),) if self._only_token[state] >= 0 else ())
+
+    def extend(self, token: int) -> None:
+        """Take in the next token (any integer from 0 up)."""
+        new = self._new_state(self._length[self._last] + 1, ROOT_STATE, 1)
+        state = self._last
+        while state != _NONE and (target := self.step(state, token)) == _NONE:
+            self._add_edge(state, token, new)
+            state = self._link[state]
+            self.num_edge_visits += 1
+        if state != _NONE:
+            if self._length[target] > self._length[state] + 1:
+                target = self._clone(state, token, target)
+            self._touch(state, token)
+            self._link[new] = target
+            self._count[target] += 1
+        self._last = new
+
+    def _new_state(self, length: int, link: int, count: int) -> int:
+        self._length.append(length)
+        self._link.append(link)
+        self._count.append(count)
+        self._only_token.append(_NONE)
+        self._only_target.append(_NONE)
+        return len(self._length) - 1
+
+    def _clone(self, state: int, token: int, target: int) -> int:
+        """Split off the strings of `target` that end with the shorter context `state`; they now end in more places."""
+        clone = self._new_state(self._length[state] + 1, self._link[target], self._count[target])
+        self._only_token[clone] = self._only_token[target]
+        self._only_target[clone] = self._only_target[target]
+        if target in self._branches:
+            self._branches[clone] = dict(self._branches[target])
+        self._link[target] = clone
+        while state != _NONE and self.step(state, token) == target:
+            self._set_edge(state, token, clone)
+            state = self._link[state]
+            self.num_edge_visits += 1
+        return clone
+
+    def _add_edge(self, state: int, token: int, target: int) -> None:
+        edges = self._branches.get(state)
+        if edges is not None:
+            edges[token] = target
+        elif self._only_token[state] == _NONE:
+            self._only_token[state], self._only_target[state] = token, target
+        else:
+            self._branches[state] = {self._only_token[state]: self._only_target[state], token: target}
+            self._only_token[state] = self._only_target[state] = _NONE
+
+    def _set_edge(self, state: int, token: int, target: int) -> None:
+        if state in self._branches:
+            self._branches[state][token] = target
+        else:
+            self._only_target[state] = target
+
+    def _touch(self, state: int, token: int) -> None:
+        """Make an edge the most recently followed one of its state."""
+        edges = self._branches.get(state)
+        if edges is not None:
+            edges[token] = edges.pop(token)

@@ -1,0 +1,170 @@
+"""The decoding loop: propose, verify, commit, update, for a set of sequences at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from metrics.counters import EngineCounters
+from worker.budget import NodeBudget
+from worker.cache import FullKVCache
+from worker.drafters.base import Drafter
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.stopping import StopRule
+from worker.target import TargetModel
+from worker.tiles import TILE_ROWS, max_tree_depth, tree_rows
+from worker.tree import ROOT, DraftTree
+from worker.verification import TOP_K, Verification
+
+Decode = Callable[[list[int]], str]
+
+PREFILL_SECONDS = 0.2  # per sequence and step
+
+
+@dataclass
+class Slot:
+    """A sequence on the device: its cache holds every token but the last, which the next step's root row adds."""
+
+    sequence: Sequence
+    cache: FullKVCache
+    sampler: TokenSampler
+    stop_rule: StopRule
+
+
+class Engine:
+    """Runs sequences through one target and one drafter. The drafter changes the speed, never the tokens."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, decode: Decode | None = None) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.counters = EngineCounters()
+        self.budget = NodeBudget()
+        self._decode = decode
+        self._slots: dict[str, Slot] = {}
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [slot.sequence for slot in self._slots.values()]
+
+    def start(self, sequence: Sequence, cache: FullKVCache | None = None) -> Slot:
+        """Take a sequence in; what of it is not in `cache` yet is prefilled (or replayed) by the next steps."""
+        slot = Slot(
+            sequence,
+            cache or self.target.new_cache(sequence.max_length),
+            TokenSampler(sequence, self.target.vocab_size, self.target.device),
+            StopRule(sequence, self.target.eos_token_ids, self._decode),
+        )
+        sequence.finish_reason = slot.stop_rule.now()  # a resumed sequence may have lost only its result
+        if sequence.num_generated_tokens == 0:
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self._slots[sequence.sequence_id] = slot
+        self.drafter.start(sequence)
+        return slot
+
+    def stop(self, sequence: Sequence) -> None:
+        """Drop a sequence that ended or is to move away."""
+        del self._slots[sequence.sequence_id]
+        self.drafter.stop(sequence)
+
+    def step(self) -> list[tuple[Sequence, Verification]]:
+        """Advance every unfinished sequence; returns those that received tokens, with how.
+
+        A sequence whose `finish_reason` is set afterwards is done; `stop` it.
+        """
+        unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
+        for slot in unfinished:
+            self._prefill(slot)
+        ready = [slot for slot in unfinished if _num_missing(slot) == 1]
+        if not ready:
+            return []
+        started = time.perf_counter()
+        trees = [self._propose(slot, len(ready)) for slot in ready]
+        proposed = time.perf_counter()
+        logits = self._verify(ready, trees)
+        verified = time.perf_counter()
+        verifications = [self._commit(*step) for step in zip(ready, trees, logits, strict=True)]
+        results = [(slot.sequence, verification) for slot, verification in zip(ready, verifications, strict=True)]
+        for sequence, verification in results:
+            self.drafter.update(sequence, verification)
+        self._count_step(started, proposed, verified)
+        return results
+
+    def _prefill(self, slot: Slot) -> None:
+        """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
+        deadline = time.perf_counter() + PREFILL_SECONDS
+        while _num_missing(slot) > 1 and time.perf_counter() < deadline:
+            known = slot.sequence.token_ids[slot.cache.length : -1]
+            self.target.append(slot.cache, known[:TILE_ROWS].tolist())
+
+    def _propose(self, slot: Slot, num_ready: int) -> DraftTree:
+        sequence = slot.sequence
+        max_depth = min(max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
+        max_nodes = self.budget.max_nodes(len(sequence), num_ready)
+        if max_depth < 1 or max_nodes < 1:
+            return DraftTree()
+        return self.drafter.propose(sequence, max_nodes, max_depth)
+
+    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[torch.Tensor]:
+        groups = [
+            tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree)
+            for slot, tree in zip(ready, trees, strict=True)
+        ]
+        return self.target.verify(groups)
+
+    def _commit(self, slot: Slot, tree: DraftTree, logits: torch.Tensor) -> Verification:
+        """Walk the tree with the target's own draws; commit the accepted path and the bonus token."""
+        sequence = slot.sequence
+        root_id = int(sequence.token_ids[-1])
+        path, committed = walk(slot, tree, logits)
+        slot.cache.commit(path)
+        sequence.extend(committed)
+        self.counters.num_generation_tokens += len(committed)
+        self.counters.count_draft(len(tree), len(path))
+        top_logprobs, top_ids = _top_candidates(logits) if self.drafter.needs_top_k else (None, None)
+        row_token_ids = np.array([root_id, *tree.token_ids], dtype=np.int64)
+        return Verification(path, committed, row_token_ids, top_ids, top_logprobs)
+
+    def _count_step(self, started: float, proposed: float, verified: float) -> None:
+        seconds = self.counters.step_seconds
+        seconds["propose"] += proposed - started
+        seconds["verify"] += verified - proposed
+        seconds["commit"] += time.perf_counter() - verified
+        self.counters.num_steps += 1
+        self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
+
+
+def walk(slot: Slot, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Draw from the root on and follow the children that carry the drawn tokens.
+
+    `logits [num_rows, vocab] float32`, row 0 the root's. Returns the accepted nodes and the committed tokens: those
+    of the path, then the bonus token. Every token is drawn from the target's own logits, so no drafter can bias it.
+    """
+    children = tree.children()
+    path: list[int] = []
+    committed: list[int] = []
+    node: int | None = ROOT
+    while node is not None and slot.sequence.finish_reason is None:
+        token_id = slot.sampler.draw(logits[node + 1])
+        committed.append(token_id)
+        slot.sequence.finish_reason = slot.stop_rule.after(token_id)
+        node = children.get(node, {}).get(token_id)
+        if node is not None:
+            path.append(node)
+    return path, committed
+
+
+def _top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and ids of the target's `TOP_K` best tokens after every row."""
+    top = torch.topk(logits, TOP_K)
+    logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
+    return logprobs.cpu().numpy(), top.indices.cpu().numpy()
+
+
+def _num_missing(slot: Slot) -> int:
+    """Tokens of the sequence that its cache does not hold."""
+    return len(slot.sequence) - slot.cache.length

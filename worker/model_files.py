@@ -1,0 +1,83 @@
+"""Where a model's files lie and what they are, without loading them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+EMBEDDED = Path(__file__).parent / "embedded"
+
+
+class ModelError(ValueError):
+    """A model that cannot be found, read or used. The message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model folder with `config.json`, safetensors weights and a tokenizer."""
+
+    name: str
+    path: Path
+    fingerprint: str  # SHA-256 over config, tokenizer and weights
+    max_positions: int
+    vocab_size: int
+
+
+def locate_model(model: str) -> ModelFiles:
+    """Find `embedded`, a folder, or a hub id's local snapshot (downloaded where the hub can be reached).
+
+    Raises ModelError with one line that says what was looked for.
+    """
+    path = EMBEDDED if model == "embedded" else Path(model)
+    if not path.is_dir():
+        path = _hub_snapshot(model)
+    config = _read_config(model, path)
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
+    return ModelFiles(model, path, _fingerprint(path, weights), *_sizes(model, config))
+
+
+def _read_config(model: str, path: Path) -> dict[str, object]:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {model}: {path / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"model {model}: {path / 'config.json'} is no JSON object")
+    return config
+
+
+def _sizes(model: str, config: dict[str, object]) -> tuple[int, int]:
+    """Positions and vocabulary size from a config."""
+    sizes = [config.get("max_position_embeddings"), config.get("vocab_size")]
+    for key, size in zip(("max_position_embeddings", "vocab_size"), sizes, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(f"model {model}: config.json has {key} = {size!r}; expected a positive integer")
+    return int(str(sizes[0])), int(str(sizes[1]))
+
+
+def _hub_snapshot(model: str) -> Path:
+    """Resolve a hub id; a name that looks like a path is never asked for on the hub."""
+    problem = f"model {model}: neither `embedded`, nor a folder here, nor a model that the hub gives"
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelError(problem)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+    except Exception as error:  # the hub's client raises many kinds; each means: not to be had
+        raise ModelError(f"{problem} ({type(error).__name__})") from error
+
+
+def _fingerprint(path: Path, weights: list[Path]) -> str:
+    """Hash what determines the output: config, tokenizer, weights."""
+    digest = hashlib.sha256()
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    for file in [path / name for name in names if (path / name).is_file()] + weights:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the same token whenever it is drawn.
+
+Processors and their order are those of `transformers`: repetition penalty (sign-aware), temperature, top-k, top-p,
+min-p, eta; all in float32. Each works on one row, `[vocab] float32`, so that a row's neighbours cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.noise import GumbelNoise
+from worker.sequence import Sequence
+
+MASKED = float("-inf")
+
+
+def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
+    """Divide positive, multiply negative logits of the tokens in `seen [vocab] bool` by theta (Keskar et al. 2019)."""
+    return torch.where(seen, torch.where(scores < 0, scores * theta, scores / theta), scores)
+
+
+def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Mask all but the `top_k` highest scores, and their ties."""
+    smallest = torch.topk(scores, min(top_k, len(scores))).values[-1]
+    return scores.masked_fill(scores < smallest, MASKED)
+
+
+def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the smallest set of most probable tokens whose mass reaches `top_p` (Holtzman et al. 2020)."""
+    ascending, order = torch.sort(scores)
+    removed = torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1.0 - top_p
+    removed[-1] = False
+    return scores.masked_fill(torch.zeros_like(removed).scatter(0, order, removed), MASKED)
+
+
+def keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Mask tokens less probable than `min_p` times the most probable one (Nguyen et al. 2024)."""
+    return scores.masked_fill(scores < scores.max() + math.log(min_p), MASKED)
+
+
+def keep_eta(scores: torch.Tensor, eta: float) -> torch.Tensor:
+    """Mask tokens below min(eta, sqrt(eta) * exp(-entropy)) (Hewitt et al. 2022); the best one stays."""
+    probabilities = torch.softmax(scores, dim=-1)
+    entropy = torch.special.entr(probabilities).sum()
+    removed = probabilities < torch.clamp(math.sqrt(eta) * torch.exp(-entropy), max=eta)
+    removed[torch.argmax(scores)] = False
+    return scores.masked_fill(removed, MASKED)
+
+
+def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Apply everything after the penalty to one row; only for temperature > 0."""
+    scores = logits / params.temperature
+    if params.top_k:
+        scores = keep_top_k(scores, params.top_k)
+    if params.top_p < 1.0:
+        scores = keep_top_p(scores, params.top_p)
+    if params.min_p > 0.0:
+        scores = keep_min_p(scores, params.min_p)
+    if params.eta > 0.0:
+        scores = keep_eta(scores, params.eta)
+    return scores
+
+
+def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> int:
+    """Draw the token at `position` from penalised logits `[vocab] float32`."""
+    if params.temperature == 0.0:
+        return int(torch.argmax(logits))
+    return int(torch.argmax(process(logits, params) + noise.row(position)))
+
+
+class PenaltyWindow:
+    """Which tokens occur among the last W of a sequence (TokenSwift, equation 3), kept in constant time per token."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str) -> None:
+        recent = sequence.token_ids[-sequence.sampling.penalty_window :].tolist()
+        self._recent = deque(recent)
+        self._window = sequence.sampling.penalty_window
+        self._counts: dict[int, int] = {}
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [vocab]
+        for token_id in recent:
+            self._count(token_id, 1)
+
+    def push(self, token_id: int) -> None:
+        """Take in the next token; the one that leaves the window is forgotten."""
+        self._recent.append(token_id)
+        self._count(token_id, 1)
+        if len(self._recent) > self._window:
+            self._count(self._recent.popleft(), -1)
+
+    def _count(self, token_id: int, change: int) -> None:
+        self._counts[token_id] = self._counts.get(token_id, 0) + change
+        self.seen[token_id] = self._counts[token_id] > 0
+
+
+class TokenSampler:
+    """Draws one sequence's tokens in order. Each `draw` counts as committed: the next one sees it in its history."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._params = sequence.sampling
+        self._noise = sequence.noise
+        self._position = len(sequence)
+        penalised = self._params.repetition_penalty != 1.0
+        self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """Draw the token at the next position from the target's logits there, `[vocab] float32`."""
+        if self._window is not None:
+            logits = penalise(logits, self._window.seen, self._params.repetition_penalty)
+        token_id = draw(logits, self._position, self._params, self._noise)
+        self._position += 1
+        if self._window is not None:
+            self._window.push(token_id)
+        return token_id

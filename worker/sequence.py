@@ -1,0 +1,60 @@
+"""One generation in progress: its tokens, its sampling parameters and its noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.noise import GumbelNoise
+
+
+class Sequence:
+    """Prompt and committed tokens of one job in one growing buffer. Positions are absolute: the prompt starts at 0."""
+
+    def __init__(
+        self,
+        sequence_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not prompt_ids:
+            raise ValueError(f"sequence {sequence_id}: the prompt has no tokens; expected at least one")
+        self.sequence_id = sequence_id
+        self.sampling = sampling
+        self.num_prompt_tokens = len(prompt_ids)
+        self.max_length = self.num_prompt_tokens + sampling.max_tokens
+        self.noise = GumbelNoise(sampling.seed or 0, vocab_size, device)
+        self.finish_reason: str | None = None
+        self._buffer = np.empty(self.max_length, dtype=np.int64)
+        self._length = 0
+        self.extend(prompt_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Prompt and output so far, a view `[length] int64`."""
+        return self._buffer[: self._length]
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        """Committed output tokens, a view `[num_generated] int64`."""
+        return self._buffer[self.num_prompt_tokens : self._length]
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self._length - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.max_length - self._length
+
+    def extend(self, token_ids: list[int] | np.ndarray) -> None:
+        """Append committed tokens."""
+        end = self._length + len(token_ids)
+        self._buffer[self._length : end] = token_ids
+        self._length = end

@@ -1,0 +1,100 @@
+"""The target model: any `transformers` causal language model, run row-exactly over tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from worker.attention import ATTENTION_NAME, attention_rows
+from worker.cache import CacheShape, FullKVCache
+from worker.model_files import ModelError, ModelFiles
+from worker.tiles import SequenceRows, Tile, chain_rows, pack_tiles
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ModelError(
+            "device cuda: no CUDA device is visible to torch; use --device cpu, or install swiftbatch[gpu]"
+        )
+    return torch.device("cuda" if device != "cpu" and available else "cpu")
+
+
+class TargetModel:
+    """Weights on one device, and the forwards over rows of any number of sequences."""
+
+    def __init__(self, model: Any, files: ModelFiles) -> None:
+        config = model.config
+        self.files = files
+        self.model = model
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.vocab_size: int = config.vocab_size
+        self.eos_token_ids = _eos_token_ids(model)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype, self.device)
+        # float32 linear layers give a row other bits at another row count (measured); bf16 ones up to 32 rows don't.
+        self._pad_rows = self.dtype == torch.float32
+
+    @classmethod
+    def load(cls, files: ModelFiles, dtype: str, device: str) -> TargetModel:
+        """Load safetensors weights from a folder; nothing is unpickled and no remote code is run."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                files.path,
+                dtype=DTYPES[dtype],
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model {files.name}: cannot be loaded: {str(error).splitlines()[0]}") from error
+        return cls(model.to(resolve_device(device)).eval().requires_grad_(False), files)
+
+    def new_cache(self, max_length: int) -> FullKVCache:
+        """An empty cache for a sequence of at most `max_length` tokens."""
+        return FullKVCache(self.cache_shape, max_length)
+
+    @torch.inference_mode()
+    def verify(self, groups: list[SequenceRows]) -> list[torch.Tensor]:
+        """Run the rows of several sequences; returns each one's logits `[num_rows, vocab] float32`."""
+        logits = [self._logits(tile) for tile in pack_tiles(groups, self._pad_rows)]
+        return list(torch.cat(logits).split([len(group) for group in groups]))
+
+    @torch.inference_mode()
+    def append(self, cache: FullKVCache, token_ids: list[int]) -> int:
+        """Append one tile of known tokens to a cache and return how many were taken."""
+        rows = chain_rows(cache, token_ids)
+        for tile in pack_tiles([rows], self._pad_rows):
+            self._hidden(tile)
+        cache.advance(len(rows))
+        return len(rows)
+
+    def _logits(self, tile: Tile) -> torch.Tensor:
+        logits: torch.Tensor = self.model.get_output_embeddings()(self._hidden(tile))
+        return logits[: tile.num_rows].float()
+
+    def _hidden(self, tile: Tile) -> torch.Tensor:
+        """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
+        output = self.model.model(
+            input_ids=torch.tensor([tile.token_ids()], device=self.device),
+            position_ids=torch.tensor([tile.positions()], device=self.device),
+            use_cache=False,
+            tile_rows=attention_rows(tile, self.dtype, self.device),
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the model config's."""
+    eos = model.generation_config.eos_token_id
+    eos = model.config.eos_token_id if eos is None else eos
+    return frozenset([eos] if isinstance(eos, int) else eos or [])

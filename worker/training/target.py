@@ -1,0 +1,149 @@
+"""Training of a small target model from scratch: `swiftbatch train target`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from worker.training.corpus import WindowSampler, encode_books, read_books
+from worker.training.recipe import VOCAB_SIZE, Phase, Recipe, embedded_config
+from worker.training.tokenizer import train_tokenizer
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimiser step, as the training log keeps it."""
+
+    phase: str
+    step: int
+    num_tokens: int
+    loss: float
+    seconds: float
+
+
+def train_target(data: Path, output: Path, recipe: Recipe, report: Callable[[str], None]) -> None:
+    """Train tokenizer and model on the books under `data`; write both, and the log, to `output` after every phase."""
+    books = list(read_books(data))
+    report(f"{len(books)} books, {sum(map(len, books)):,} characters")
+    tokenizer = train_tokenizer(books, VOCAB_SIZE)
+    encoded = encode_books(books, tokenizer)
+    report(f"{sum(map(len, encoded)):,} tokens")
+    torch.manual_seed(recipe.seed)
+    model = LlamaForCausalLM(embedded_config(tokenizer.eos_token_id))
+    report(f"{model.num_parameters():,} parameters")
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "train_log.jsonl").open("w", encoding="utf-8") as log:
+        for phase, records in run_phases(model, WindowSampler(encoded, recipe.seed), recipe):
+            for record in records:
+                log.write(json.dumps(asdict(record)) + "\n")
+                log.flush()
+            save_target(model, tokenizer, output)
+            report(f"phase {phase.name}: loss {record.loss:.3f}, {record.num_tokens:,} tokens, {record.seconds:,.0f} s")
+
+
+def run_phases(
+    model: LlamaForCausalLM, sampler: WindowSampler, recipe: Recipe
+) -> Iterator[tuple[Phase, Iterator[StepRecord]]]:
+    """Yield each phase with the lazy stream of its steps; consuming the stream trains the model."""
+    optimizers = make_optimizers(model, recipe)
+    num_steps = sum(phase.num_steps for phase in recipe.phases)
+    schedule = rate_schedule(recipe, num_steps)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+    state = _Clock(start=time.monotonic())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task("training", total=num_steps, loss=float("nan"))
+
+        def steps(phase: Phase) -> Iterator[StepRecord]:
+            for _ in range(phase.num_steps):
+                loss = train_step(model, sampler, phase, optimizers, recipe.gradient_clip)
+                for scheduler in schedulers:
+                    scheduler.step()
+                progress.update(task, advance=1, loss=loss, description=phase.name)
+                yield state.record(phase, loss)
+
+        for phase in recipe.phases:
+            yield phase, steps(phase)
+
+
+@dataclass
+class _Clock:
+    """Counts steps and tokens over the phases."""
+
+    start: float
+    step: int = 0
+    num_tokens: int = 0
+
+    def record(self, phase: Phase, loss: float) -> StepRecord:
+        self.step += 1
+        self.num_tokens += phase.length * phase.batch_size
+        return StepRecord(phase.name, self.step, self.num_tokens, loss, round(time.monotonic() - self.start, 2))
+
+
+def train_step(
+    model: LlamaForCausalLM,
+    sampler: WindowSampler,
+    phase: Phase,
+    optimizers: list[torch.optim.Optimizer],
+    gradient_clip: float,
+) -> float:
+    """Take one step on a fresh batch and return its loss in nats per token."""
+    windows = sampler.batch(phase.batch_size, phase.length).to(model.device)  # [batch, length + 1]
+    positions = sampler.positions(phase.batch_size, phase.length, phase.position_span).to(model.device)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        hidden = model.model(
+            input_ids=windows[:, :-1],
+            position_ids=positions,
+            # An explicit mask: without it, a gap in the positions would be taken for a packed sequence.
+            attention_mask=torch.ones_like(windows[:, :-1]),
+            use_cache=False,
+        ).last_hidden_state
+        logits = model.lm_head(hidden)  # [batch, length, vocab]
+    loss = cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), gradient_clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def make_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for the embedding and the norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+    return [
+        torch.optim.Muon(
+            matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, lr=recipe.embedding_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def rate_schedule(recipe: Recipe, num_steps: int) -> Callable[[int], float]:
+    """Warm up, stay, and fall linearly over the last `decay_share` of the steps."""
+
+    def rate(step: int) -> float:
+        warm = min(1.0, (step + 1) / recipe.num_warmup_steps)
+        left = (num_steps - step) / max(1.0, recipe.decay_share * num_steps)
+        return warm * (recipe.final_rate + (1 - recipe.final_rate) * min(1.0, left))
+
+    return rate
+
+
+def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Write the model in bf16 as safetensors, its config and its tokenizer."""
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(output, state_dict=state)
+    config = json.loads((output / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save_pretrained(output)

@@ -1,0 +1,34 @@
+"""What the driver gives a worker and what it hears back. Needs no torch, so that the driver needs none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jobs.job import JobRecord
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One attempt at one job; the attempt's files carry its number."""
+
+    record: JobRecord
+    attempt: int
+    num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How many tokens a job has, those that a resume recovered included."""
+
+    job_id: str
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True)
+class WorkReport:
+    """What happened in one slice of work."""
+
+    progress: tuple[JobProgress, ...] = ()  # running jobs
+    finished: tuple[JobProgress, ...] = ()  # their results are in the store
+    failed: tuple[tuple[str, str], ...] = ()  # (job_id, reason): this attempt failed
+    num_generated_tokens: int = 0  # in this slice, recovered tokens not counted
