@@ -31,7 +31,8 @@ def from_parquet(data: bytes) -> list[JobRecord]:
     from pyarrow import parquet
 
     try:
-        rows = parquet.read_table(pa.BufferReader(data)).to_pylist()
+        # without threads: pyarrow's may still be starting when `status` ends, and abort the process
+        rows = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False).to_pylist()
         return [
             JobRecord(
                 job_id=row["job_id"],

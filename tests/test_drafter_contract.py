@@ -63,7 +63,7 @@ def generate(drafter: Drafter, sequence: Sequence, num_steps: int, max_nodes: in
     return [target.step(drafter, sequence, max_nodes) for _ in range(num_steps)]
 
 
-def warm(name: str, params: SamplingParams = PARAMS, num_steps: int = 60) -> tuple[Drafter, Sequence]:
+def warm(name: str, params: SamplingParams = PARAMS, num_steps: int = 30) -> tuple[Drafter, Sequence]:
     drafter, sequence = create_drafter(name, VOCAB), new_sequence(params=params)
     drafter.start(sequence)
     generate(drafter, sequence, num_steps)

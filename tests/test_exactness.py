@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.sampling import SamplingParams
 from worker import attention, probe
 from worker.drafters import DRAFTERS, create_drafter
 from worker.engine import Engine
+from worker.model_files import locate_model
 from worker.probe import probe_rows
 from worker.sequence import Sequence
 from worker.target import TargetModel
@@ -101,6 +106,22 @@ def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
     assert probe_rows(embedded_targets["float32"], num_rows=300, seed=1).num_differing > 0
 
 
+def test_shapes_whose_single_rows_take_another_kernel_are_exact_too(tmp_path: Path) -> None:
+    """2048 -> 512 in bf16: a product of one row has other bits than one of several (measured)."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=2048,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    wide = TargetModel.load(locate_model(str(tmp_path)), "bfloat16", "cpu")
+    assert probe_rows(wide, num_rows=400, seed=1).num_differing == 0
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("engine_name", ["autoregressive", *OTHER_ENGINES])
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
@@ -164,8 +185,6 @@ def long_plain(target: TargetModel, codec: TextCodec) -> Plain:
 
 
 def test_random_trees_keep_the_tree_s_contract() -> None:
-    import random
-
     rng = random.Random(0)
     for max_depth in (0, 1, 5):
         tree = probe.random_tree(rng, 30, max_depth, vocab_size=4)

@@ -93,11 +93,18 @@ def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with its log-sum-exp: output as `query`, lse `[batch, heads, rows] float32`."""
-    if query.device.type == "cpu":
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=scaling
-        )
-        return output, lse
+    if query.device.type != "cpu":
+        return attention_by_definition(query, keys, values, scaling, mask)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, False, attn_mask=mask, scale=scaling
+    )
+    return output, lse
+
+
+def attention_by_definition(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as plain matrix products, for devices without a kernel that returns the log-sum-exp."""
     scores = (query @ keys.transpose(-1, -2)).float() * scaling
     scores = scores if mask is None else scores + mask
     lse = torch.logsumexp(scores, dim=-1)

@@ -1,19 +1,105 @@
-"""How many draft nodes a step may verify."""
+"""How many draft nodes pay: the target's measured step costs against the running acceptance.
+
+Nodes are proposed best first, so the share of steps in which node i was accepted tells for every n what n nodes would
+have brought. More rows cost little in a short cache and much in a long one; the choice follows both.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
 from dataclasses import dataclass
 
-from worker.tiles import TILE_ROWS
+import numpy as np
+
+from worker.target import TargetModel
+from worker.tiles import BLOCK, TILE_ROWS, tree_rows
+from worker.tree import DraftTree
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32)
+PROBE_LENGTHS = (BLOCK, 8192, 49_152)
+PROBE_BYTES = 1 << 28  # of cache, at most
+PROBE_REPEATS = 3
+NODE_CHOICES = (1, 3, 5, 7, 11, 15, 23, 31)
+
+PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # of node i, before anything was seen
+LEARNING_RATE = 0.02
+EXPLORE_EVERY = 24  # steps between two looks at one size more
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond."""
+
+    lengths: tuple[int, ...]
+    seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
+
+    def at(self, num_rows: int, length: int) -> float:
+        """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
+        by_length = [float(np.interp(num_rows, ROW_COUNTS, row)) for row in self.seconds]
+        if len(self.lengths) == 1:
+            return by_length[0]
+        i = min(int(np.searchsorted(self.lengths, length)), len(self.lengths) - 1)
+        i = max(i, 1)
+        slope = (by_length[i] - by_length[i - 1]) / (self.lengths[i] - self.lengths[i - 1])
+        return by_length[i - 1] + max(0.0, slope) * (length - self.lengths[i - 1])
+
+
+@functools.cache
+def measure_step_costs(target: TargetModel) -> StepCosts:
+    """Time forwards over an empty cache of several lengths, once per target; a second on the embedded model."""
+    longest = min(PROBE_BYTES // target.cache_shape.bytes_per_position(), target.files.max_positions - TILE_ROWS)
+    lengths = tuple(length for length in PROBE_LENGTHS if length <= longest) or (BLOCK,)
+    cache = target.new_cache(max(lengths) + TILE_ROWS)
+    cache.clear()
+    seconds = np.zeros((len(lengths), len(ROW_COUNTS)))
+    for i, length in enumerate(lengths):
+        cache.roll_back(0)
+        cache.advance(length)
+        for j, num_rows in enumerate(ROW_COUNTS):
+            rows = tree_rows(cache, 0, DraftTree.chain([0] * (num_rows - 1)))
+            times = []
+            for _ in range(PROBE_REPEATS):
+                started = time.perf_counter()
+                target.verify([rows])
+                times.append(time.perf_counter() - started)
+            seconds[i, j] = min(times)
+    return StepCosts(lengths, np.maximum.accumulate(seconds, axis=1))
+
+
 class NodeBudget:
-    """Draft nodes by length: a row's attention costs little in a short cache and much in a long one."""
+    """Chooses the number of draft nodes that gives most tokens per second."""
 
-    steps: tuple[tuple[int, int], ...] = ((16_384, 15), (1 << 62, 7))  # (up to this length, nodes)
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._acceptance = PRIOR_ACCEPTANCE.copy()  # [TILE_ROWS] running share of steps that accepted node i
+        self._num_steps = 0
 
-    def max_nodes(self, length: int, num_sequences: int) -> int:
-        """Nodes for one of `num_sequences` sequences that share a forward, at `length` tokens."""
-        nodes = next(nodes for bound, nodes in self.steps if length <= bound)
-        return max(1, min(nodes, TILE_ROWS // num_sequences - 1))
+    def observe(self, num_draft_tokens: int, path: list[int]) -> None:
+        """Learn from one verified tree whose accepted nodes are `path`."""
+        if num_draft_tokens == 0:
+            return
+        self._num_steps += 1
+        accepted = np.zeros(TILE_ROWS)
+        accepted[[node for node in path if node < TILE_ROWS]] = 1.0
+        seen = slice(0, min(num_draft_tokens, TILE_ROWS))
+        self._acceptance[seen] += LEARNING_RATE * (accepted[seen] - self._acceptance[seen])
+
+    def max_nodes(self, length: int, num_sequences: int, overhead: float) -> int:
+        """Nodes for each of `num_sequences` sequences that share a forward, at `length` cached tokens.
+
+        `overhead` is what a step costs beside the forward, in seconds.
+        """
+        room = max(1, TILE_ROWS // num_sequences - 1)
+        choices = [nodes for nodes in NODE_CHOICES if nodes <= room] or [room]
+        gains = 1.0 + np.cumsum(self._acceptance)
+        rates = [gains[n - 1] / (self._seconds(n + 1, length, num_sequences) + overhead) for n in choices]
+        best = int(np.argmax(rates))
+        if self._num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1:
+            best = min(best + 1, len(choices) - 1)
+        return choices[best]
+
+    def _seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
+        """A whole forward: linear layers are shared by all rows, attention to its own cache is each sequence's own."""
+        own = self._costs.at(num_rows, length) - self._costs.at(num_rows, 0)
+        return self._costs.at(num_rows * num_sequences, 0) + num_sequences * own

@@ -60,6 +60,10 @@ class FullKVCache:
         """Commit rows of a chain (prefill or replay) that were written in place."""
         self.length += num_positions
 
+    def clear(self) -> None:
+        """Make all of it zero (and so touch its memory)."""
+        self._buffer.zero_()
+
     def roll_back(self, length: int) -> None:
         """Forget all positions from `length` on."""
         if not 0 <= length <= self.length:

@@ -14,6 +14,7 @@ from worker.config import EngineConfig
 from worker.model_files import locate_model
 from worker.probe import probe_rows
 from worker.target import TargetModel
+from worker.verdicts import keep_verdict, verdict_key
 
 NUM_PROBED_ROWS = 2000
 
@@ -35,6 +36,17 @@ class Diagnosis(BaseModel):
     query_row_quantum: int
     versions: dict[str, str]
 
+    def key(self) -> str:
+        """Names what this verdict depends on."""
+        return verdict_key(
+            self.model_fingerprint,
+            self.dtype,
+            self.device,
+            self.num_threads,
+            self.cpu_capability,
+            self.versions["torch"],
+        )
+
     def summary(self) -> str:
         """A few lines for a person."""
         meaning = (
@@ -51,12 +63,12 @@ class Diagnosis(BaseModel):
 
 
 def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
-    """Compare `num_rows` random tree rows with plain decoding, in bits of logits, keys and values."""
+    """Compare `num_rows` random tree rows with plain decoding, in bits of logits, keys and values; keep the verdict."""
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     target = TargetModel.load(files, config.dtype, config.device)
     result = probe_rows(target, num_rows)
-    return Diagnosis(
+    diagnosis = Diagnosis(
         verdict="exact" if result.num_differing == 0 else "exact up to ties",
         num_rows=result.num_rows,
         num_differing=result.num_differing,
@@ -73,3 +85,5 @@ def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis
             "transformers": transformers.__version__,
         },
     )
+    keep_verdict(diagnosis.key(), diagnosis.verdict)
+    return diagnosis

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from metrics.counters import EngineCounters
-from worker.budget import NodeBudget
+from worker.budget import NodeBudget, measure_step_costs
 from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
 from worker.sampling import TokenSampler
@@ -43,7 +43,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.counters = EngineCounters()
-        self.budget = NodeBudget()
+        self._budget = NodeBudget(measure_step_costs(target))
         self._decode = decode
         self._slots: dict[str, Slot] = {}
 
@@ -104,9 +104,9 @@ class Engine:
     def _propose(self, slot: Slot, num_ready: int) -> DraftTree:
         sequence = slot.sequence
         max_depth = min(max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
-        max_nodes = self.budget.max_nodes(len(sequence), num_ready)
-        if max_depth < 1 or max_nodes < 1:
+        if max_depth < 1:
             return DraftTree()
+        max_nodes = self._budget.max_nodes(slot.cache.length, num_ready, self._overhead())
         return self.drafter.propose(sequence, max_nodes, max_depth)
 
     def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[torch.Tensor]:
@@ -125,9 +125,15 @@ class Engine:
         sequence.extend(committed)
         self.counters.num_generation_tokens += len(committed)
         self.counters.count_draft(len(tree), len(path))
+        self._budget.observe(len(tree), path)
         top_logprobs, top_ids = _top_candidates(logits) if self.drafter.needs_top_k else (None, None)
         row_token_ids = np.array([root_id, *tree.token_ids], dtype=np.int64)
         return Verification(path, committed, row_token_ids, top_ids, top_logprobs)
+
+    def _overhead(self) -> float:
+        """Seconds that a step takes beside its forward, so far."""
+        seconds = self.counters.step_seconds
+        return (seconds["propose"] + seconds["commit"]) / max(1, self.counters.num_steps)
 
     def _count_step(self, started: float, proposed: float, verified: float) -> None:
         seconds = self.counters.step_seconds

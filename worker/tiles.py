@@ -17,6 +17,7 @@ from worker.cache import FullKVCache
 from worker.tree import ROOT, DraftTree
 
 TILE_ROWS = 32
+MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in some shapes, with other bits
 BLOCK = 64  # positions between two boundaries
 
 
@@ -99,7 +100,7 @@ class Tile:
 
 
 def pack_tiles(groups: list[SequenceRows], pad_rows: bool) -> Iterator[Tile]:
-    """Fill tiles with the rows of all sequences in order; `pad_rows` fills each up to `TILE_ROWS`."""
+    """Fill tiles with the rows of all sequences in order; `pad_rows` fills each up to `TILE_ROWS`, not `MIN_ROWS`."""
     parts: list[SequenceRows] = []
     num_rows = 0
     for group in groups:
@@ -113,7 +114,7 @@ def pack_tiles(groups: list[SequenceRows], pad_rows: bool) -> Iterator[Tile]:
                 yield Tile(parts, num_rows, TILE_ROWS)
                 parts, num_rows = [], 0
     if parts:
-        yield Tile(parts, num_rows, TILE_ROWS if pad_rows else num_rows)
+        yield Tile(parts, num_rows, TILE_ROWS if pad_rows else max(num_rows, MIN_ROWS))
 
 
 def tail_mask(lengths: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -79,7 +79,7 @@ def run_decode_bench(
     highest = options.positions[-1]
     if highest + options.num_tokens > files.max_positions:
         raise BenchError(
-            f"position {highest} + {options.num_tokens} tokens exceed the {files.max_positions} positions of {files.name}"
+            f"position {highest} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
         )
     torch.set_num_threads(options.num_threads)
     target = TargetModel.load(files, options.dtype, options.device)

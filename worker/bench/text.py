@@ -17,9 +17,9 @@ from worker.sequence import Sequence
 from worker.target import TargetModel
 
 PROMPT = (
-    "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down what "
-    "the farmers had brought and what they had taken home, and every evening the sum came out a little short. On the "
-    "first day of autumn she made up her mind to stay awake and see who was helping himself to the flour."
+    "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "
+    "what the farmers had brought and what they had taken home, and every evening the sum came out a little short. "
+    "On the first day of autumn she made up her mind to stay awake and see who was helping himself to the flour."
 )
 SEED = 1
 
@@ -67,7 +67,7 @@ def text_tokens(path: Path, files: ModelFiles, num_tokens: int) -> list[int]:
 
 
 def own_tokens(target: TargetModel, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of the model's own continuation of a built-in prompt, made once and kept on disk."""
+    """The first `num_tokens` tokens of a built-in prompt and what the model goes on to say; made once, kept on disk."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     dtype = str(target.dtype).removeprefix("torch.")
     path = cache_home / "swiftbatch" / "bench" / f"{target.files.fingerprint[:16]}-{dtype}.npy"
@@ -91,4 +91,5 @@ def _continue(target: TargetModel, token_ids: list[int], num_tokens: int) -> lis
     engine.start(sequence)
     while sequence.finish_reason is None:
         engine.step()
-    return sequence.token_ids.tolist()
+    continued: list[int] = sequence.token_ids.tolist()
+    return continued

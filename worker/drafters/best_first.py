@@ -19,7 +19,7 @@ def grow_best_first(root_context: int, expand: Expand, max_nodes: int, max_depth
     """
     token_ids: list[int] = []
     parents: list[int] = []
-    # (-log-confidence of the path, tie-breaker, parent, depth, siblings, place among them, log-confidence of the parent's path)
+    # (-log-confidence of the path, tie-breaker, parent, depth, siblings, place among them, that of the parent's path)
     queue: list[tuple[float, int, int, int, list[tuple[float, int, int]], int, float]] = []
     num_pushed = 0
 

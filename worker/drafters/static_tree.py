@@ -1,4 +1,4 @@
-"""Static trees of token recycling: fixed shapes, filled from the matrix layer by layer (Luo et al. 2024, section 3.2)."""
+"""Static trees of token recycling: fixed shapes, filled from the matrix layer by layer (Luo et al. 2024, 3.2)."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SuffixAutomaton:
         return self._length[state]
 
     def count(self, state: int) -> int:
-        """How often the state's strings were seen; exact while they are the longest repeated suffix, less for shorter."""
+        """How often a string of the state was the longest repeated suffix, plus one; at most its occurrences."""
         return self._count[state]
 
     def step(self, state: int, token: int) -> int:

@@ -13,9 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from worker.training.card import write_card
 from worker.training.corpus import WindowSampler, encode_books, read_books
+from worker.training.evaluate import evaluate_target
 from worker.training.recipe import VOCAB_SIZE, Phase, Recipe, embedded_config
 from worker.training.tokenizer import train_tokenizer
+
+NUM_TEST_STRETCHES = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,10 @@ class StepRecord:
 
 
 def train_target(data: Path, output: Path, recipe: Recipe, report: Callable[[str], None]) -> None:
-    """Train tokenizer and model on the books under `data`; write both, and the log, to `output` after every phase."""
+    """Train tokenizer and model on the books under `data`; write both, and the log, to `output` after every phase.
+
+    Where `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside it.
+    """
     books = list(read_books(data))
     report(f"{len(books)} books, {sum(map(len, books)):,} characters")
     tokenizer = train_tokenizer(books, VOCAB_SIZE)
@@ -47,6 +54,16 @@ def train_target(data: Path, output: Path, recipe: Recipe, report: Callable[[str
                 log.flush()
             save_target(model, tokenizer, output)
             report(f"phase {phase.name}: loss {record.loss:.3f}, {record.num_tokens:,} tokens, {record.seconds:,.0f} s")
+    for test_file in sorted(data.rglob("*test*.jsonl"))[:1]:
+        evaluation = evaluate_target(output, test_file, max_stretches=NUM_TEST_STRETCHES)
+        counts = {
+            "num_parameters": model.num_parameters(),
+            "num_books": len(books),
+            "num_characters": sum(map(len, books)),
+            "num_corpus_tokens": sum(map(len, encoded)),
+        }
+        write_card(output, recipe, model.config, counts, evaluation)
+        report(f"{evaluation.bits_per_byte:.3f} bits per byte; loss by position {evaluation.loss_by_position}")
 
 
 def run_phases(

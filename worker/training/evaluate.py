@@ -1,0 +1,57 @@
+"""How good a target model is on unseen books: bits per byte, and loss by position up to 100,000 tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from worker.training.corpus import encode_books, read_books
+
+STRETCH = 100_000  # tokens of concatenated books that one forward sees
+POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
+LOGIT_CHUNK = 4096  # positions whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over the whole stretches of the test books."""
+
+    num_stretches: int
+    num_tokens: int
+    bits_per_byte: float
+    loss_by_position: dict[str, float]  # range -> nats per token
+
+
+def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> Evaluation:
+    """Score concatenated test books in stretches of 100,000 tokens, each in one forward from position 0."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
+    ).eval()
+    stream = np.concatenate(encode_books(list(read_books(test_file)), tokenizer)).astype(np.int64)
+    num_stretches = min(max_stretches, (len(stream) - 1) // STRETCH)
+    if num_stretches < 1:
+        raise ValueError(f"{test_file}: {len(stream):,} tokens; expected more than {STRETCH:,} to score long positions")
+    stretches = [torch.from_numpy(stream[i * STRETCH : (i + 1) * STRETCH + 1]) for i in range(num_stretches)]
+    losses = torch.stack([position_losses(model, stretch) for stretch in stretches])  # [num_stretches, STRETCH]
+    num_bytes = sum(len(tokenizer.decode(stretch[1:]).encode()) for stretch in stretches)
+    by_position = {f"{a}-{b}": round(float(losses[:, a:b].mean()), 4) for a, b in POSITION_RANGES}
+    bits_per_byte = float(losses.sum()) / math.log(2) / num_bytes
+    return Evaluation(num_stretches, losses.numel(), round(bits_per_byte, 4), by_position)
+
+
+@torch.inference_mode()
+def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
+    """Loss in nats of every token after the first, `[length]`, for one stretch `[length + 1]`."""
+    hidden = model.model(input_ids=stretch[None, :-1], use_cache=False).last_hidden_state[0]  # type: ignore[operator]
+    losses = [
+        cross_entropy(model.lm_head(hidden[i : i + LOGIT_CHUNK]).float(), targets, reduction="none")  # type: ignore[operator]
+        for i, targets in zip(range(0, len(hidden), LOGIT_CHUNK), stretch[1:].split(LOGIT_CHUNK), strict=True)
+    ]
+    return torch.cat(losses)
