@@ -6,10 +6,13 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
+
+CONNECT_SECONDS = 10.0
 
 
 class ClusterError(RuntimeError):
@@ -43,6 +46,8 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         if address is None:
             _protect()
+        else:
+            _refuse_unreachable(address)
         # Ray's listener thread prints a lost worker's obituary to stdout whatever its log level is.
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         import ray
@@ -78,6 +83,17 @@ def _init(address: str | None, num_workers: int) -> None:
 
     rooms = [jobs, metrics, scheduler, worker]  # the driver's own version travels to the workers
     ray.init(address=address, runtime_env={"py_modules": rooms}, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Ray itself would try for minutes. Raises ClusterError."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdecimal():
+        raise ClusterError(f"--address {address}: expected HOST:PORT of a running Ray cluster")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"no Ray cluster answers at {address}: {error}") from None
 
 
 def _protect() -> None:

@@ -64,12 +64,14 @@ class Driver:
         refuse_if_taken(self._run)
         state: RunState = "interrupted"
         self._beat("running")
+        self._display.note("starting workers: each loads Python, torch and the model, which takes some seconds")
         try:
             while self._queue.unfinished() and not self._is_stopping:
                 self._step()
             state = self._end_state()
         finally:
             self._fleet.stop()
+            self._queue.stop_running()
             self._beat(state)
         return state
 

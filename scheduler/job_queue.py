@@ -40,7 +40,7 @@ class JobQueue:
 
     A job is given up after `max_attempts` attempts in a row that were lost without progress. A long job that is
     preempted often but moves on each time is never given up; one that kills its workers at the same token is.
-    A job with a strike runs alone, so that it can't draw its neighbours into its end.
+    A job that was lost twice so runs alone from then on, so that it can't draw its neighbours into its end.
     """
 
     max_attempts: int
@@ -59,10 +59,10 @@ class JobQueue:
 
     def take(self, neighbours: Collection[str], now: float) -> JobRecord | None:
         """Take the longest job that may run now beside `neighbours` (job ids), or None."""
-        if any(self._entries[job_id].num_strikes for job_id in neighbours if job_id in self._entries):
+        if any(self._is_suspect(self._entries[job_id]) for job_id in neighbours if job_id in self._entries):
             return None
         waiting = [e for e in self._entries.values() if not e.is_running and e.not_before <= now]
-        fitting = [e for e in waiting if not (neighbours and e.num_strikes)]
+        fitting = [e for e in waiting if not (neighbours and self._is_suspect(e))]
         if not fitting:
             return None
         entry = max(fitting, key=lambda e: (e.length, -e.record.line_number))
@@ -97,6 +97,11 @@ class JobQueue:
         entry.is_running = False
         return entry.num_strikes < self.max_attempts
 
+    def stop_running(self) -> None:
+        """All workers are gone: what ran is pending again, without blame."""
+        for entry in self._entries.values():
+            entry.is_running = False
+
     def record(self, job_id: str) -> JobRecord | None:
         """The job, while it is still to do."""
         entry = self._entries.get(job_id)
@@ -128,6 +133,9 @@ class JobQueue:
         """Number of jobs by state."""
         num_running = sum(e.is_running for e in self._entries.values())
         return {"pending": len(self._entries) - num_running, "running": num_running, **self.num_ended}
+
+    def _is_suspect(self, entry: _Entry) -> bool:
+        return entry.num_strikes >= max(1, min(2, self.max_attempts - 1))
 
     def _has_progressed(self, entry: _Entry) -> bool:
         needed = max(1, int(PROGRESS_SHARE * entry.record.job.sampling.max_tokens))

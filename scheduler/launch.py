@@ -34,6 +34,7 @@ class LaunchOptions:
     num_slots: int = 1
     address: str | None = None  # of a running cluster; None for an embedded Ray
     max_attempts: int = 5
+    checkpoint_seconds: float = 5.0
     metrics_port: int | None = None
     session_factory: str = SESSION_FACTORY
 
@@ -70,7 +71,7 @@ def _drive(run: Run, queue: JobQueue, options: LaunchOptions, cluster: Cluster, 
     if manifest.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     spec = WorkerSpec(
-        config=engine_config(manifest, options.num_slots),
+        config=engine_config(manifest, options.num_slots, options.checkpoint_seconds),
         run_uri=run.store.uri,
         metrics_port=None if options.metrics_port is None else 0,
         session_factory=options.session_factory,

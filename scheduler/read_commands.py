@@ -73,7 +73,9 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         with click.open_file(output or "-", "wb") as file:
             file.write(data)
     except OSError as error:
-        raise click.FileError(output or "stdout", error.strerror) from None
+        if output is None:  # a reader that has seen enough, as in `| head`
+            raise
+        raise click.FileError(output, error.strerror) from None
 
 
 def _show_status(run: Run, progress: Progress) -> None:

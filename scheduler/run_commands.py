@@ -33,6 +33,13 @@ LAUNCH_OPTIONS = [
         show_default=True,
         help="Attempts in a row without progress before a job is given up.",
     ),
+    click.option(
+        "--checkpoint-seconds",
+        type=click.FloatRange(0, min_open=True),
+        default=5.0,
+        show_default=True,
+        help="Work that a killed worker costs at most; longer spares an object store.",
+    ),
     click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve metrics: the driver here (0: any port)."),
 ]
 
@@ -124,14 +131,10 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
     click.echo(cancel_jobs(Run.open(run_uri), custom_id))
 
 
-def _options(
-    workers: int, slots: int, address: str | None, max_attempts: int, metrics_port: int | None
-) -> LaunchOptions:
+def _options(workers: int, slots: int, **options: Any) -> LaunchOptions:
     from scheduler.launch import LaunchOptions
 
-    return LaunchOptions(
-        num_workers=workers, num_slots=slots, address=address, max_attempts=max_attempts, metrics_port=metrics_port
-    )
+    return LaunchOptions(num_workers=workers, num_slots=slots, **options)
 
 
 def _launch(run: Run, options: LaunchOptions, num_rejects: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from jobs.run import Run, RunError, RunManifest
 from worker.config import EngineConfig
+from worker.model_files import ModelFiles
+from worker.verdicts import known_verdict, verdict_key
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,20 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
                 "leave the option away, or use another run folder"
             )
     return manifest
+
+
+def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
+    """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
+    torch_version = manifest.versions["torch"]
+    key = verdict_key(
+        files.fingerprint,
+        manifest.dtype,
+        manifest.device,
+        manifest.num_threads,
+        manifest.cpu_capability,
+        torch_version,
+    )
+    return manifest.model_copy(update={"model_fingerprint": files.fingerprint, "exactness": known_verdict(key)})
 
 
 def _new_manifest(settings: Settings) -> RunManifest:

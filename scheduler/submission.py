@@ -9,7 +9,7 @@ from jobs.job import Job, JobRecord
 from jobs.reader import Reject, read_jobs
 from jobs.run import Run, RunManifest
 from scheduler.heartbeat import refuse_if_taken
-from scheduler.settings import Settings, kept_or_new_manifest
+from scheduler.settings import Settings, kept_or_new_manifest, with_model
 from worker.config import EngineConfig
 from worker.model_files import ModelFiles, locate_model
 from worker.text import TextCodec
@@ -47,7 +47,7 @@ def submit_file(path: str, run_uri: str, settings: Settings, is_strict: bool) ->
     manifest = kept_or_new_manifest(run_uri, settings)
     jobs, rejects = read_jobs(path, manifest.seed)
     files = locate_model(manifest.model)
-    manifest = manifest.model_copy(update={"model_fingerprint": files.fingerprint})
+    manifest = with_model(manifest, files)
     records, refused = make_records(jobs, files)
     rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
     if rejects and is_strict:
@@ -76,7 +76,7 @@ def make_records(jobs: Sequence[tuple[int, Job]], files: ModelFiles) -> tuple[li
     return records, rejects
 
 
-def engine_config(manifest: RunManifest, num_slots: int) -> EngineConfig:
+def engine_config(manifest: RunManifest, num_slots: int, checkpoint_seconds: float) -> EngineConfig:
     """What the run's workers run with."""
     return EngineConfig.model_validate(
         {
@@ -86,6 +86,7 @@ def engine_config(manifest: RunManifest, num_slots: int) -> EngineConfig:
             "device": manifest.device,
             "num_threads": manifest.num_threads,
             "num_slots": num_slots,
+            "checkpoint_seconds": checkpoint_seconds,
         }
     )
 

@@ -19,8 +19,12 @@ from jobs.checkpoints import CheckpointStore
 from jobs.results import success_line
 from jobs.run import Run
 from scheduler.cli import main
+from scheduler.heartbeat import current_progress
 from scheduler.settings import Settings
 from scheduler.submission import submit_file
+from scheduler.tailing import follow_text
+from worker.config import EngineConfig
+from worker.doctor import diagnose
 from worker.drafters.names import ENGINE_NAMES
 from worker.model_files import locate_model
 from worker.text import TextCodec
@@ -230,6 +234,23 @@ def test_strict_refuses_the_whole_file_and_makes_no_run(tmp_path: Path, tiny_mod
     assert not (tmp_path / "run").exists()
 
 
+def test_a_new_run_records_what_doctor_found_here(
+    tmp_path: Path, tiny_model: Path, jobs_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = Settings(model=str(tiny_model), dtype="float32", num_threads=1)
+    assert submit_file(jobs_file, str(tmp_path / "before"), settings, False).run.manifest.exactness == "not probed"
+    diagnosis = diagnose(EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1), num_rows=40)
+    assert submit_file(jobs_file, str(tmp_path / "after"), settings, False).run.manifest.exactness == diagnosis.verdict
+    other = Settings(model=str(tiny_model), dtype="float32", num_threads=2)
+    assert submit_file(jobs_file, str(tmp_path / "other"), other, False).run.manifest.exactness == "not probed"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "host:many", "no.such.host.invalid:6379"])
+def test_an_unreachable_cluster_is_refused_in_one_line(address: str, run: Run) -> None:
+    assert address in refusal("resume", run.store.uri, "--address", address)
+
+
 def test_what_belongs_to_a_run_cannot_change_under_it(run: Run, jobs_file: str, tiny_model: Path) -> None:
     place, model = run.store.uri, str(tiny_model)
     assert "was made with seed 0, found 5" in refusal(
@@ -296,6 +317,23 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
     assert "no job 'z'" in refusal("tail", run.store.uri, "z")
 
 
+def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> None:
+    alive = {"state": "running", "driver_host": "elsewhere", "driver_pid": 1, "updated": time.time()}
+    run.write_progress(current_progress(run).model_copy(update=alive))
+    record = run.jobs()[0]
+    checkpoints = CheckpointStore(run.store)
+    attempt = checkpoints.claim(record.job_id, "w1")
+    token_ids = np.array(TextCodec(locate_model(str(tiny_model))).encode("jumps over the lazy dog"), dtype=np.uint32)
+    pieces = []
+    for number, piece in enumerate(follow_text(run, "a", follow=True)):
+        pieces.append(piece)
+        if number == 0:
+            checkpoints.write_tokens(record.job_id, attempt, token_ids)
+        elif number == 1:
+            finish(run, "a", "jumps over the lazy dog. The end.")
+    assert pieces == ["", "jumps over the lazy dog", ". The end."]
+
+
 def test_cancel_without_a_driver_takes_effect_at_once(run: Run) -> None:
     finish(run, "b", "text of b")
     assert "cancelled job a" in invoke("cancel", run.store.uri, "a").output
@@ -314,8 +352,6 @@ def test_cancel_without_a_driver_takes_effect_at_once(run: Run) -> None:
 
 
 def test_cancel_with_a_driver_only_asks_it(run: Run) -> None:
-    from scheduler.heartbeat import current_progress
-
     alive = {"state": "running", "driver_host": "elsewhere", "driver_pid": 1, "updated": time.time()}
     run.write_progress(current_progress(run).model_copy(update=alive))
     assert "asked the driver" in invoke("cancel", run.store.uri, "a").output

@@ -15,6 +15,7 @@ from jobs.sampling import SamplingParams
 from worker.drafters import DRAFTERS, create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
+from worker.drafters.recycling_matrix import PairTable, RecyclingMatrix
 from worker.drafters.static_tree import static_tree
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -227,9 +228,10 @@ def test_drafting_with_the_noise_accepts_more() -> None:
 
 
 def test_the_most_recent_row_of_a_token_stays() -> None:
-    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([9], GREEDY)
+    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([4, 9], GREEDY)
     top_ids = np.arange(3 * TOP_K).reshape(3, TOP_K)
     top_logprobs = np.tile(np.log(np.linspace(0.3, 0.01, TOP_K, dtype=np.float32)), (3, 1))
+    sequence.extend([9])
     drafter.update(sequence, Verification([], [9], np.array([9, 5, 9]), top_ids, top_logprobs))
     assert drafter.propose(sequence, 3, 1) == DraftTree([16, 17, 18], [ROOT] * 3)
 
@@ -255,10 +257,45 @@ def test_unfit_state_is_refused_and_changes_nothing(damage) -> None:  # type: ig
 
 
 def test_tokens_that_min_p_cuts_off_are_not_drafted() -> None:
-    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([9])
+    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([4, 9])
     logprobs = np.log(np.array([[0.9, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]], dtype=np.float32))
+    sequence.extend([9])
     drafter.update(sequence, Verification([], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
     assert drafter.propose(sequence, 8, 1).token_ids == [20]
+
+
+def test_a_row_is_averaged_with_the_one_before_it() -> None:
+    matrix = RecyclingMatrix(VOCAB, 4, new_share=0.25)
+    matrix.write(np.array([3]), np.array([[10, 11]]), np.log(np.array([[0.8, 0.2]])))
+    assert matrix.row(3) == ([10, 11], pytest.approx(np.log([0.8, 0.2])))
+    matrix.write(np.array([3]), np.array([[12, 10]]), np.log(np.array([[0.6, 0.4]])))
+    ids, logprobs = matrix.row(3)
+    assert ids == [10, 11, 12] or ids == [10, 12, 11]
+    assert dict(zip(ids, np.exp(logprobs), strict=True)) == pytest.approx({10: 0.7, 11: 0.15, 12: 0.15})
+    assert matrix.row(4) == ([], [])
+
+
+def test_pairs_that_share_a_row_take_it_over() -> None:
+    table = PairTable(2, new_share=0.5)
+    keys = list(range(3 * len(table.keys)))  # three times as many pairs as rows
+    for key in keys:
+        table.write([key], np.array([[key % VOCAB, 1 + key % VOCAB]]), np.log(np.array([[0.7, 0.3]])))
+    held = [key for key in keys if table.row(key)[0]]
+    assert len(held) <= len(table.keys)
+    for key in held:
+        assert table.row(key) == ([key % VOCAB, 1 + key % VOCAB], pytest.approx(np.log([0.7, 0.3])))
+
+
+def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
+    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
+    drafter.start(sequence)
+    top_ids = np.tile(np.arange(40, 40 + TOP_K), (8, 1))
+    top_ids[1, 0], top_ids[4, 0] = 7, 8  # 7 behind (1, 2), then 8 behind (5, 2)
+    top_logprobs = np.tile(np.log(np.array([0.9] + [0.01] * 7, dtype=np.float32)), (8, 1))
+    top_logprobs[4, 0] = np.log(0.6)
+    known = sequence.token_ids[:-1]
+    drafter.learn(np.array([1, *known[:-1]]), known, top_ids[:-1], top_logprobs[:-1])
+    assert drafter.propose(sequence, 1, 1).token_ids == [7]
 
 
 def test_the_static_tree_has_the_papers_size_and_depth() -> None:

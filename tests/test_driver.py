@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,17 +142,23 @@ def test_a_job_that_moves_on_between_losses_is_never_given_up() -> None:
     assert not queue.lose("a", 0.0)
 
 
-def test_a_suspect_runs_alone() -> None:
+def test_a_job_lost_twice_without_progress_runs_alone() -> None:
     queue = JobQueue(max_attempts=5)
     queue.add(record("suspect", 500))
     queue.add(record("good", 100))
-    queue.take([], 0.0)
-    queue.lose("suspect", 0.0)
-    assert queue.take(["good"], 10.0).job_id == "good"  # the longer suspect is passed over where it has a neighbour
-    queue.lose("good", 0.0)
-    queue.progress("good", 50)
-    assert queue.take([], 10.0).job_id == "suspect"
-    assert queue.take(["suspect"], 10.0) is None
+    taken = []
+    for now in (0.0, 10.0):
+        taken += [queue.take([], now).job_id, queue.take(["suspect"], now).job_id]
+        queue.progress("good", int(now) + 10)
+        queue.lose("suspect", now)
+        queue.lose("good", now)
+    assert taken == ["suspect", "good"] * 2  # one loss alone makes no suspect
+    assert queue.take(["other"], 20.0).job_id == "good"  # the longer suspect is passed over beside a neighbour
+    assert queue.take([], 20.0).job_id == "suspect"
+    queue.add(record("new", 10))
+    assert queue.take(["suspect"], 20.0) is None
+    queue.progress("suspect", 50)
+    assert queue.take(["suspect"], 20.0).job_id == "new"
 
 
 def job_id(run: Run, custom_id: str) -> str:
@@ -238,6 +246,7 @@ def test_a_stopped_driver_says_interrupted_and_the_next_one_goes_on(tmp_path: Pa
     assert progress is not None
     assert progress.state == "interrupted"
     assert not progress.workers
+    assert progress.jobs["running"] == 0
     queue = load_queue(run, 5)
     assert queue.num_generated_tokens > 100  # counted from the token log and the results
     assert make_driver(run, cluster, RecordingDisplay()).run() == "finished"
@@ -358,3 +367,19 @@ def test_the_driver_that_started_later_keeps_the_run(tmp_path: Path, cluster: Cl
     after = run.progress()
     assert after is not None
     assert after.driver_host == "elsewhere"
+
+
+@pytest.mark.slow
+def test_the_embedded_ray_lets_no_stranger_in(cluster: Cluster) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    program = f"import ray; ray.init(address={address!r}); print('inside')"
+    command = [sys.executable, "-c", program]
+    stranger = {"RAY_AUTH_MODE": "disabled"}
+    process = subprocess.run(command, env=environment | stranger, capture_output=True, text=True, timeout=300)
+    assert process.returncode != 0
+    assert "inside" not in process.stdout
+    friend = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "inside" in friend.stdout, friend.stderr

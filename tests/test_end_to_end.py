@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-NUM_TOKENS = 3000  # lasts for some seconds, so that there is a checkpoint to resume from
+NUM_TOKENS = 2000
 JOBS: list[dict[str, Any]] = [
     {
         "custom_id": "greedy",
@@ -34,6 +34,7 @@ JOBS: list[dict[str, Any]] = [
     },
     {"custom_id": "short", "prompt": "fox", "max_tokens": 40, "ignore_eos": True},
 ]
+OFTEN = ["--checkpoint-seconds", "0.3"]  # so that there is one to resume from early in a job's few seconds
 DEADLINE_SECONDS = 240
 
 
@@ -103,7 +104,7 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def submit_args(jobs_file: str, tiny_model: Path) -> list[str]:
     # float32: layers this small are not row-exact in bf16, as `doctor` says of this model
-    return ["submit", jobs_file, "--model", str(tiny_model), "--threads", "1", "--dtype", "float32"]
+    return ["submit", jobs_file, "--model", str(tiny_model), "--threads", "1", "--dtype", "float32", *OFTEN]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
         process.wait()
         assert status(run)["state"] == "interrupted"
         wait_until(lambda: not any(is_alive(worker["pid"]) for worker in workers))  # they don't outlive their driver
-    with started("resume", str(run), "--workers", "2") as process:
+    with started("resume", str(run), "--workers", "2", *OFTEN) as process:
         wait_until(lambda: status(run)["workers"])
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
@@ -181,6 +182,32 @@ def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], t
     third = run_command("resume", str(run))
     assert third.returncode == 0
     assert "run finished; jobs: 2 finished" in third.stdout
+
+
+CLUSTER = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+print("address", cluster.address, flush=True)
+input()
+cluster.shutdown()
+"""
+
+
+def test_jobs_run_on_a_running_cluster(submit_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    jobs_file = tmp_path / "jobs.jsonl"
+    jobs_file.write_text('{"custom_id": "a", "prompt": "fox", "max_tokens": 20}\n')
+    # in a process of its own: Ray reads who may talk to it once per process
+    command = [sys.executable, "-c", CLUSTER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
+        assert cluster.stdout is not None
+        address = next(line.split()[1] for line in cluster.stdout if line.startswith("address"))
+        args = [str(jobs_file), *submit_args[2:], "--run", str(tmp_path / "run"), "--address", address]
+        process = run_command("submit", *args)
+        cluster.communicate("\n", timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert set(outputs(tmp_path / "run")) == {"a"}
 
 
 def is_alive(pid: int) -> bool:

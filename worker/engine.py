@@ -98,8 +98,7 @@ class Engine:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
         deadline = time.perf_counter() + PREFILL_SECONDS
         while _num_missing(slot) > 1 and time.perf_counter() < deadline:
-            known = slot.sequence.token_ids[slot.cache.length : -1]
-            self.target.append(slot.cache, known[:TILE_ROWS].tolist())
+            read(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
 
     def _propose(self, slot: Slot, num_ready: int) -> DraftTree:
         sequence = slot.sequence
@@ -126,9 +125,8 @@ class Engine:
         self.counters.num_generation_tokens += len(committed)
         self.counters.count_draft(len(tree), len(path))
         self._budget.observe(len(tree), path)
-        top_logprobs, top_ids = _top_candidates(logits) if self.drafter.needs_top_k else (None, None)
-        row_token_ids = np.array([root_id, *tree.token_ids], dtype=np.int64)
-        return Verification(path, committed, row_token_ids, top_ids, top_logprobs)
+        top_logprobs, top_ids = top_candidates(logits) if self.drafter.needs_top_k else (None, None)
+        return Verification(path, committed, np.array([root_id, *tree.token_ids]), top_ids, top_logprobs)
 
     def _overhead(self) -> float:
         """Seconds that a step takes beside its forward, so far."""
@@ -142,6 +140,18 @@ class Engine:
         seconds["commit"] += time.perf_counter() - verified
         self.counters.num_steps += 1
         self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
+
+
+def read(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter]) -> None:
+    """Append the next tile of known tokens to a cache, and let drafters learn from the target's candidates there."""
+    start = cache.length
+    hidden = target.append(cache, token_ids[start : start + TILE_ROWS].tolist())
+    learners = [drafter for drafter in drafters if drafter.needs_top_k]
+    if learners:
+        top_logprobs, top_ids = top_candidates(target.logits(hidden))
+        rows = np.arange(start, cache.length)
+        for drafter in learners:
+            drafter.learn(token_ids[np.maximum(rows - 1, 0)], token_ids[rows], top_ids, top_logprobs)
 
 
 def walk(slot: Slot, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -164,7 +174,7 @@ def walk(slot: Slot, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], 
     return path, committed
 
 
-def _top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and ids of the target's `TOP_K` best tokens after every row."""
     top = torch.topk(logits, TOP_K)
     logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)

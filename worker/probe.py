@@ -58,9 +58,9 @@ class _Context:
             self.plain_cache.roll_back(0)
         self.root_id, *new_ids = self._random_ids(self._rng.randrange(2, CONTEXT_GROWTH))
         for cache in (self.tree_cache, self.plain_cache):
-            remaining = new_ids
-            while remaining:
-                remaining = remaining[self._target.append(cache, remaining) :]
+            end = cache.length + len(new_ids)
+            while cache.length < end:
+                self._target.append(cache, new_ids[cache.length - end :])
 
     def tree(self) -> DraftTree:
         num_nodes = self._rng.randrange(1, 24)

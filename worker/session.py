@@ -26,6 +26,8 @@ from worker.work import Assignment, JobProgress, WorkReport
 
 logger = logging.getLogger(__name__)
 
+STATE_INTERVALS = 6  # token logs between two states of the drafter
+
 
 @dataclass
 class RunningJob:
@@ -36,6 +38,7 @@ class RunningJob:
     num_recovered_tokens: int
     started: float
     num_logged_tokens: int = 0
+    state_written: float = 0.0  # `time.monotonic()`
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -62,6 +65,7 @@ class RunningJob:
             "num_attempts": self.assignment.attempt,
             "num_resumes": self.assignment.attempt - 1,
             "num_recovered_tokens": self.num_recovered_tokens,
+            "num_recomputed_tokens": max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens),
         }
 
 
@@ -183,9 +187,12 @@ class WorkerSession:
         self._last_checkpoint = time.monotonic()
 
     def _write_checkpoint(self, job: RunningJob) -> int:
-        """Token log first: it alone is enough to resume. Returns the bytes written."""
+        """Token log first: it alone is enough to resume; the bigger state less often. Returns the bytes written."""
         output_ids = job.sequence.output_ids.astype("uint32")
         num_bytes = self._checkpoints.write_tokens(job.job_id, job.assignment.attempt, output_ids)
+        if time.monotonic() - job.state_written < STATE_INTERVALS * self._config.checkpoint_seconds:
+            return num_bytes
+        job.state_written = time.monotonic()
         state = self.engine.drafter.state(job.sequence)
         if state:
             num_bytes += self._checkpoints.write_state(job.job_id, job.assignment.attempt, len(output_ids), state)

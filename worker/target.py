@@ -65,21 +65,23 @@ class TargetModel:
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> list[torch.Tensor]:
         """Run the rows of several sequences; returns each one's logits `[num_rows, vocab] float32`."""
-        logits = [self._logits(tile) for tile in pack_tiles(groups, self._pad_rows)]
+        logits = [self.logits(self._hidden(tile))[: tile.num_rows] for tile in pack_tiles(groups, self._pad_rows)]
         return list(torch.cat(logits).split([len(group) for group in groups]))
 
     @torch.inference_mode()
-    def append(self, cache: FullKVCache, token_ids: list[int]) -> int:
-        """Append one tile of known tokens to a cache and return how many were taken."""
+    def append(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        """Append one tile of known tokens to a cache; returns hidden states of those taken, `[num_rows, hidden]`."""
         rows = chain_rows(cache, token_ids)
-        for tile in pack_tiles([rows], self._pad_rows):
-            self._hidden(tile)
+        [tile] = pack_tiles([rows], self._pad_rows)
+        hidden = self._hidden(tile)[: len(rows)]
         cache.advance(len(rows))
-        return len(rows)
+        return hidden
 
-    def _logits(self, tile: Tile) -> torch.Tensor:
-        logits: torch.Tensor = self.model.get_output_embeddings()(self._hidden(tile))
-        return logits[: tile.num_rows].float()
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The language model head: `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        return logits.float()
 
     def _hidden(self, tile: Tile) -> torch.Tensor:
         """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""

@@ -18,7 +18,7 @@ from worker.cache import FullKVCache
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import ENGINE_NAMES
-from worker.engine import Engine
+from worker.engine import Engine, read
 from worker.model_files import locate_model
 from worker.sequence import Sequence
 from worker.target import TargetModel
@@ -85,13 +85,13 @@ def run_decode_bench(
     target = TargetModel.load(files, options.dtype, options.device)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
-    states = {name: _warm_state(name, target, options) for name in options.engines}
+    drafters = {name: _warm_drafter(name, target, options) for name in options.engines}
     cache = target.new_cache(highest + options.num_tokens)
     records: list[DecodeRecord] = []
     for position in options.positions:
         report(f"position {position}: filling the cache, then {options.num_tokens} tokens with each engine")
-        fill(target, cache, text[:position])
-        contestants = list(_contestants(options, target, cache, text[:position], states))
+        fill(target, cache, text[:position], list(drafters.values()))
+        contestants = list(_contestants(options, target, cache, text[:position], drafters))
         _compete(contestants, options.num_tokens)
         records += make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
@@ -101,10 +101,11 @@ def run_decode_bench(
     return records
 
 
-def fill(target: TargetModel, cache: FullKVCache, token_ids: list[int]) -> None:
-    """Prefill all but the last token, which the first step's root row adds."""
-    while cache.length < len(token_ids) - 1:
-        target.append(cache, token_ids[cache.length : min(cache.length + 64, len(token_ids) - 1)])
+def fill(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
+    """Prefill all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
+    known = np.array(token_ids[:-1])
+    while cache.length < len(known):
+        read(target, cache, known, drafters)
 
 
 def _compete(contestants: list[Contestant], num_tokens: int) -> None:
@@ -120,7 +121,7 @@ def _contestants(
     target: TargetModel,
     cache: FullKVCache,
     text: list[int],
-    states: dict[str, dict[str, np.ndarray]],
+    drafters: dict[str, Drafter],
 ) -> Iterator[Contestant]:
     sampling = SamplingParams(
         max_tokens=options.num_tokens,
@@ -134,17 +135,19 @@ def _contestants(
         drafter = create_drafter(name, target.vocab_size)
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
         contestant = EngineContestant(name, target, drafter, sequence, cache)
-        drafter.restore(sequence, states[name])
+        state = drafters[name].state(sequence)
+        if state:
+            drafter.restore(sequence, state)
         yield contestant
     if options.against == "transformers":
         yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
 
 
-def _warm_state(name: str, target: TargetModel, options: DecodeBenchOptions) -> dict[str, np.ndarray]:
+def _warm_drafter(name: str, target: TargetModel, options: DecodeBenchOptions) -> Drafter:
     """What the drafter knows after another job: sampled from a built-in prompt, so it holds nothing of the text."""
     drafter: Drafter = create_drafter(name, target.vocab_size)
     if not drafter.needs_top_k:  # everything that such a drafter knows is in the text itself
-        return {}
+        return drafter
     sampling = SamplingParams(
         max_tokens=NUM_WARMUP_TOKENS, temperature=1.0, min_p=0.1, seed=options.seed + 1, ignore_eos=True
     )
@@ -154,4 +157,5 @@ def _warm_state(name: str, target: TargetModel, options: DecodeBenchOptions) -> 
     engine.start(sequence)
     while sequence.finish_reason is None:
         engine.step()
-    return drafter.state(sequence)
+    engine.stop(sequence)
+    return drafter

@@ -38,7 +38,7 @@ def _token_recycling(vocab_size: int) -> Drafter:
 
 
 def _token_recycling_static(vocab_size: int) -> Drafter:
-    from worker.drafters.token_recycling import StaticTokenRecyclingDrafter
+    from worker.drafters.static_recycling import StaticTokenRecyclingDrafter
 
     return StaticTokenRecyclingDrafter(vocab_size)
 

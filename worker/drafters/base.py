@@ -27,6 +27,15 @@ class Drafter(ABC):
     def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
 
+    def learn(  # noqa: B027
+        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        """Take in the target's candidates behind tokens that were only read: a prompt, or a replayed output.
+
+        `row_token_ids [num_rows]`, `previous_ids [num_rows]` the tokens before them; `top_ids` and `top_logprobs`
+        `[num_rows, TOP_K]` behind them. Called where `needs_top_k`.
+        """
+
     def update(self, sequence: Sequence, verification: Verification) -> None:  # noqa: B027
         """Learn from a verified step, after its tokens were committed to the sequence."""
 

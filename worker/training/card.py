@@ -31,9 +31,9 @@ without a download. It writes period prose; it knows nothing and answers nothing
 
 ## Recipe
 
-bf16 autocast over float32 weights. Muon for the layers' matrices (rate {learning_rate}, weight decay {weight_decay}),
-AdamW for embedding and norms (rate {embedding_learning_rate}); {num_warmup_steps} steps of warm-up, linear fall over the last {decay_share:.0%} of
-the steps to {final_rate:.0%}; gradients clipped at {gradient_clip}; seed {seed}.
+bf16 autocast over float32 weights. Muon for the layers' matrices (rate {learning_rate}, decay {weight_decay}),
+AdamW for embedding and norms (rate {embedding_learning_rate}); {num_warmup_steps} steps of warm-up, linear fall over the
+last {decay_share:.0%} of the steps to {final_rate:.0%}; gradients clipped at {gradient_clip}; seed {seed}.
 
 | phase | window | windows per step | tokens | positions reached | last loss |
 |---|---|---|---|---|---|
@@ -44,7 +44,7 @@ it does not see whole (positional skip-wise training, Zhu et al. 2023).
 
 ## Figures on unseen books
 
-{num_stretches} stretches of 100,000 tokens of concatenated whole test books, each scored in one forward from position 0.
+{num_stretches} stretches of 100,000 tokens of concatenated whole test books, each scored in one forward.
 
 | | |
 |---|---|
