@@ -9,9 +9,15 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from worker.bench.decode import DecodeBenchOptions, run_decode_bench
+from jobs.sampling import SamplingParams
+from worker.bench.contestants import EngineContestant
+from worker.bench.decode import DecodeBenchOptions, fill, run_decode_bench
 from worker.bench.records import render
 from worker.bench.text import BenchError, read_text
+from worker.drafters import create_drafter
+from worker.model_files import locate_model
+from worker.sequence import Sequence
+from worker.target import TargetModel
 
 ENGINES = ("autoregressive", "suffix", "token-recycling")
 
@@ -40,6 +46,27 @@ def test_all_engines_say_the_same_tokens_at_every_position(tiny_model: Path, tex
         assert same[0].speedup == 1.0
         assert same[0].num_steps == 30
     assert len({record.tokens_sha256 for record in records}) == 2
+
+
+def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_model: Path) -> None:
+    target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
+    text = list(range(5, 45))
+    generated = []
+    for left_behind in (None, 9.0):
+        cache = target.new_cache(100)
+        fill(target, cache, text, [])
+        sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+        sequence = Sequence("a", text, sampling, target.vocab_size)
+        contestant = EngineContestant("suffix", target, create_drafter("suffix", target.vocab_size), sequence, cache)
+        for num_tokens in (15, 40):
+            contestant.generate_to(num_tokens)
+            if left_behind is not None:
+                for index in range(target.cache_shape.num_layers):
+                    for part in cache.layer(index):
+                        part[:, len(text) - 1 :] = left_behind
+        assert contestant.counters().num_steps == contestant.timing.num_steps
+        generated.append(contestant.token_ids().tolist())
+    assert generated[0] == generated[1]
 
 
 def test_counts_agree_with_each_other(tiny_model: Path, text: Path) -> None:

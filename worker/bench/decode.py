@@ -13,18 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from jobs.sampling import SamplingParams
 from worker.bench.contestants import Contestant, EngineContestant, TransformersContestant
 from worker.bench.records import DecodeRecord, make_records, write_json
-from worker.bench.text import PROMPT, BenchError, encode, own_tokens, text_tokens
+from worker.bench.text import BenchError, own_tokens, text_tokens
 from worker.cache import FullKVCache
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import ENGINE_NAMES
-from worker.engine import Engine, read
+from worker.engine import read
 from worker.model_files import locate_model
 from worker.sequence import Sequence
 from worker.target import TargetModel
 
 NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
-NUM_WARMUP_TOKENS = 1000  # of another job, generated first, so that drafters which learn across jobs start hot
+NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn across jobs start hot
 
 
 class DecodeBenchOptions(BaseModel):
@@ -85,7 +85,7 @@ def run_decode_bench(
     target = TargetModel.load(files, options.dtype, options.device)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
-    drafters = {name: _warm_drafter(name, target, options) for name in options.engines}
+    drafters = _warm_drafters(target, options)
     cache = target.new_cache(highest + options.num_tokens)
     records: list[DecodeRecord] = []
     for position in options.positions:
@@ -143,19 +143,11 @@ def _contestants(
         yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
 
 
-def _warm_drafter(name: str, target: TargetModel, options: DecodeBenchOptions) -> Drafter:
-    """What the drafter knows after another job: sampled from a built-in prompt, so it holds nothing of the text."""
-    drafter: Drafter = create_drafter(name, target.vocab_size)
-    if not drafter.needs_top_k:  # everything that such a drafter knows is in the text itself
-        return drafter
-    sampling = SamplingParams(
-        max_tokens=NUM_WARMUP_TOKENS, temperature=1.0, min_p=0.1, seed=options.seed + 1, ignore_eos=True
-    )
-    prompt = encode(target.files, PROMPT)
-    sequence = Sequence("warm-up", prompt, sampling, target.vocab_size, target.device)
-    engine = Engine(target, drafter)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
-    engine.stop(sequence)
-    return drafter
+def _warm_drafters(target: TargetModel, options: DecodeBenchOptions) -> dict[str, Drafter]:
+    """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
+    drafters = {name: create_drafter(name, target.vocab_size) for name in options.engines}
+    if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
+        num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
+        other_job = own_tokens(target, num_tokens)
+        fill(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
+    return drafters

@@ -32,7 +32,7 @@ without a download. It writes period prose; it knows nothing and answers nothing
 ## Recipe
 
 bf16 autocast over float32 weights. Muon for the layers' matrices (rate {learning_rate}, decay {weight_decay}),
-AdamW for embedding and norms (rate {embedding_learning_rate}); {num_warmup_steps} steps of warm-up, linear fall over the
+AdamW for embedding and norms (rate {embedding_learning_rate}); {num_warmup_steps} warm-up steps, linear fall over the
 last {decay_share:.0%} of the steps to {final_rate:.0%}; gradients clipped at {gradient_clip}; seed {seed}.
 
 | phase | window | windows per step | tokens | positions reached | last loss |
