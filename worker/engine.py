@@ -105,7 +105,7 @@ class Engine:
         max_depth = min(max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
         if max_depth < 1:
             return DraftTree()
-        max_nodes = self._budget.max_nodes(slot.cache.length, num_ready, self._overhead())
+        max_nodes = self.drafter.num_nodes or self._budget.max_nodes(slot.cache.length, num_ready, self._overhead())
         return self.drafter.propose(sequence, max_nodes, max_depth)
 
     def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[torch.Tensor]:

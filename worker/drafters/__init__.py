@@ -43,6 +43,12 @@ def _token_recycling_static(vocab_size: int) -> Drafter:
     return StaticTokenRecyclingDrafter(vocab_size)
 
 
+def _token_recycling_static_80(vocab_size: int) -> Drafter:
+    from worker.drafters.static_recycling import PaperTokenRecyclingDrafter
+
+    return PaperTokenRecyclingDrafter(vocab_size)
+
+
 def _token_recycling_no_noise(vocab_size: int) -> Drafter:
     from worker.drafters.token_recycling import TokenRecyclingDrafter
 
@@ -58,6 +64,7 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "suffix": _suffix,
     "token-recycling": _token_recycling,
     "token-recycling-static": _token_recycling_static,
+    "token-recycling-static-80": _token_recycling_static_80,
     "token-recycling-no-noise": _token_recycling_no_noise,
 }
 

@@ -19,6 +19,7 @@ class Drafter(ABC):
     """
 
     needs_top_k: ClassVar[bool] = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
+    num_nodes: ClassVar[int | None] = None  # a tree size that belongs to the method; None: as many as pay
 
     def start(self, sequence: Sequence) -> None:  # noqa: B027
         """Take in a new or resumed sequence, whose prompt and committed tokens are there already."""

@@ -6,6 +6,7 @@ ENGINE_NAMES = (
     "suffix",
     "token-recycling",
     "token-recycling-static",
+    "token-recycling-static-80",
     "token-recycling-no-noise",
 )
 DEFAULT_ENGINE = "token-recycling"

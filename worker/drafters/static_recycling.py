@@ -7,7 +7,7 @@ import numpy as np
 from worker.drafters.base import Drafter
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling_matrix import RecyclingMatrix
-from worker.drafters.static_tree import static_tree
+from worker.drafters.static_tree import MAX_NODES, static_tree
 from worker.drafters.token_recycling import top_candidates_of
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
@@ -58,3 +58,9 @@ class StaticTokenRecyclingDrafter(Drafter):
         matrix = state["recycling_ids"], state["recycling_logprobs"]
         self._matrix.check(*matrix, len(self._matrix.ids))
         self._matrix.load(*matrix)
+
+
+class PaperTokenRecyclingDrafter(StaticTokenRecyclingDrafter):
+    """The paper's tree of 80 nodes, root included, at every step: three tiles of rows, made for a GPU."""
+
+    num_nodes = MAX_NODES
