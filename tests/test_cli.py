@@ -120,8 +120,8 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in process.stderr.splitlines() if "|" in line}
     assert "scheduler" in imported
     assert not imported & {"torch", "transformers", "ray", "tokenizers"}
-    # half a second is the promise; the best of three keeps a busy machine from telling tales
-    assert min(seconds) < 1.0
+    # the best of three keeps a busy machine from telling tales
+    assert min(seconds) < 0.5
 
 
 def test_bad_job_files_are_refused_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
