@@ -60,9 +60,3 @@ def test_seeds_and_positions_give_unrelated_noise() -> None:
     pairs = [(one.row(5), one.row(6)), (one.row(5), other.row(5)), (one.row(5), one.row(2**33 + 5))]
     for a, b in pairs:
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.06
-
-
-def test_gathered_noise_is_the_row_s() -> None:
-    noise = GumbelNoise(5, 300)
-    ids = np.array([299, 0, 17])
-    assert np.array_equal(noise.gather(40, ids), noise.row(40).numpy()[ids])

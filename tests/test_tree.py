@@ -19,12 +19,6 @@ def cache_at(length: int) -> FullKVCache:
     return cache
 
 
-def test_a_pruned_tree_stays_connected() -> None:
-    assert TREE.pruned(max_nodes=3, max_depth=9) == DraftTree([10, 11, 12], [-1, -1, 0])
-    assert TREE.pruned(max_nodes=9, max_depth=2) == DraftTree([10, 11, 12, 14], [-1, -1, 0, 1])
-    assert TREE.pruned(max_nodes=9, max_depth=0) == DraftTree()
-
-
 def test_a_row_sees_its_ancestors_in_position_order_and_nobody_else() -> None:
     rows = tree_rows(cache_at(BLOCK + 3), root_id=5, tree=TREE)
     root = BLOCK + 3

@@ -5,7 +5,6 @@ Counter-based generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numb
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -59,8 +58,3 @@ class GumbelNoise:
             self._blocks = {b: noise for b, noise in self._blocks.items() if b >= block - 1}
             self._blocks[block] = gumbel_block(self._seed, block * BLOCK, self._vocab_size, self._device)
         return self._blocks[block][position % BLOCK]
-
-    def gather(self, position: int, token_ids: np.ndarray) -> np.ndarray:
-        """Noise of some tokens at one position, for drafters that rank their candidates with it: `float32`."""
-        gathered: np.ndarray = self.row(position).cpu().numpy()[token_ids]
-        return gathered

@@ -35,15 +35,6 @@ class DraftTree:
             children.setdefault(parent, {})[token_id] = node
         return children
 
-    def pruned(self, max_nodes: int, max_depth: int) -> DraftTree:
-        """Keep the first `max_nodes` nodes of depth at most `max_depth`; the tree stays connected."""
-        depths = self.depths()
-        kept = [node for node, depth in enumerate(depths) if depth <= max_depth][:max_nodes]
-        if len(kept) == len(self):
-            return self
-        new_index = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
-        return DraftTree([self.token_ids[n] for n in kept], [new_index[self.parents[n]] for n in kept])
-
     @classmethod
     def chain(cls, token_ids: list[int]) -> DraftTree:
         """A tree that is one path."""
