@@ -6,9 +6,9 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self
 from uuid import uuid4
 
 COPY_BYTES = 2**23
@@ -17,14 +17,31 @@ CHANGED_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY}
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
-class Folder(Protocol):
-    """One folder. Paths are relative and already checked; `list` is unordered; every error is an `OSError`."""
+class Reader(Protocol):
+    """An open file. A read that failed can be asked for again."""
 
-    def write(self, path: str, source: BinaryIO) -> None: ...
+    def read(self, size: int, /) -> bytes | None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None: ...
+
+
+class Folder(Protocol):
+    """One folder. Paths are relative and already checked; `list` is unordered.
+
+    Every error is an `OSError`; one without a number comes from the network or a server and may pass.
+    """
+
+    def write(self, path: str, data: bytes | memoryview) -> None: ...
+
+    def write_from(self, path: str, source: BinaryIO) -> None: ...
 
     def write_new(self, path: str, data: bytes) -> bool: ...
 
     def read(self, path: str) -> bytes | None: ...
+
+    def open(self, path: str) -> Reader | None: ...
 
     def exists(self, path: str) -> bool: ...
 
@@ -41,14 +58,17 @@ class LocalFolder:
     def __init__(self, root: str) -> None:
         self._root = Path(root)
 
-    def write(self, path: str, source: BinaryIO) -> None:
-        self._put(path, source, os.replace)
+    def write(self, path: str, data: bytes | memoryview) -> None:
+        self._put(path, lambda file: file.write(data), os.replace)
+
+    def write_from(self, path: str, source: BinaryIO) -> None:
+        self._put(path, lambda file: shutil.copyfileobj(source, file, COPY_BYTES), os.replace)
 
     def write_new(self, path: str, data: bytes) -> bool:
         if self.exists(path):
             return False
         try:
-            self._put(path, BytesIO(data), _link_new)
+            self._put(path, lambda file: file.write(data), _link_new)
         except FileExistsError:
             return False
         return True
@@ -56,6 +76,12 @@ class LocalFolder:
     def read(self, path: str) -> bytes | None:
         try:
             return (self._root / path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def open(self, path: str) -> Reader | None:
+        try:
+            return open(self._root / path, "rb", buffering=0)
         except FileNotFoundError:
             return None
 
@@ -83,14 +109,14 @@ class LocalFolder:
             if not target.exists():
                 return
 
-    def _put(self, path: str, source: BinaryIO, publish: Callable[[Path, Path], None]) -> None:
-        """Write aside and `publish(aside, target)`; whatever fails, the target is as it was and nothing lies about."""
+    def _put(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
+        """`fill` a file aside, `publish(aside, target)`; if that fails, the target is as it was, and no file left."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid4().hex}")
         try:
             with open(aside, "xb") as file:
-                shutil.copyfileobj(source, file, COPY_BYTES)
+                fill(file)
                 file.flush()
                 os.fsync(file.fileno())
             publish(aside, target)

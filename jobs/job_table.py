@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jobs.job import Job, JobRecord
 
@@ -27,20 +28,27 @@ def to_parquet(records: Sequence[JobRecord]) -> bytes:
 
 def from_parquet(data: bytes) -> list[JobRecord]:
     """The jobs of `to_parquet`. Raises `ValueError` for anything else."""
+    rows = zip(*_columns(data, ["job_id", "job", "line_number", "num_prompt_tokens"]), strict=True)
+    return [
+        JobRecord(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens)
+        for job_id, job, line_number, num_prompt_tokens in rows
+    ]
+
+
+def job_ids(data: bytes) -> list[str]:
+    """The ids of the jobs of `to_parquet`, without taking their prompts apart. Raises `ValueError`."""
+    [ids] = _columns(data, ["job_id"])
+    return ids
+
+
+def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         # without threads: pyarrow's may still be starting when `status` ends, and abort the process
-        rows = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False).to_pylist()
-        return [
-            JobRecord(
-                job_id=row["job_id"],
-                job=Job.model_validate_json(row["job"]),
-                line_number=row["line_number"],
-                num_prompt_tokens=row["num_prompt_tokens"],
-            )
-            for row in rows
-        ]
+        file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+        table = file.read(columns=names, use_threads=False)
+        return [table.column(name).to_pylist() for name in names]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(str(error)) from None

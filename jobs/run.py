@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,8 @@ from jobs.job import JobRecord
 from jobs.json_lines import dump_line
 from jobs.output import write_output
 from jobs.reader import Reject
-from jobs.run_files import RunError, pretty, read_model, read_object, read_parsed
+from jobs.retries import Retries
+from jobs.run_files import RunError, pretty, read_model, read_object, read_objects, read_parsed
 from jobs.status import Progress, RunManifest, WorkerStatus
 from jobs.store import Store
 
@@ -35,27 +36,27 @@ class Run:
         self.manifest = manifest
 
     @classmethod
-    def create_or_open(cls, uri: str, manifest: RunManifest) -> Run:
+    def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
         """The run at `uri`, made from `manifest` if there is none; an older run keeps its own manifest.
 
         Raises `RunError` when the run there has another model or dtype: its results would not fit the new ones.
         """
-        store = Store(uri)
+        store = Store(uri, retries)
         if not store.exists(MANIFEST):
             strangers = {"results", "errors", "checkpoints", "output.jsonl", JOBS} & set(store.list(""))
             if strangers:
                 found = ", ".join(sorted(strangers))
                 raise RunError(f"{store.shown_uri} holds {found} but no {MANIFEST}: expected a run or a new folder")
             store.write_new(MANIFEST, pretty(manifest))
-        run = cls.open(uri)
+        run = cls.open(uri, retries)
         run._refuse_other("model_fingerprint", f"model {run.manifest.model}", manifest)
         run._refuse_other("dtype", f"dtype {run.manifest.dtype}", manifest)
         return run
 
     @classmethod
-    def open(cls, uri: str) -> Run:
+    def open(cls, uri: str, retries: Retries | None = None) -> Run:
         """The run at `uri`. Raises `RunError` when there is none."""
-        store = Store(uri)
+        store = Store(uri, retries)
         manifest = read_model(store, MANIFEST, RunManifest)
         if manifest is None:
             raise RunError(f"no run at {store.shown_uri}: expected {MANIFEST} there; `swiftbatch submit` makes one")
@@ -72,6 +73,10 @@ class Run:
     def jobs(self) -> list[JobRecord]:
         """All jobs in input order."""
         return read_parsed(self.store, JOBS, job_table.from_parquet) or []
+
+    def job_ids(self) -> list[str]:
+        """The ids of all jobs in input order, without their prompts."""
+        return read_parsed(self.store, JOBS, job_table.job_ids) or []
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
@@ -105,6 +110,18 @@ class Run:
         """The output line of a dead-lettered or cancelled job, else None."""
         return read_object(self.store, _error_path(job_id))
 
+    def errors(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """The output lines of dead-lettered or cancelled jobs, in that order."""
+        return (line for line in read_objects(self.store, map(_error_path, job_ids)) if line is not None)
+
+    def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
+        """Every job in input order with its output line, None while it has neither result nor error."""
+        records, finished, failed = self.jobs(), self.finished(), self.failed()
+        paths = {job_id: _result_path(job_id) for job_id in finished}
+        paths |= {job_id: _error_path(job_id) for job_id in failed}
+        lines = read_objects(self.store, (paths.get(record.job_id) for record in records))
+        return zip(records, lines, strict=True)
+
     def clear_errors(self) -> int:
         """Make failed and cancelled jobs pending again; returns how many errors there were."""
         job_ids = self._job_ids("errors")
@@ -135,9 +152,7 @@ class Run:
 
     def write_output(self) -> None:
         """`output.jsonl` and `output.parquet` from the results and errors so far, in input order."""
-        job_ids = [record.job_id for record in self.jobs()]
-        lines = (self.result(job_id) or self.error(job_id) for job_id in job_ids)
-        write_output(self.store, (line for line in lines if line is not None))
+        write_output(self.store, (line for _, line in self.output_lines() if line is not None))
 
     def _refuse_other(self, field: str, shown: str, manifest: RunManifest) -> None:
         here, asked = getattr(self.manifest, field), getattr(manifest, field)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +13,9 @@ from pydantic import BaseModel, ValidationError
 from jobs.reasons import reasons
 from jobs.status import RUN_VERSION
 from jobs.store import Store
+
+NUM_READERS = 16  # at once: an object store takes its time for each
+NUM_READ_AHEAD = 64
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
@@ -40,6 +45,14 @@ def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Val
 def read_object(store: Store, path: str) -> dict[str, Any] | None:
     """The JSON object in a file; None when it is absent. Raises `RunError`."""
     return read_parsed(store, path, _parse_object)
+
+
+def read_objects(store: Store, paths: Iterable[str | None]) -> Iterator[dict[str, Any] | None]:
+    """`read_object` of many files in their order, None for a path that is None. Reads ahead, a bounded number."""
+    remaining = iter(paths)
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        while batch := list(islice(remaining, NUM_READ_AHEAD)):
+            yield from pool.map(lambda path: None if path is None else read_object(store, path), batch)
 
 
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:

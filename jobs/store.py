@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import builtins
-import io
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import BinaryIO
+import errno
+from collections.abc import Callable
+from typing import IO, BinaryIO, TypeVar
 
-from jobs.folders import Folder, LocalFolder
+from jobs.folders import COPY_BYTES, Folder, LocalFolder
 from jobs.object_folder import ObjectFolder
+from jobs.object_stores import open_place
+from jobs.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
 from jobs.uris import hidden_credentials, local_path, shown_uri
+
+Result = TypeVar("Result")
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(RuntimeError):
@@ -21,77 +26,113 @@ class Store:
     """Files below one folder. A reader sees a file whole or not at all, however its writer ended.
 
     Paths are relative with '/' between names. A name that is empty or starts with '.' is refused, so '..' is too, and
-    no path leads out of the folder. Every method raises `StoreError` when the storage fails or the path is refused.
+    no path leads out of the folder. Every method raises `StoreError` when the path is refused, and when the storage
+    fails for longer than `retries` go on. Threads may share a store.
     """
 
-    def __init__(self, uri: str) -> None:
-        """`uri` is a local path, `file://`, `s3://` or `gs://`; nothing is created yet."""
+    def __init__(self, uri: str, retries: Retries | None = None) -> None:
+        """`uri` is a local path, `file://`, `s3://` or `gs://`; nothing is created yet.
+
+        Without `retries` a disk is not tried again, an object store for a few seconds: it is busy on good days, too.
+        """
         self.shown_uri = shown_uri(uri)
         try:
             path = local_path(uri)
-            self._folder: Folder = ObjectFolder.open(uri) if path is None else LocalFolder(path)
+            self._retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
+            self._folder: Folder = self._open_objects(uri) if path is None else LocalFolder(path)
         except (OSError, ValueError) as error:
-            problem = hidden_credentials(str(error), uri)
+            problem = " ".join(hidden_credentials(str(error), uri).split())
             raise StoreError(f"cannot use {self.shown_uri} as a folder: {problem}") from None
         # workers run in other folders: a local path has to stay right there
         self.uri = uri if path is None else path
+        self.is_local = path is not None
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | memoryview) -> None:
         """Put a file in place as a whole, over an older one if there is one; it is on the disk when this returns."""
-        self.write_from(path, io.BytesIO(data))
+        self._try("write", path, lambda: self._folder.write(path, data))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
-        """As `write`, with the rest of `source` as the data: for files too long for memory."""
-        with self._told("write", path):
-            self._folder.write(_checked(path), source)
+        """As `write`, with the rest of `source`, a file that can seek, as the data: for files too long for memory."""
+        start = source.tell()
+
+        def write() -> None:
+            source.seek(start)
+            self._folder.write_from(path, source)
+
+        self._try("write", path, write)
 
     def write_new(self, path: str, data: bytes) -> bool:
         """As `write`, but leave an existing file alone and return False. Two writers at once: one gets True.
 
         On an object store the test and the write are two steps, and the later of two writers at once wins.
         """
-        with self._told("write", path):
-            return self._folder.write_new(_checked(path), data)
+        num_tries = 0
+
+        def write() -> bool:
+            nonlocal num_tries
+            num_tries += 1
+            # a try before may have put the file there, though no answer came
+            return self._folder.write_new(path, data) or (num_tries > 1 and self._folder.read(path) == data)
+
+        return self._try("write", path, write)
 
     def read(self, path: str) -> bytes | None:
         """The bytes of a file; None when there is none."""
-        with self._told("read", path):
-            return self._folder.read(_checked(path))
+        return self._try("read", path, lambda: self._folder.read(path))
+
+    def copy_to(self, path: str, target: IO[bytes]) -> bool:
+        """Write the bytes of a file to `target`, a piece at a time; False when there is none.
+
+        Errors of `target` stay what they are. `StoreError` too when the file is replaced meanwhile on an object store.
+        """
+        source = self._try("read", path, lambda: self._folder.open(path))
+        if source is None:
+            return False
+        with source:
+            while piece := self._try("read", path, lambda: source.read(COPY_BYTES)):
+                target.write(piece)
+        return True
 
     def exists(self, path: str) -> bool:
         """Whether there is a file (not a folder) at `path`."""
-        with self._told("look up", path):
-            return self._folder.exists(_checked(path))
+        return self._try("look up", path, lambda: self._folder.exists(path))
 
     def list(self, folder: str) -> builtins.list[str]:
         """Sorted names of the files and folders in a folder ('' is the store's own), [] when it is absent."""
-        with self._told("list", folder):
-            return sorted(name for name in self._folder.list(_checked(folder) if folder else "") if name[0] != ".")
+        names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
+        return sorted(name for name in names if name[0] != ".")
 
     def delete(self, path: str) -> None:
         """Remove a file; an absent file is fine."""
-        with self._told("delete", path):
-            self._folder.delete(_checked(path))
+        self._try("delete", path, lambda: self._folder.delete(path))
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all that is in it; an absent folder is fine."""
-        with self._told("delete", folder):
-            self._folder.delete_folder(_checked(folder))
+        self._try("delete", folder, lambda: self._folder.delete_folder(folder))
 
-    @contextmanager
-    def _told(self, action: str, path: str) -> Iterator[None]:
-        """Turn an error of the storage into one line for the user."""
+    def _open_objects(self, uri: str) -> ObjectFolder:
+        return self._retries.call(lambda: ObjectFolder(open_place(uri)))
+
+    def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
+        """`call` as often as the retries allow; an error of the storage becomes one line for the user."""
+        if not (is_root_meant and path == ""):
+            _check(path)
         try:
-            yield
+            return self._retries.call(call)
         except OSError as error:
-            problem = hidden_credentials(error.strerror or str(error), self.uri)
-            line = " ".join(problem.split())
+            line = " ".join(hidden_credentials(error.strerror or str(error), self.uri).split())
             where = f"{path!a} in {self.shown_uri}" if path else self.shown_uri
-            hint = "check that the folder can be read and written and is not full, or use another one"
-            raise StoreError(f"cannot {action} {where}: {line}; {hint}") from None
+            tried = f", tried for {self._retries.seconds:g} s" if self._retries.seconds and is_transient(error) else ""
+            raise StoreError(f"cannot {action} {where}: {line}{tried}; {self._advice(error)}") from None
+
+    def _advice(self, error: OSError) -> str:
+        if error.errno in DISK_FULL:
+            return "the disk is full: make room there, or use another folder"
+        if self.is_local:
+            return "check that the folder can be read and written, or use another one"
+        return "check the bucket, the endpoint and the credentials, or use another folder"
 
 
-def _checked(path: str) -> str:
+def _check(path: str) -> None:
     if "\0" in path or any(not name or name.startswith(".") for name in path.split("/")):
         raise StoreError(f"refused the path {path!a}: expected names joined by '/', none empty or starting with '.'")
-    return path

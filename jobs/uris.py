@@ -6,6 +6,7 @@ import os
 from urllib.parse import unquote, urlsplit
 
 OBJECT_STORES = ("s3", "gs")
+SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def local_path(uri: str) -> str | None:
@@ -33,8 +34,9 @@ def shown_uri(uri: str) -> str:
 
 
 def hidden_credentials(text: str, uri: str) -> str:
-    """`text` with every secret of `uri` taken out."""
-    for secret in sorted(_secrets(uri), key=len, reverse=True):
+    """`text` with every secret of `uri` and of the environment taken out."""
+    secrets = _secrets(uri) | {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +13,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 import pytest
 import torch
+from s3_server import S3Server, running_s3_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from worker.model_files import ModelFiles, locate_model
@@ -63,3 +66,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with running_s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new folder on the server, which the environment leads to."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_server.uri(f"run-{uuid4().hex}")

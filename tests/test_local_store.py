@@ -35,7 +35,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> 
 
     store = Store(str(tmp_path))
     store.write("a", b"old")
-    with pytest.raises(StoreError, match=r"cannot write 'a' in .*: No space left on device; check that"):
+    with pytest.raises(
+        StoreError, match=r"cannot write 'a' in .*: No space left on device; the disk is full: make room"
+    ):
         store.write_from("a", Failing())
     assert store.read("a") == b"old"
     assert os.listdir(tmp_path) == ["a"]
@@ -107,3 +109,36 @@ def test_a_new_file_is_written_where_hard_links_are_not_to_be_had(
     assert not store.write_new("a", b"second")
     assert os.listdir(tmp_path) == ["a"]
     assert store.read("a") == b"first"
+
+
+FULL_DISK = """
+import os, sys, threading
+from jobs.retries import Retries
+from jobs.store import Store, StoreError
+store = Store(sys.argv[1])
+store.write("first", b"1" * 600_000)
+store.write("second", b"old")
+try:
+    store.write("second", b"2" * 600_000)
+except StoreError as error:
+    print(error)
+print(sorted(os.listdir(sys.argv[1])), store.read("second"))
+threading.Timer(1, store.delete, ["first"]).start()
+Store(sys.argv[1], Retries(30)).write("second", b"2" * 600_000)
+print(os.listdir(sys.argv[1]), len(store.read("second")))
+"""
+
+
+def test_a_full_disk_is_named_leaves_nothing_half_written_and_is_waited_for(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$1" -c "$2" "$0"'
+    command = ["unshare", "-rm", "sh", "-c", mount]
+    if subprocess.run([*command, tmp_path, "true", ""], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs a mount namespace of its own: `unshare -rm` with tmpfs")
+    done = subprocess.run([*command, tmp_path, sys.executable, FULL_DISK], cwd=ROOT, capture_output=True, text=True)
+    line, after_failure, in_the_end = done.stdout.splitlines()
+    assert line == (
+        f"cannot write 'second' in {tmp_path}: No space left on device; "
+        "the disk is full: make room there, or use another folder"
+    )
+    assert after_failure == "['first', 'second'] b'old'"
+    assert in_the_end == "['second'] 600000"

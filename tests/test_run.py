@@ -18,9 +18,10 @@ from jobs.store import StoreError
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+@pytest.fixture(params=["local", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    uri = str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_uri")
+    return Run.create_or_open(uri, MANIFEST)
 
 
 def test_a_run_is_opened_with_the_manifest_it_was_made_with(run: Run) -> None:
@@ -185,7 +186,8 @@ def test_a_job_id_that_leads_out_of_the_folder_is_refused(run: Run) -> None:
             call("../../x")
 
 
-def test_opening_a_local_run_takes_no_heavy_import(run: Run) -> None:
+def test_opening_a_local_run_takes_no_heavy_import(tmp_path: Path) -> None:
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     run.write_progress(PROGRESS)
     program = (
         "import sys; from jobs.run import Run; run = Run.open(sys.argv[1]); run.progress(); run.finished()\n"

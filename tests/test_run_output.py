@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from pyarrow import parquet
 from run_parts import MANIFEST, make_record
 
+from jobs.folders import LocalFolder
 from jobs.run import Run
+from jobs.run_files import NUM_READ_AHEAD
 from jobs.store import Store
 
 
@@ -80,3 +83,28 @@ def test_output_is_written_again_after_more_results(run: Run) -> None:
         assert [row["custom_id"] for row in read_table(run.store)] == [
             f"job {number}" for number in range(num_finished)
         ]
+
+
+def test_results_are_read_several_at_once_in_order_and_not_far_ahead(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [make_record(f"job-{i}") for i in range(NUM_READ_AHEAD + 20)]
+    run.add_jobs(records)
+    for record in records:
+        run.write_result(record.job_id, finished_line(record.job.custom_id, "text", {}))
+    real, paths, num_at_once, most_at_once = LocalFolder.read, list[str](), 0, 0
+
+    def slow_read(folder: LocalFolder, path: str) -> bytes | None:
+        nonlocal num_at_once, most_at_once
+        paths.append(path)
+        num_at_once += 1
+        most_at_once = max(most_at_once, num_at_once)
+        time.sleep(0.003 * (len(paths) % 3))
+        num_at_once -= 1
+        return real(folder, path)
+
+    monkeypatch.setattr(LocalFolder, "read", slow_read)
+    lines = run.output_lines()
+    first = next(lines)
+    assert len([path for path in paths if path.startswith("results/")]) <= NUM_READ_AHEAD
+    found = [first, *lines]
+    assert [line["custom_id"] for _, line in found if line is not None] == [r.job.custom_id for r in records]
+    assert most_at_once > 4

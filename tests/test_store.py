@@ -6,28 +6,22 @@ import os
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from uuid import uuid4
+from tempfile import TemporaryFile
+from typing import Any, ClassVar
 
-import fsspec  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from jobs.object_folder import ObjectFolder
 from jobs.store import Store, StoreError
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(params=["local", "object"])
+@pytest.fixture(params=["local", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store of each kind; the object store is one in memory behind `pyarrow.fs`."""
-    store = Store(str(tmp_path / "run"))
-    if request.param == "object":
-        memory = PyFileSystem(FSSpecHandler(fsspec.filesystem("memory")))
-        store._folder = ObjectFolder(memory, f"bucket-{uuid4().hex}/run/")
-    return store
+    """A store of each kind: a folder on the disk, and one on an S3 server."""
+    return Store(str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_uri"))
 
 
 class TestEveryKindOfStore:
@@ -66,6 +60,53 @@ class TestEveryKindOfStore:
         store.write_from("long", source)
         assert store.read("long") == b"x" * 20_000_000
 
+    def test_a_big_file_is_written_from_a_view_of_memory(self, store: Store) -> None:
+        data = os.urandom(45_000_000)
+        store.write("segment", memoryview(data))
+        assert store.read("segment") == data
+
+    def test_a_file_is_written_whatever_its_length(self, store: Store) -> None:
+        for size in (5 * 2**20 - 1, 5 * 2**20, 10 * 2**20, 20 * 2**20, 20 * 2**20 + 1):
+            store.write("file", bytes(size))
+            assert len(store.read("file") or b"") == size
+
+    def test_write_from_takes_the_rest_of_a_file_on_the_disk(self, store: Store) -> None:
+        with TemporaryFile() as source:
+            source.write(b"head" + b"x" * 7_000_000)
+            source.seek(4)
+            store.write_from("long", source)
+            store.write_from("nothing", source)
+        assert store.read("long") == b"x" * 7_000_000
+        assert store.read("nothing") == b""
+
+    def test_copy_to_gives_the_bytes_of_a_file_in_pieces(self, store: Store) -> None:
+        class Target(BytesIO):
+            sizes: ClassVar[list[int]] = []
+
+            def write(self, data: Any, /) -> int:
+                self.sizes.append(len(data))
+                return super().write(data)
+
+        data = os.urandom(20_000_000)
+        store.write("long", data)
+        store.write("empty", b"")
+        target = Target()
+        assert store.copy_to("long", target)
+        assert target.getvalue() == data
+        assert max(target.sizes) <= 2**23
+        assert store.copy_to("empty", target)
+        assert not store.copy_to("absent", target)
+        assert len(target.getvalue()) == 20_000_000
+
+    def test_an_error_of_the_target_of_a_copy_stays_what_it_is(self, store: Store) -> None:
+        class Closed(BytesIO):
+            def write(self, data: Any, /) -> int:
+                raise BrokenPipeError(32, "Broken pipe")
+
+        store.write("a", b"x")
+        with pytest.raises(BrokenPipeError):
+            store.copy_to("a", Closed())
+
     def test_delete_takes_one_file_and_an_absent_one_is_fine(self, store: Store) -> None:
         store.write("folder/one", b"x")
         store.write("folder/two", b"x")
@@ -88,6 +129,8 @@ class TestEveryKindOfStore:
         for call in calls:
             with pytest.raises(StoreError, match="refused the path"):
                 call(path)
+        with pytest.raises(StoreError, match="refused the path"):
+            store.copy_to(path, BytesIO())
         for write in (store.write, store.write_new):
             with pytest.raises(StoreError, match="refused the path"):
                 write(path, b"x")
@@ -131,3 +174,8 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
 def test_a_uri_of_another_kind_is_refused_with_what_is_expected(uri: str) -> None:
     with pytest.raises(StoreError, match=r"cannot use .* as a folder: expected"):
         Store(uri)
+
+
+def test_a_store_says_whether_it_is_local(tmp_path: Path, s3_uri: str) -> None:
+    assert Store(str(tmp_path)).is_local
+    assert not Store(s3_uri).is_local

@@ -1,0 +1,74 @@
+"""When the storage fails for a while: try again, with longer and longer pauses, within a bound."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+Result = TypeVar("Result")
+
+PAUSE = wait_random_exponential(multiplier=0.2, min=0.2, max=10)  # seconds; random, so that workers don't come at once
+
+FULL_OR_BUSY = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN}
+CONNECTION = {
+    errno.ETIMEDOUT,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.ENOTCONN,
+    errno.EPIPE,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+}
+TRANSIENT = FULL_OR_BUSY | CONNECTION
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed later. An `OSError` without a number is the network's or the server's."""
+    return isinstance(error, OSError) and (error.errno is None or error.errno in TRANSIENT)
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How long to go on trying when the storage fails; 0 seconds is not at all.
+
+    `on_retry` is called before each pause, in the thread that waits.
+    """
+
+    seconds: float = 0.0
+    on_retry: Callable[[], None] = _nothing
+
+    def call(self, action: Callable[[], Result]) -> Result:
+        """What `action` returns; it is called again after transient errors until `seconds` have passed since the start.
+
+        Raises the error of the last try. The last try begins within the bound, and may take its own time.
+        """
+        if self.seconds <= 0:
+            return action()
+        tries = Retrying(
+            stop=stop_after_delay(self.seconds),
+            wait=self._pause,
+            retry=retry_if_exception(is_transient),
+            before_sleep=lambda _: self.on_retry(),
+            reraise=True,
+        )
+        return tries(action)
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Seconds to wait; the last pause is cut short so that the last try is at the bound."""
+        return max(0.0, min(PAUSE(state), self.seconds - (state.seconds_since_start or 0.0)))
+
+
+NO_RETRIES = Retries()
+BRIEF_RETRIES = Retries(seconds=5.0)
