@@ -2,58 +2,68 @@
 
 Each attempt has its own folder, and a job ends with none:
 
-checkpoints/<job_id>/<attempt>/claim.json            who took the job
-                               tokens.bin            all tokens so far, replaced as a whole
-                               state-<num_tokens>.arrow
-                               manifest.json         names the state and its checksum, written last
+checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics
+                               tokens.bin            all tokens generated so far, replaced as a whole
+                               kv-<start>-<end>.arrow        keys and values of some positions, never changed
+                               drafter-<num_positions>.arrow
+                               manifest.json         names segments (of earlier attempts too) and drafter state with
+                                                     their checksums, written last
+                               resume.json           how the attempt began, where it was not the first
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import time
-from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jobs.json_lines import dump_line
-from jobs.reasons import reasons
+from jobs.checked_files import CheckedFiles, digest
+from jobs.checkpoint_files import (
+    AttemptRecord,
+    ClaimFile,
+    DrafterEntry,
+    ResumeFile,
+    ResumeRecord,
+    SegmentEntry,
+    StateManifest,
+    drafter_name,
+    dump_file,
+    parse_file,
+    segment_name,
+)
+from jobs.segments import Segment, decode_segment, encode_segment
 from jobs.state_file import State, decode_state, encode_state
 from jobs.store import Store
 from jobs.token_log import DamagedFileError, TokenIds, decode_tokens, encode_tokens
 
-__all__ = ["CheckpointStore", "State", "TokenIds"]
-
-logger = logging.getLogger(__name__)
-
-
-class StateManifest(BaseModel):
-    """What `manifest.json` says: `size` in bytes, `num_tokens` generated tokens that the state has seen."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    version: Literal[1] = 1
-    num_tokens: int = Field(ge=0)
-    file: str
-    size: int = Field(ge=0)
-    sha256: str
+__all__ = [
+    "AttemptRecord",
+    "CheckpointStore",
+    "DrafterEntry",
+    "ResumeRecord",
+    "Segment",
+    "SegmentEntry",
+    "State",
+    "StateManifest",
+    "TokenIds",
+]
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; damaged files are skipped.
+    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a damaged file is skipped and
+    named in a warning, once.
 
     An attempt writes below its own number only, so a worker believed dead can't harm its successor's files.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._files = CheckedFiles(store)
 
-    def claim(self, job_id: str, worker_id: str) -> int:
+    def claim(self, job_id: str, worker_id: str, numerics: str = "") -> int:
         """Open the next attempt (1, 2, ...) of a job and return its number."""
         attempt = self.attempts(job_id) + 1
-        claim = dump_line({"version": 1, "worker_id": worker_id, "claimed": time.time()})
+        claim = dump_file(ClaimFile(worker_id=worker_id, claimed=time.time(), numerics=numerics))
         while not self._store.write_new(_path(job_id, attempt, "claim.json"), claim):
             attempt += 1
         return attempt
@@ -62,6 +72,15 @@ class CheckpointStore:
         """The number of the newest attempt, 0 before the first."""
         return max(self._attempts(job_id), default=0)
 
+    def history(self, job_id: str) -> list[AttemptRecord]:
+        """All attempts of a job, oldest first, with what is known of each."""
+        attempts = self._attempts(job_id)
+        return [self._attempt_record(job_id, attempt, is_newest=attempt == attempts[-1]) for attempt in attempts]
+
+    def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
+        """Keep how an attempt began; due in every attempt but the first."""
+        self._store.write(_path(job_id, attempt, "resume.json"), dump_file(ResumeFile(**record.model_dump())))
+
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds) -> int:
         """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
         data = encode_tokens(token_ids)
@@ -69,52 +88,74 @@ class CheckpointStore:
         return len(data)
 
     def read_tokens(self, job_id: str) -> TokenIds:
-        """The longest log [num_tokens] of all attempts, empty if there is none; a damaged one is named in a warning."""
+        """The longest log [num_tokens] of all attempts, empty if there is none."""
         longest = np.zeros(0, dtype=np.uint32)
-        for attempt in self._attempts(job_id):
+        attempts = self._attempts(job_id)
+        for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
             data = self._store.read(path)
-            if data is None:
+            # every attempt writes one, but the newest may have just begun
+            if data is None and attempt == attempts[-1]:
                 continue
-            try:
-                token_ids = decode_tokens(data)
-            except DamagedFileError as error:
-                self._warn(path, str(error))
-                continue
-            if len(token_ids) > len(longest):
+            token_ids = self._files.decoded(path, data, decode_tokens)
+            if token_ids is not None and len(token_ids) > len(longest):
                 longest = token_ids
         return longest
 
-    def write_state(self, job_id: str, attempt: int, num_tokens: int, state: State) -> int:
-        """Keep the state after `num_tokens` generated tokens, in place of the attempt's older one.
-
-        Returns bytes written. Raises `TypeError` for an array that is no plain numbers.
-        """
-        data = encode_state(state)
-        name = _state_name(num_tokens)
-        digest = hashlib.sha256(data).hexdigest()
-        manifest = StateManifest(num_tokens=num_tokens, file=name, size=len(data), sha256=digest)
+    def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
+        """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""
+        data = encode_segment(segment)
+        name = segment_name(segment.start, segment.end)
         self._store.write(_path(job_id, attempt, name), data)
-        self._store.write(_path(job_id, attempt, "manifest.json"), manifest.model_dump_json().encode() + b"\n")
-        for other in self._store.list(_folder(job_id, attempt)):
-            if other.startswith("state-") and other != name:
-                self._store.delete(_path(job_id, attempt, other))
+        return SegmentEntry(
+            file=f"{attempt:04d}/{name}", start=segment.start, end=segment.end, size=len(data), sha256=digest(data)
+        )
+
+    def read_segment(self, job_id: str, entry: SegmentEntry) -> Segment | None:
+        """The segment that a manifest names, its arrays read-only; None if it is damaged or absent."""
+
+        def decode(data: bytes) -> Segment:
+            segment = decode_segment(data)
+            if (segment.start, segment.end) != (entry.start, entry.end):
+                raise DamagedFileError(f"found the positions {segment.start} to {segment.end} in it")
+            return segment
+
+        path = f"checkpoints/{job_id}/{entry.file}"
+        return self._files.read_verified(path, entry.size, entry.sha256, decode)
+
+    def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
+        """As `write_segment`, for the state of `engine`'s drafter after `num_positions` positions."""
+        data = encode_state(state)
+        name = drafter_name(num_positions)
+        self._store.write(_path(job_id, attempt, name), data)
+        return DrafterEntry(
+            file=f"{attempt:04d}/{name}",
+            num_positions=num_positions,
+            engine=engine,
+            size=len(data),
+            sha256=digest(data),
+        )
+
+    def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
+        """The drafter state that a manifest names; None if it is damaged or absent."""
+        path = f"checkpoints/{job_id}/{entry.file}"
+        return self._files.read_verified(path, entry.size, entry.sha256, decode_state)
+
+    def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest) -> int:
+        """Make what was written count, then remove the attempt's older drafter states. Returns bytes written."""
+        data = dump_file(manifest)
+        self._store.write(_path(job_id, attempt, "manifest.json"), data)
+        if manifest.drafter is not None:
+            for name in self._store.list(_folder(job_id, attempt)):
+                if name.startswith("drafter-") and f"{attempt:04d}/{name}" != manifest.drafter.file:
+                    self._store.delete(_path(job_id, attempt, name))
         return len(data)
 
-    def read_state(self, job_id: str) -> tuple[int, State] | None:
-        """The state furthest on over all attempts, with its number of generated tokens; None if none is whole.
-
-        It may be ahead of the token log or behind it: the log decides. A damaged file is named in a warning.
-        """
+    def read_manifests(self, job_id: str) -> list[StateManifest]:
+        """What can be read of all attempts: most positions first, then the newest attempt."""
         manifests = [(attempt, self._manifest(job_id, attempt)) for attempt in self._attempts(job_id)]
-        found = [(manifest.num_tokens, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
-        for num_tokens, attempt, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True):
-            path = _path(job_id, attempt, _state_name(num_tokens))
-            try:
-                return num_tokens, decode_state(_verified(self._store.read(path), manifest))
-            except DamagedFileError as error:
-                self._warn(path, str(error))
-        return None
+        found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
+        return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
     def clear(self, job_id: str) -> None:
         """Remove all checkpoints of a job; call it when the result is written."""
@@ -123,32 +164,28 @@ class CheckpointStore:
     def _attempts(self, job_id: str) -> list[int]:
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
+    def _attempt_record(self, job_id: str, attempt: int, is_newest: bool) -> AttemptRecord:
+        path = _path(job_id, attempt, "claim.json")
+        claim = self._files.read(path, lambda data: parse_file(data, ClaimFile))
+        path = _path(job_id, attempt, "resume.json")
+        data = self._store.read(path)
+        resume = None
+        # the first attempt has none, and the newest may have just begun
+        if data is not None or (attempt > 1 and not is_newest):
+            resume = self._files.decoded(path, data, lambda data: parse_file(data, ResumeFile))
+        return AttemptRecord(
+            attempt=attempt,
+            **(claim.model_dump(exclude={"version"}) if claim else {}),
+            resume=ResumeRecord(**resume.model_dump(exclude={"version"})) if resume else None,
+        )
+
     def _manifest(self, job_id: str, attempt: int) -> StateManifest | None:
         path = _path(job_id, attempt, "manifest.json")
         data = self._store.read(path)
-        if data is None:
+        # without one there must be nothing for it to name
+        if data is None and not any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt))):
             return None
-        try:
-            manifest = StateManifest.model_validate_json(data)
-        except ValidationError as error:
-            self._warn(path, reasons(error, StateManifest))
-            return None
-        return manifest
-
-    def _warn(self, path: str, problem: str) -> None:
-        logger.warning("skipped %s in %s: %s; the job goes on from what is left", path, self._store.shown_uri, problem)
-
-
-def _verified(data: bytes | None, manifest: StateManifest) -> bytes:
-    if manifest.file != _state_name(manifest.num_tokens):
-        raise DamagedFileError("found another file name in the manifest than its number of tokens gives")
-    if data is None:
-        raise DamagedFileError("found no file, expected the one that the manifest names")
-    if len(data) != manifest.size:
-        raise DamagedFileError(f"found {len(data)} bytes, expected {manifest.size}")
-    if hashlib.sha256(data).hexdigest() != manifest.sha256:
-        raise DamagedFileError("found content that does not match its checksum")
-    return data
+        return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest))
 
 
 def _folder(job_id: str, attempt: int) -> str:
@@ -157,7 +194,3 @@ def _folder(job_id: str, attempt: int) -> str:
 
 def _path(job_id: str, attempt: int, name: str) -> str:
     return f"{_folder(job_id, attempt)}/{name}"
-
-
-def _state_name(num_tokens: int) -> str:
-    return f"state-{num_tokens}.arrow"

@@ -1,4 +1,4 @@
-"""What `run.json` and `progress.json` hold."""
+"""What `run.json`, `progress.json` and `drivers/*.json` hold."""
 
 from __future__ import annotations
 
@@ -40,12 +40,17 @@ class WorkerStatus(BaseModel):
     id: str
     host: str
     pid: int
+    node_id: str = ""  # Ray's
     jobs: tuple[str, ...] = ()
     metrics_address: str | None = None
 
 
 class Progress(BaseModel):
-    """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...)."""
+    """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
+
+    `running` holds the tokens of each running job by its `custom_id`, `epoch` is the number of the driver's claim. In a
+    driver's last beat, `running` holds the jobs that it had to leave without a whole checkpoint.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,9 +58,23 @@ class Progress(BaseModel):
     updated: float
     started: float
     jobs: dict[str, int]
+    running: dict[str, int] = Field(default_factory=dict)
     num_generated_tokens: int
     tokens_per_second: float
     eta_seconds: float | None
     workers: tuple[WorkerStatus, ...]
     driver_host: str
     driver_pid: int
+    epoch: int = 0
+
+
+class DriverClaim(BaseModel):
+    """Who took the run over: the driver with the newest claim holds the run. `started` in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    host: str
+    pid: int
+    driver_id: str  # random, since hosts and processes may look alike
+    started: float

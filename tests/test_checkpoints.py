@@ -6,6 +6,7 @@ import json
 import logging
 import struct
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.checkpoints import CheckpointStore
+from jobs.checkpoints import AttemptRecord, CheckpointStore, ResumeRecord, StateManifest
 from jobs.store import Store
 from jobs.token_log import TokenIds, encode_tokens
 
@@ -45,7 +46,8 @@ def test_attempts_are_counted_from_one_and_say_who_claimed_them(store: Store, ch
     assert [checkpoints.claim(JOB, f"worker {number}") for number in range(3)] == [1, 2, 3]
     assert checkpoints.attempts(JOB) == 3
     assert checkpoints.attempts("other") == 0
-    assert json.loads(store.read(path_of(2, "claim.json")) or b"")["worker_id"] == "worker 1"
+    claim = json.loads(store.read(path_of(2, "claim.json")) or b"")
+    assert (claim["version"], claim["worker_id"]) == (2, "worker 1")
 
 
 def test_two_claims_at_once_get_two_attempts(store: Store) -> None:
@@ -128,10 +130,70 @@ def test_clear_removes_all_of_one_job_and_nothing_of_another(store: Store, check
     for job_id in (JOB, "other"):
         checkpoints.claim(job_id, "a")
         checkpoints.write_tokens(job_id, 1, tokens(5))
-        checkpoints.write_state(job_id, 1, 1, {})
+        checkpoints.write_manifest(job_id, 1, StateManifest())
     checkpoints.clear(JOB)
     checkpoints.clear(JOB)
     assert store.list("checkpoints") == ["other"]
     assert checkpoints.attempts(JOB) == 0
     assert checkpoints.read_tokens("other").tolist() == [5]
-    assert checkpoints.read_state("other") == (1, {})
+    assert checkpoints.read_manifests("other") == [StateManifest()]
+
+
+RESUME = ResumeRecord(
+    kind="kv", num_recovered_tokens=90, num_recomputed_tokens=10, num_loaded_positions=64, seconds=0.25, resumed=3e9
+)
+
+
+def test_the_history_tells_who_had_the_job_when_and_how_each_attempt_began(checkpoints: CheckpointStore) -> None:
+    assert checkpoints.history(JOB) == []
+    before = time.time()
+    checkpoints.claim(JOB, "w0", "cpu avx512")
+    checkpoints.claim(JOB, "w1")
+    checkpoints.write_resume(JOB, 2, RESUME)
+    first, second = checkpoints.history(JOB)
+    assert (first.attempt, first.worker_id, first.numerics, first.resume) == (1, "w0", "cpu avx512", None)
+    assert (second.attempt, second.worker_id, second.numerics, second.resume) == (2, "w1", "", RESUME)
+    assert before <= first.claimed <= second.claimed <= time.time()
+    assert set(second.model_dump()["resume"]) == set(RESUME.model_dump())
+
+
+def test_what_is_damaged_in_a_history_is_named_and_the_rest_is_told(
+    store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 5):
+        checkpoints.claim(JOB, f"w{number}")
+        checkpoints.write_resume(JOB, number, RESUME)
+    store.delete(path_of(1, "claim.json"))
+    store.write(path_of(2, "claim.json"), (store.read(path_of(2, "claim.json")) or b"").replace(b"w2", b"w3"))
+    store.delete(path_of(2, "resume.json"))
+    store.write(path_of(3, "resume.json"), b'{"version": 3}')
+    found = checkpoints.history(JOB)
+    assert found[:2] == [AttemptRecord(attempt=1, resume=RESUME), AttemptRecord(attempt=2)]
+    assert [(record.worker_id, record.resume) for record in found[2:]] == [("w3", None), ("w4", RESUME)]
+    damaged = [path_of(1, "claim.json"), path_of(2, "claim.json"), path_of(2, "resume.json"), path_of(3, "resume.json")]
+    for record, path in zip(caplog.records, damaged, strict=True):
+        assert path in record.getMessage()
+
+
+def test_what_a_dead_attempt_never_wrote_is_named_once(
+    store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints.claim(JOB, "w1")
+    checkpoints.write_tokens(JOB, 2, tokens(5))
+    store.write(path_of(3, "kv-0-8.arrow"), b"segment before its manifest")
+    checkpoints.claim(JOB, "w4")
+    for _ in range(2):
+        assert checkpoints.read_tokens(JOB).tolist() == [5]
+        assert checkpoints.read_manifests(JOB) == []
+        assert [record.worker_id for record in checkpoints.history(JOB)] == ["w1", "", "", "w4"]
+    absent = [
+        path_of(1, "tokens.bin"),
+        path_of(3, "tokens.bin"),
+        path_of(3, "manifest.json"),
+        path_of(2, "claim.json"),
+        path_of(2, "resume.json"),
+        path_of(3, "claim.json"),
+        path_of(3, "resume.json"),
+    ]
+    for record, path in zip(caplog.records, absent, strict=True):
+        assert f"{path} in {store.shown_uri}: found no file" in record.getMessage()
