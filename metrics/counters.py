@@ -15,6 +15,7 @@ MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up 
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 JOB_SECONDS_BOUNDS = (1.0, 5.0, 15.0, _MINUTE, 300.0, 900.0, _HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY)
 JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 131,072 tokens
+CHECKPOINT_KINDS = ("tokens", "state")
 CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
@@ -51,9 +52,12 @@ class EngineCounters:
     num_tokens_recovered: int = 0
     num_tokens_recomputed: int = 0
     num_stale_attempt_rejections: int = 0
-    checkpoint_bytes: int = 0
-    checkpoint_seconds: Histogram = field(default_factory=lambda: Histogram(CHECKPOINT_SECONDS_BOUNDS))
+    checkpoint_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKPOINT_KINDS, 0))
+    checkpoint_seconds: dict[str, Histogram] = field(
+        default_factory=lambda: {kind: Histogram(CHECKPOINT_SECONDS_BOUNDS) for kind in CHECKPOINT_KINDS}
+    )
     last_checkpoint: float | None = None  # `time.time()`; None while nothing runs
+    num_store_retries: int = 0  # reads and writes of the run's files that were tried again
     kv_cache_tokens: int = 0
     jobs_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
     job_seconds: Histogram = field(default_factory=lambda: Histogram(JOB_SECONDS_BOUNDS))
@@ -80,16 +84,23 @@ class EngineCounters:
             self.num_accepted_tokens_per_pos[position] += 1
 
     def count_resume(self, kind: str, num_tokens_recovered: int, num_tokens_recomputed: int) -> None:
-        """Count one resume: `kv` loaded the cache, `replay` re-ran the recovered tokens through the target."""
+        """Count one resume: `kv` loaded the cache, `replay` runs the recovered tokens through the target again.
+
+        Recomputed are the tokens that were there once, in no checkpoint, and had to be drawn again.
+        """
         self.num_resumes[kind] = self.num_resumes.get(kind, 0) + 1
         self.num_tokens_recovered += num_tokens_recovered
         self.num_tokens_recomputed += num_tokens_recomputed
 
-    def count_checkpoint(self, num_bytes: int, seconds: float) -> None:
-        """Count one written checkpoint."""
-        self.checkpoint_bytes += num_bytes
-        self.checkpoint_seconds.observe(seconds)
+    def count_checkpoint(self, kind: str, num_bytes: int, seconds: float) -> None:
+        """Count one file written: a token log, or a part of a state."""
+        self.checkpoint_bytes[kind] += num_bytes
+        self.checkpoint_seconds[kind].observe(seconds)
         self.last_checkpoint = time.time()
+
+    def count_store_retry(self) -> None:
+        """Count one more try of a read or write that failed."""
+        self.num_store_retries += 1
 
     def count_finished(self, reason: str, seconds: float, num_generation_tokens: int) -> None:
         """Count one finished job by its finish reason."""
@@ -104,7 +115,12 @@ class DriverCounters:
 
     jobs: dict[str, int] = field(default_factory=dict)  # by state: pending, running, finished, failed, cancelled
     num_preemptions: dict[str, int] = field(default_factory=dict)  # by reason
+    num_store_retries: int = 0
     jobs_finished: dict[str, int] = field(default_factory=dict)  # without a result: failed, cancelled
+
+    def count_store_retry(self) -> None:
+        """Count one more try of a read or write that failed."""
+        self.num_store_retries += 1
 
     def count_preemption(self, reason: str) -> None:
         """Count one job that goes back to the queue with its checkpoint."""

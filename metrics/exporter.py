@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,13 +80,22 @@ class _FamilyMaker:
 
     def histogram(self, name: str, help_text: str, histogram: Histogram) -> HistogramMetricFamily:
         family = HistogramMetricFamily(PREFIX + name, help_text, labels=_LABEL_NAMES)
-        buckets: list[tuple[str, float]] = []
-        seen = 0
-        for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-            seen += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), seen))
-        family.add_metric(self._values, buckets, histogram.total)
+        family.add_metric(self._values, _buckets(histogram), histogram.total)
         return family
+
+    def histograms(
+        self, name: str, help_text: str, label: str, histograms: Mapping[str, Histogram]
+    ) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(PREFIX + name, help_text, labels=(*_LABEL_NAMES, label))
+        for key, histogram in histograms.items():
+            family.add_metric((*self._values, key), _buckets(histogram), histogram.total)
+        return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus has them."""
+    bounds = [*map(repr, histogram.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
 
 
 class EngineCollector(Collector):
@@ -122,12 +132,13 @@ class EngineCollector(Collector):
         c, make = self._counters, self._make
         yield make.counters("resumes_total", "Jobs resumed, by kind.", "kind", c.num_resumes)
         yield make.counter("tokens_recovered_total", "Tokens read back from a checkpoint.", c.num_tokens_recovered)
-        yield make.counter("tokens_recomputed_total", "Tokens re-run on resume.", c.num_tokens_recomputed)
-        yield make.counter("checkpoint_bytes_total", "Bytes of checkpoints written.", c.checkpoint_bytes)
-        yield make.histogram("checkpoint_seconds", "Time to write one checkpoint.", c.checkpoint_seconds)
+        yield make.counter("tokens_recomputed_total", "Tokens drawn again.", c.num_tokens_recomputed)
+        yield make.counters("checkpoint_bytes_total", "Bytes of checkpoints written.", "kind", c.checkpoint_bytes)
+        yield make.histograms("checkpoint_seconds", "Time to write one file.", "kind", c.checkpoint_seconds)
         yield make.counter(
             "stale_attempt_rejections_total", "Late results of an overtaken attempt.", c.num_stale_attempt_rejections
         )
+        yield make.counter("store_retries_total", "Calls of the run's storage tried again.", c.num_store_retries)
         if c.last_checkpoint is not None:
             age = max(0.0, time.time() - c.last_checkpoint)
             yield make.gauge("checkpoint_age_seconds", "Time since the last checkpoint.", age)
@@ -150,6 +161,7 @@ class DriverCollector(Collector):
         c, make = self._counters, self._make
         yield make.gauges("jobs", "Jobs of the run, by state.", "state", c.jobs)
         yield make.counters("preemptions_total", "Jobs taken back from a worker.", "reason", c.num_preemptions)
+        yield make.counter("store_retries_total", "Calls of the run's storage tried again.", c.num_store_retries)
         yield make.counters("jobs_finished_total", "Jobs ended, by reason.", "reason", c.jobs_finished)
 
 

@@ -115,6 +115,39 @@ def decode(engines: str, positions: str, threads: int | None, **options: Any) ->
     Console().print(render(records))
 
 
+@bench.command()
+@MODEL
+@click.option("--engine", default=DEFAULT_ENGINE, show_default=True)
+@click.option("--positions", default="4096", show_default=True, help="Tokens in the cache, comma-separated.")
+@click.option("--checkpoint-tokens", type=int, default=1024, show_default=True, help="Tokens between two states.")
+@click.option("--rounds", "num_rounds", type=int, default=5, show_default=True, help="Intervals measured each way.")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
+@DTYPE
+@DEVICE
+@THREADS
+def checkpoints(positions: str, threads: int | None, **options: Any) -> None:
+    """Measure what writing state costs while a job runs, and what it saves when the job is resumed.
+
+    \b
+    Example:
+      swiftbatch bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.json
+    """
+    from pydantic import ValidationError
+    from rich.console import Console
+
+    from jobs.reasons import reasons
+    from worker.bench.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
+
+    names = {"positions": _split(positions), "num_threads": threads or _num_cores()}
+    try:
+        bench_options = CheckpointBenchOptions.model_validate(options | names)
+    except ValidationError as error:
+        raise click.UsageError(reasons(error, CheckpointBenchOptions)) from None
+    records = run_checkpoint_bench(bench_options, lambda line: click.echo(line, err=True))
+    Console().print(render(records))
+
+
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 

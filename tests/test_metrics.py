@@ -15,7 +15,7 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 
 
 def scrape(address: str) -> dict[tuple[str, str], float]:
-    """Read an endpoint and return values by (sample name, value of the label that is not fixed)."""
+    """Read an endpoint and return values by (sample name, values of the labels that are not fixed)."""
     text = urllib.request.urlopen(address, timeout=10).read().decode()
     values = {}
     for family in text_string_to_metric_families(text):
@@ -23,8 +23,7 @@ def scrape(address: str) -> dict[tuple[str, str], float]:
             extra = [v for k, v in sample.labels.items() if k not in ("model_name", "drafter", "worker")]
             assert sample.labels["model_name"] == "embedded"
             assert sample.labels["drafter"] == "suffix"
-            assert len(extra) <= 1
-            values[(sample.name, extra[0] if extra else "")] = sample.value
+            values[(sample.name, " ".join(extra))] = sample.value
     return values
 
 
@@ -45,7 +44,8 @@ def test_a_worker_serves_every_name_over_http() -> None:
     counters.step_seconds["verify"] = 0.5
     counters.count_draft(num_draft_tokens=8, num_accepted_tokens=20)
     counters.count_resume("replay", num_tokens_recovered=30, num_tokens_recomputed=30)
-    counters.count_checkpoint(num_bytes=400, seconds=0.02)
+    counters.count_checkpoint("tokens", num_bytes=400, seconds=0.02)
+    counters.num_store_retries = 3
     counters.count_finished("length", seconds=70.0, num_generation_tokens=2000)
     address, stop = serve(registry_of(EngineCollector(counters, LABELS)), 0)
     try:
@@ -66,10 +66,12 @@ def test_a_worker_serves_every_name_over_http() -> None:
     assert values[("swiftbatch_resumes_total", "replay")] == 1.0
     assert values[("swiftbatch_tokens_recovered_total", "")] == 30.0
     assert values[("swiftbatch_tokens_recomputed_total", "")] == 30.0
-    assert values[("swiftbatch_checkpoint_bytes_total", "")] == 400.0
-    assert values[("swiftbatch_checkpoint_seconds_bucket", "0.05")] == 1.0
-    assert values[("swiftbatch_checkpoint_seconds_bucket", "0.01")] == 0.0
+    assert values[("swiftbatch_checkpoint_bytes_total", "tokens")] == 400.0
+    assert values[("swiftbatch_checkpoint_bytes_total", "state")] == 0.0
+    assert values[("swiftbatch_checkpoint_seconds_bucket", "tokens 0.05")] == 1.0
+    assert values[("swiftbatch_checkpoint_seconds_bucket", "tokens 0.01")] == 0.0
     assert values[("swiftbatch_stale_attempt_rejections_total", "")] == 0.0
+    assert values[("swiftbatch_store_retries_total", "")] == 3.0
     assert 0.0 <= values[("swiftbatch_checkpoint_age_seconds", "")] < 60.0
     assert values[("swiftbatch_jobs_finished_total", "length")] == 1.0
     assert values[("swiftbatch_job_seconds_bucket", "60.0")] == 0.0
@@ -97,7 +99,7 @@ def test_no_checkpoint_age_while_nothing_runs() -> None:
 
 
 def test_the_driver_serves_jobs_by_state() -> None:
-    counters = DriverCounters(jobs={"pending": 2, "running": 1})
+    counters = DriverCounters(jobs={"pending": 2, "running": 1}, num_store_retries=2)
     counters.count_preemption("worker_lost")
     counters.count_preemption("worker_lost")
     counters.count_finished("failed")
@@ -108,6 +110,7 @@ def test_the_driver_serves_jobs_by_state() -> None:
         stop()
     assert values[("swiftbatch_jobs", "pending")] == 2.0
     assert values[("swiftbatch_preemptions_total", "worker_lost")] == 2.0
+    assert values[("swiftbatch_store_retries_total", "")] == 2.0
     assert values[("swiftbatch_jobs_finished_total", "failed")] == 1.0
 
 

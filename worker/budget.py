@@ -44,6 +44,11 @@ class StepCosts:
         slope = (by_length[i] - by_length[i - 1]) / (self.lengths[i] - self.lengths[i - 1])
         return by_length[i - 1] + max(0.0, slope) * (length - self.lengths[i - 1])
 
+    def replay_seconds(self, start: int, end: int) -> float:
+        """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
+        num_tiles = max(0, end - start) / TILE_ROWS
+        return num_tiles * (self.at(TILE_ROWS, start) + self.at(TILE_ROWS, end)) / 2
+
 
 @functools.cache
 def measure_step_costs(target: TargetModel) -> StepCosts:

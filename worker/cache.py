@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 MAX_TREE_NODES = 127
 
@@ -60,6 +63,28 @@ class FullKVCache:
         """Commit rows of a chain (prefill or replay) that were written in place."""
         self.length += num_positions
 
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        """Keys and values of committed positions, `[num_rows, end - start, head_dim]`; 16-bit floats as their bits.
+
+        On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
+        """
+        bits: NDArray[Any] = self._bits()[:, start:end].cpu().numpy()
+        return bits.view(np.uint16) if bits.dtype == np.int16 else bits
+
+    def load(self, kv: NDArray[Any]) -> None:
+        """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit."""
+        num_rows, capacity, head_dim = (rows := self._bits()).shape
+        expected = np.dtype(np.uint16 if rows.dtype == torch.int16 else np.float32)
+        end = self.length + kv.shape[1]
+        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, head_dim, expected) or end > capacity - MAX_TREE_NODES:
+            raise ValueError(
+                f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
+                f"{capacity - MAX_TREE_NODES - self.length}, {head_dim}]"
+            )
+        bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
+        rows[:, self.length : end] = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
+        self.length = end
+
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""
         self._buffer.zero_()
@@ -69,3 +94,8 @@ class FullKVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")
         self.length = length
+
+    def _bits(self) -> torch.Tensor:
+        """The buffer as `[num_layers * 2 * num_kv_heads, capacity, head_dim]`, in numbers that numpy knows."""
+        rows = self._buffer.view(-1, *self._buffer.shape[-2:])
+        return rows.view(torch.int16) if rows.element_size() == 2 else rows

@@ -20,4 +20,8 @@ class EngineConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int = Field(default=1, ge=1)
     num_slots: int = Field(default=1, ge=1)
-    checkpoint_seconds: float = Field(default=5.0, gt=0)
+    checkpoint: Literal["tokens", "state"] = "state"  # what is written: token logs alone, or the caches as well
+    checkpoint_tokens: int = Field(default=1024, ge=1)  # of one job, between two states
+    checkpoint_seconds: float = Field(default=5.0, gt=0)  # between two token logs
+    grace_seconds: float = Field(default=20.0, ge=0)  # to write checkpoints in, after SIGTERM
+    store_retry_seconds: float = Field(default=120.0, ge=0)  # for which a failing store is tried again

@@ -39,11 +39,18 @@ class Slot:
 class Engine:
     """Runs sequences through one target and one drafter. The drafter changes the speed, never the tokens."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        decode: Decode | None = None,
+        counters: EngineCounters | None = None,
+    ) -> None:
         self.target = target
         self.drafter = drafter
-        self.counters = EngineCounters()
-        self._budget = NodeBudget(measure_step_costs(target))
+        self.counters = counters or EngineCounters()
+        self.costs = measure_step_costs(target)
+        self._budget = NodeBudget(self.costs)
         self._decode = decode
         self._slots: dict[str, Slot] = {}
 

@@ -17,6 +17,15 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Orders:
+    """What a worker is to do at the start of a slice: take jobs in, drop some, hand some back. Ids are job ids."""
+
+    assignments: tuple[Assignment, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()  # write a whole checkpoint of these, then hand them back
+
+
+@dataclass(frozen=True)
 class JobProgress:
     """How many tokens a job has, those that a resume recovered included."""
 
@@ -32,3 +41,5 @@ class WorkReport:
     finished: tuple[JobProgress, ...] = ()  # their results are in the store
     failed: tuple[tuple[str, str], ...] = ()  # (job_id, reason): this attempt failed
     num_generated_tokens: int = 0  # in this slice, recovered tokens not counted
+    released: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, as ordered or because it drains
+    is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
