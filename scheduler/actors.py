@@ -5,15 +5,15 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import signal
 import socket
 import sys
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from worker.config import EngineConfig
-from worker.work import Assignment, WorkReport
+from worker.work import Orders, WorkReport
 
 SESSION_FACTORY = "worker.session:WorkerSession"
 
@@ -22,10 +22,14 @@ class Session(Protocol):
     """What an actor needs of a session; `worker.session.WorkerSession` is the real one."""
 
     metrics_address: str | None
+    numerics: str  # the kind of hardware and library that its bits depend on
 
-    def work(self, assignments: Sequence[Assignment], seconds: float) -> WorkReport: ...
+    def work(self, orders: Orders, seconds: float) -> WorkReport: ...
 
-    def cancel(self, job_ids: Collection[str]) -> None: ...
+    def drain(self, seconds: float) -> WorkReport: ...
+
+    def request_drain(self) -> None:
+        """Let the running or the next `work` drain; safe in a signal handler."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,13 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a started worker runs."""
+    """Where a started worker runs, and on what: `node_id` is Ray's, `numerics` the session's."""
 
     host: str
     pid: int
     metrics_address: str | None
+    node_id: str
+    numerics: str
 
 
 class WorkerActor:
@@ -57,19 +63,25 @@ class WorkerActor:
 
     def start(self) -> WorkerInfo:
         """Load the model. A method of its own, so that its error arrives as the error it is."""
+        from scheduler.remote import own_node_id  # which knows this class
+
         spec = self._spec
         if spec.log_folder is not None:
             write_output_to(Path(spec.log_folder) / f"{self._worker_id}.log")
         module, _, name = spec.session_factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
         self._session: Session = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
-        return WorkerInfo(socket.gethostname(), os.getpid(), self._session.metrics_address)
+        session = self._session
+        signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
+        return WorkerInfo(socket.gethostname(), os.getpid(), session.metrics_address, own_node_id(), session.numerics)
 
-    def work(self, assignments: Sequence[Assignment], cancelled: Collection[str], seconds: float) -> WorkReport:
-        """Drop the cancelled jobs, take the new ones in, and run for about `seconds`."""
-        if cancelled:
-            self._session.cancel(cancelled)
-        return self._session.work(assignments, seconds)
+    def work(self, orders: Orders, seconds: float) -> WorkReport:
+        """Follow the orders, and run for about `seconds`."""
+        return self._session.work(orders, seconds)
+
+    def drain(self, seconds: float) -> WorkReport:
+        """Write what is unwritten, token logs first, in at most `seconds`, and hand every job back."""
+        return self._session.drain(seconds)
 
 
 def write_output_to(path: Path) -> None:

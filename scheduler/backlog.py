@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jobs.checkpoints import CheckpointStore
 from jobs.job import JobRecord
 from jobs.results import error_line
@@ -12,48 +14,53 @@ CANCELLED = "cancelled"  # the error code of a job that its user stopped
 
 
 def load_queue(run: Run, max_attempts: int) -> JobQueue:
-    """The queue of a run's unfinished jobs, those with a token log counted from where it ends."""
+    """The queue of a run's unfinished jobs.
+
+    A started job counts the tokens of its token log, or of the last heartbeat where that is ahead: those were generated
+    too, and an attempt that has not come as far has made no progress.
+    """
     queue = JobQueue(max_attempts)
-    finished, failed = run.finished(), run.failed()
+    last_beat = run.progress()
+    reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))
     checkpoints = CheckpointStore(run.store)
-    for record in run.jobs():
-        if record.job_id in finished:
-            queue.add_ended("finished", num_completion_tokens(run, record.job_id))
-        elif record.job_id in failed:
-            queue.add_ended(state_of_failure(run, record.job_id), 0)
+    for record, line in run.output_lines():
+        if line is None:
+            num_logged = len(checkpoints.read_tokens(record.job_id)) if record.job_id in with_checkpoint else 0
+            queue.add(record, max(num_logged, reported.get(record.job.custom_id, 0)))
+        elif line["error"] is None:
+            queue.add_ended("finished", _num_completion_tokens(line))
         else:
-            is_started = record.job_id in with_checkpoint
-            queue.add(record, len(checkpoints.read_tokens(record.job_id)) if is_started else 0)
+            queue.add_ended(_state_of_failure(line), 0)
     return queue
 
 
 def num_completion_tokens(run: Run, job_id: str) -> int:
     """Generated tokens of a finished job; 0 without a result."""
     line = run.result(job_id)
-    return 0 if line is None else int(line["response"]["body"]["usage"]["completion_tokens"])
-
-
-def state_of_failure(run: Run, job_id: str) -> str:
-    """`cancelled` or `failed`, of a job with an error."""
-    line = run.error(job_id)
-    return CANCELLED if line is not None and line["error"]["code"] == CANCELLED else "failed"
+    return 0 if line is None else _num_completion_tokens(line)
 
 
 def count_jobs(run: Run) -> dict[str, int]:
     """Number of jobs by state, while no driver runs them."""
-    finished, failed = run.finished(), run.failed()
     counts = {"pending": 0, "running": 0, "finished": 0, "failed": 0, CANCELLED: 0}
-    for record in run.jobs():
-        if record.job_id in finished:
-            counts["finished"] += 1
-        elif record.job_id in failed:
-            counts[state_of_failure(run, record.job_id)] += 1
-        else:
-            counts["pending"] += 1
+    job_ids = set(run.job_ids())
+    finished, failed = run.finished() & job_ids, run.failed() & job_ids
+    counts["finished"] = len(finished)
+    counts["pending"] = len(job_ids) - len(finished) - len(failed)
+    for line in run.errors(failed):
+        counts[_state_of_failure(line)] += 1
     return counts
 
 
 def cancel_job(run: Run, record: JobRecord) -> None:
     """Write that a job was cancelled. Its token log stays: `resume --retry-failed` goes on from there."""
     run.write_error(record.job_id, error_line(record, CANCELLED, "cancelled by its user"))
+
+
+def _num_completion_tokens(line: dict[str, Any]) -> int:
+    return int(line["response"]["body"]["usage"]["completion_tokens"])
+
+
+def _state_of_failure(line: dict[str, Any]) -> str:
+    return CANCELLED if line["error"]["code"] == CANCELLED else "failed"

@@ -7,7 +7,8 @@ import time
 from jobs.job import JobRecord
 from jobs.run import Run, RunError
 from scheduler.backlog import cancel_job, count_jobs
-from scheduler.heartbeat import current_progress
+from scheduler.heartbeat import current_progress, liveness
+from scheduler.takeover import Epoch
 
 
 def find_job(run: Run, custom_id: str) -> JobRecord:
@@ -30,6 +31,8 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
     if progress.state == "running":
         run.request_cancel(None if custom_id is None else unfinished[0].job_id)
         return f"asked the driver to cancel {what}"
+    if liveness(run, run.progress()) == "silent":
+        Epoch.begin(run)  # should that driver come back, it must not go on with what is cancelled
     for record in unfinished:
         cancel_job(run, record)
     if custom_id is None:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import click
 
+from scheduler.chaos.command import chaos
 from scheduler.read_commands import results, status, tail
 from scheduler.run_commands import cancel, resume, submit
 from scheduler.tool_commands import bench, doctor, train
@@ -19,6 +20,7 @@ USER_ERRORS = (  # their text is one line for the user
     ("jobs.run", "RunError"),
     ("jobs.store", "StoreError"),
     ("metrics.exporter", "MetricsError"),
+    ("scheduler.chaos.options", "ChaosError"),
     ("scheduler.cluster", "ClusterError"),
     ("scheduler.driver", "DriverError"),
     ("scheduler.submission", "StrictError"),
@@ -59,7 +61,7 @@ def main() -> None:
     """
 
 
-for command in (submit, status, tail, results, resume, cancel, doctor, train, bench):
+for command in (submit, status, tail, results, resume, cancel, doctor, train, bench, chaos):
     main.add_command(command)
 
 

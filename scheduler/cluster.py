@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from scheduler.cluster_watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
 
 OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
 
@@ -21,10 +25,11 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the driver needs to know to place its workers."""
+    """What the driver needs to know to place its workers and to keep them."""
 
     is_embedded: bool
     num_gpus: int
+    watch: ClusterWatch | None  # None where this version of Ray can't be asked
 
     def num_cpus_per_worker(self) -> int:
         """An embedded Ray may run more workers than cores; a real cluster's autoscaler must see a need."""
@@ -39,7 +44,8 @@ class Cluster:
 def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
     """Start an embedded Ray (`address` None) or join the cluster at `address`; leave it at the end.
 
-    Raises ClusterError. While connected, nothing but the returned context's user writes to the terminal.
+    Raises ClusterError. While connected, nothing but the returned context's user writes to the terminal. After a
+    ClusterLostError the process ends with exit code 2 as soon as Python does.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise a warning about a future default
@@ -58,8 +64,11 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
             where = "an embedded Ray does not start" if address is None else f"no Ray cluster answers at {address}"
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ClusterError(f"{where}: {reason}") from error
-        stack.callback(ray.shutdown)
-        yield Cluster(is_embedded=address is None, num_gpus=_num_gpus())
+        stack.push(_leave)
+        watch = _open_watch()
+        if watch is not None:
+            stack.callback(watch.stop)
+        yield Cluster(is_embedded=address is None, num_gpus=_num_gpus(), watch=watch)
 
 
 def _init(address: str | None, num_workers: int) -> None:
@@ -83,6 +92,37 @@ def _init(address: str | None, num_workers: int) -> None:
 
     rooms = [jobs, metrics, scheduler, worker]  # the driver's own version travels to the workers
     ray.init(address=address, runtime_env={"py_modules": rooms}, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _open_watch() -> ClusterWatch | None:
+    """All of this is private to Ray, though its own libraries use it; without it there are no drain notices."""
+    import ray
+
+    context = ray.get_runtime_context()
+    try:
+        head = ray._raylet.GcsClient(address=context.gcs_address)
+        own_node_id = ray.NodeID.from_hex(context.get_node_id())
+        head.check_alive([own_node_id], timeout=ANSWER_SECONDS)
+        head.get_draining_nodes(timeout=ANSWER_SECONDS)
+    except (AttributeError, TypeError):
+        return None
+    return ClusterWatch(head, own_node_id)
+
+
+def _leave(_type: object, error: BaseException | None, _traceback: object) -> None:
+    """Leave the cluster. One that was lost is not said goodbye to: that hangs, or crashes the process."""
+    import ray
+
+    if isinstance(error, ClusterLostError):
+        atexit.register(_end_process)  # runs before Ray's own
+    else:
+        ray.shutdown()
+
+
+def _end_process() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
 
 
 def _refuse_unreachable(address: str) -> None:

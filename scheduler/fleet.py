@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jobs.store import StoreError
 from scheduler import remote
 from scheduler.actors import WorkerInfo, WorkerSpec
-from worker.work import Assignment, WorkReport
+from worker.work import Orders, WorkReport
 
 if TYPE_CHECKING:
     from scheduler.cluster import Cluster
@@ -27,10 +27,18 @@ class Worker:
     info: WorkerInfo | None = None  # None until it has started
     job_ids: set[str] = field(default_factory=set)
     cancelled_ids: set[str] = field(default_factory=set)  # to be dropped at the next call
+    released_ids: set[str] = field(default_factory=set)  # to be handed back, until the next report
+    drain_reason: str | None = None  # why it takes no more work: a word for the metrics
+    drain_by: float = 0.0  # in `time.monotonic()` seconds
 
     @property
     def is_idle(self) -> bool:
         return self.call is None
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it has started, and is to go on."""
+        return self.info is not None and self.drain_reason is None
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,15 @@ class Lost:
     message: str
 
 
-Event = Started | Reported | Lost
+@dataclass(frozen=True)
+class StoreFailed:
+    """A worker that could not read or write the run folder, and is gone; `message` is one line for the user."""
+
+    worker: Worker
+    message: str
+
+
+Event = Started | Reported | Lost | StoreFailed
 
 
 class Fleet:
@@ -68,8 +84,9 @@ class Fleet:
         self.workers: list[Worker] = []
 
     def fill(self, num_workers: int, now: float) -> None:
-        """Start workers until there are `num_workers`; after a failed start, wait a little longer each time."""
-        while len(self.workers) < num_workers and now >= self._restart_not_before:
+        """Start workers until there are `num_workers` that stay; after a failed start, wait longer each time."""
+        num_staying = sum(worker.drain_reason is None for worker in self.workers)
+        for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
             self._num_created += 1
             worker_id = f"w{self._num_created}"
             num_gpus = self._cluster.num_gpus_per_worker(self._spec.config.device)
@@ -78,10 +95,25 @@ class Fleet:
             )
             self.workers.append(Worker(worker_id, actor, actor.start.remote()))
 
-    def work(self, worker: Worker, assignments: Sequence[Assignment], seconds: float) -> None:
-        """Give an idle worker its next slice of work, and word of the jobs to drop."""
-        worker.call = worker.actor.work.remote(assignments, worker.cancelled_ids, seconds)
-        worker.cancelled_ids = set()
+    def leaving(self) -> list[tuple[Worker, float]]:
+        """Workers that take work on nodes that are about to go, with the seconds until then.
+
+        Raises ClusterLostError if the cluster is gone.
+        """
+        if self._cluster.watch is None:
+            return []
+        self._cluster.watch.check()
+        draining = self._cluster.watch.draining()
+        staying = [(worker, worker.info) for worker in self.workers if worker.info and worker.drain_reason is None]
+        return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
+
+    def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
+        """Give an idle worker its next slice of work."""
+        worker.call = worker.actor.work.remote(orders, seconds)
+
+    def drain(self, worker: Worker, seconds: float) -> None:
+        """Have an idle worker write its checkpoints, in at most `seconds`, and hand its jobs back."""
+        worker.call = worker.actor.drain.remote(seconds)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
         """What has happened, after at most `seconds`."""
@@ -90,11 +122,15 @@ class Fleet:
             return []
         return [self._event(calls[call], now) for call in remote.wait(list(calls), seconds)]
 
+    def retire(self, worker: Worker) -> None:
+        """End a worker that is no longer wanted, or out of reach, or broken inside: it must not work on."""
+        remote.kill(worker.actor)
+        self.workers.remove(worker)
+
     def stop(self) -> None:
         """End all workers at once; what they had not written yet is recomputed on resume."""
-        for worker in self.workers:
-            remote.kill(worker.actor)
-        self.workers.clear()
+        for worker in list(self.workers):
+            self.retire(worker)
 
     def _event(self, worker: Worker, now: float) -> Event:
         call, worker.call = worker.call, None
@@ -102,6 +138,9 @@ class Fleet:
             answer = remote.answer(call)
         except remote.WorkerLostError as error:
             return self._lose(worker, error, now)
+        except StoreError as error:
+            self.retire(worker)
+            return StoreFailed(worker, str(error))
         if isinstance(answer, WorkerInfo):
             worker.info = answer
             self.num_failed_starts = 0
@@ -109,9 +148,7 @@ class Fleet:
         return Reported(worker, answer)
 
     def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:
-        """Forget a worker. It is killed too: one that is only out of reach, or broken inside, must not work on."""
-        remote.kill(worker.actor)
-        self.workers.remove(worker)
+        self.retire(worker)
         if worker.info is None:
             self.num_failed_starts += 1
             delay = FIRST_RESTART_SECONDS * 2 ** (self.num_failed_starts - 1)

@@ -6,18 +6,20 @@ import os
 import socket
 import time
 from collections import deque
+from typing import Literal
 
-from jobs.run import Progress, Run, RunError, WorkerStatus
-from jobs.status import RunState
+from jobs.run import Progress, Run, WorkerStatus
+from jobs.status import DriverClaim, RunState
 from scheduler.backlog import count_jobs
+from scheduler.job_queue import JobQueue
 
 BEAT_SECONDS = 1.0
-STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this is taken for dead
+BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time
+STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
+STALE_SECONDS_OBJECT_STORE = 30.0
 RATE_SECONDS = 20.0  # tokens/s are of this last stretch of time
 
-
-class RunTakenError(RunError):
-    """Another driver runs this run."""
+Liveness = Literal["alive", "silent", "gone"]
 
 
 class Speed:
@@ -39,77 +41,56 @@ class Speed:
 
 
 class Heartbeat:
-    """Writes `progress.json`, and notices when another driver has taken the run over."""
+    """Writes `progress.json` for the driver that holds the run by the claim number `epoch`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, epoch: int, claim: DriverClaim) -> None:
         self._run = run
-        self._host = socket.gethostname()
-        self._started = time.time()
+        self._epoch = epoch
+        self._claim = claim
+        self._seconds = BEAT_SECONDS if run.store.is_local else BEAT_SECONDS_OBJECT_STORE
         self._next_beat = 0.0
 
     def is_due(self, now: float) -> bool:
         """Whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
-        if now < self._next_beat:
-            return False
-        self._next_beat = now + BEAT_SECONDS
-        return True
+        return now >= self._next_beat
 
     def beat(
-        self,
-        state: RunState,
-        jobs: dict[str, int],
-        num_generated_tokens: int,
-        num_tokens_left: int,
-        tokens_per_second: float,
-        workers: tuple[WorkerStatus, ...],
+        self, state: RunState, queue: JobQueue, running: dict[str, int], speed: float, workers: tuple[WorkerStatus, ...]
     ) -> Progress:
-        """Write one beat and return it. Raises RunTakenError if a later driver has taken the run."""
-        self._give_way_to_a_later_driver()
-        eta = num_tokens_left / tokens_per_second if tokens_per_second > 0 else None
+        """Write one beat and return it; `running` as in `Progress`, `speed` in tokens per second."""
+        self._next_beat = time.monotonic() + self._seconds
         progress = Progress(
             state=state,
             updated=time.time(),
-            started=self._started,
-            jobs=jobs,
-            num_generated_tokens=num_generated_tokens,
-            tokens_per_second=round(tokens_per_second, 2),
-            eta_seconds=None if eta is None else round(eta, 1),
+            started=self._claim.started,
+            jobs=queue.counts(),
+            running=running,
+            num_generated_tokens=queue.num_generated_tokens,
+            tokens_per_second=round(speed, 2),
+            eta_seconds=round(queue.num_tokens_left / speed, 1) if speed > 0 else None,
             workers=workers,
-            driver_host=self._host,
-            driver_pid=os.getpid(),
+            driver_host=self._claim.host,
+            driver_pid=self._claim.pid,
+            epoch=self._epoch,
         )
         self._run.write_progress(progress)
         return progress
 
-    def _give_way_to_a_later_driver(self) -> None:
-        other = self._run.progress()
-        if other is None or (other.driver_host, other.driver_pid) == (self._host, os.getpid()):
-            return
-        if other.started > self._started:
-            raise RunTakenError(f"the run at {self._run.store.shown_uri} was taken over by another driver; stopping")
 
-
-def refuse_if_taken(run: Run) -> None:
-    """Raise RunTakenError while another driver's beat is fresh."""
-    progress = run.progress()
-    if progress is not None and is_alive(progress):
-        raise RunTakenError(
-            f"the run at {run.store.shown_uri} is run by another driver (process {progress.driver_pid} "
-            f"on {progress.driver_host}); wait for it, or stop it with `swiftbatch cancel`"
-        )
-
-
-def is_alive(progress: Progress) -> bool:
-    """Whether the driver that wrote this beat still runs the run."""
-    if progress.state != "running" or time.time() - progress.updated > STALE_SECONDS:
-        return False
-    return progress.driver_host != socket.gethostname() or _process_exists(progress.driver_pid)
+def liveness(run: Run, progress: Progress | None) -> Liveness:
+    """Whether the driver that wrote this beat is at work: silent are those that may be, but have not been heard of."""
+    if progress is None or progress.state != "running":
+        return "gone"
+    if progress.driver_host == socket.gethostname() and not _process_exists(progress.driver_pid):
+        return "gone"
+    limit = STALE_SECONDS if run.store.is_local else STALE_SECONDS_OBJECT_STORE
+    return "alive" if abs(time.time() - progress.updated) <= limit else "silent"
 
 
 def current_progress(run: Run) -> Progress:
     """What `status` shows: the newest beat, or what the folder says where no driver is alive."""
     progress = run.progress()
-    if progress is not None and (progress.state != "running" or is_alive(progress)):
+    if progress is not None and (progress.state != "running" or liveness(run, progress) == "alive"):
         return progress
     created = run.manifest.created
     return Progress(
@@ -123,6 +104,7 @@ def current_progress(run: Run) -> Progress:
         workers=(),
         driver_host="" if progress is None else progress.driver_host,
         driver_pid=0 if progress is None else progress.driver_pid,
+        epoch=0 if progress is None else progress.epoch,
     )
 
 

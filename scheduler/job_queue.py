@@ -3,82 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from jobs.job import JobRecord
+from scheduler.waiting_jobs import UnfinishedJob, WaitingJobs
 
 FIRST_RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 60.0
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
-STATES = ("pending", "running", "finished", "failed", "cancelled")
 
-
-@dataclass
-class _Entry:
-    """One job that is still to do."""
-
-    record: JobRecord
-    num_generated_tokens: int = 0  # as last reported
-    num_tokens_at_last_loss: int = 0  # the most it ever had when an attempt was lost
-    num_strikes: int = 0  # attempts lost in a row without progress
-    not_before: float = 0.0
-    is_running: bool = False
-
-    @property
-    def length(self) -> int:
-        return self.record.num_prompt_tokens + self.record.job.sampling.max_tokens
-
-    @property
-    def num_left(self) -> int:
-        return max(0, self.record.job.sampling.max_tokens - self.num_generated_tokens)
-
-
-@dataclass
 class JobQueue:
     """The jobs of a run that are still to do, longest first, and counts of the others.
 
     A job is given up after `max_attempts` attempts in a row that were lost without progress. A long job that is
     preempted often but moves on each time is never given up; one that kills its workers at the same token is.
     A job that was lost twice so runs alone from then on, so that it can't draw its neighbours into its end.
+    All totals are kept up to date, so that no call but `unfinished` and `stop_running` gets dearer with more jobs.
     """
 
-    max_attempts: int
-    num_ended: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "cancelled": 0})
-    num_tokens_of_ended: int = 0
-    _entries: dict[str, _Entry] = field(default_factory=dict)
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
+        self._num_generated_tokens = 0
+        self._num_tokens_left = 0
+        self._unfinished: dict[str, UnfinishedJob] = {}
+        self._running: dict[str, UnfinishedJob] = {}
+        self._waiting = WaitingJobs()
 
     def add(self, record: JobRecord, num_generated_tokens: int = 0) -> None:
-        """Add a job to do; `num_generated_tokens` are those that its token log already holds."""
-        self._entries[record.job_id] = _Entry(record, num_generated_tokens, num_generated_tokens)
+        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
+        job = UnfinishedJob(record, num_generated_tokens, num_generated_tokens)
+        self._unfinished[record.job_id] = job
+        self._num_generated_tokens += num_generated_tokens
+        self._num_tokens_left += job.num_left
+        self._waiting.put(job)
 
     def add_ended(self, state: str, num_generated_tokens: int) -> None:
         """Count a job that an earlier driver saw end."""
-        self.num_ended[state] += 1
-        self.num_tokens_of_ended += num_generated_tokens
+        self._num_ended[state] += 1
+        self._num_generated_tokens += num_generated_tokens
 
     def take(self, neighbours: Collection[str], now: float) -> JobRecord | None:
         """Take the longest job that may run now beside `neighbours` (job ids), or None."""
-        if any(self._is_suspect(self._entries[job_id]) for job_id in neighbours if job_id in self._entries):
+        if any(self._unfinished[job_id].runs_alone for job_id in neighbours if job_id in self._unfinished):
             return None
-        waiting = [e for e in self._entries.values() if not e.is_running and e.not_before <= now]
-        fitting = [e for e in waiting if not (neighbours and self._is_suspect(e))]
-        if not fitting:
+        job = self._waiting.take(bool(neighbours), now)
+        if job is None:
             return None
-        entry = max(fitting, key=lambda e: (e.length, -e.record.line_number))
-        entry.is_running = True
-        return entry.record
+        self._running[job.record.job_id] = job
+        return job.record
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
-        if entry := self._entries.get(job_id):
-            entry.num_generated_tokens = num_generated_tokens
-            if self._has_progressed(entry):
-                entry.num_strikes = 0
+        if job := self._unfinished.get(job_id):
+            self._set_tokens(job, num_generated_tokens)
+            if job.num_strikes and self._has_progressed(job):
+                job.num_strikes, job.runs_alone = 0, False
+                if job.ticket is not None:
+                    self._waiting.put(job)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> bool:
         """Note a result; False if the job had ended already."""
-        return self._end(job_id, "finished", num_generated_tokens)
+        if job := self._unfinished.get(job_id):
+            self._set_tokens(job, num_generated_tokens)
+        return self._end(job_id, "finished")
 
     def cancel(self, job_id: str) -> bool:
         """Drop a job; False if it had ended already."""
@@ -90,60 +78,81 @@ class JobQueue:
 
     def lose(self, job_id: str, now: float) -> bool:
         """Put a job back whose attempt was lost. Returns False if it has no attempt left: then call `give_up`."""
-        entry = self._entries[job_id]
-        entry.num_strikes = 1 if self._has_progressed(entry) else entry.num_strikes + 1
-        entry.num_tokens_at_last_loss = max(entry.num_tokens_at_last_loss, entry.num_generated_tokens)
-        entry.not_before = now + min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (entry.num_strikes - 1))
-        entry.is_running = False
-        return entry.num_strikes < self.max_attempts
+        job = self._unfinished[job_id]
+        job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
+        job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
+        job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
+        self._put_back(job, now + min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (job.num_strikes - 1)))
+        return job.num_strikes < self._max_attempts
+
+    def release(self, job_id: str) -> None:
+        """Put a running job back whose worker gave it up on purpose: without blame, and at once."""
+        if job := self._running.get(job_id):
+            self._put_back(job, 0.0)
 
     def stop_running(self) -> None:
         """All workers are gone: what ran is pending again, without blame."""
-        for entry in self._entries.values():
-            entry.is_running = False
+        for job_id in list(self._running):
+            self.release(job_id)
 
     def record(self, job_id: str) -> JobRecord | None:
         """The job, while it is still to do."""
-        entry = self._entries.get(job_id)
-        return entry.record if entry else None
+        job = self._unfinished.get(job_id)
+        return job.record if job else None
 
     def num_reported_tokens(self, job_id: str) -> int:
         """The tokens that a job had when it was last heard of."""
-        return self._entries[job_id].num_generated_tokens
+        return self._unfinished[job_id].num_generated_tokens
 
     def unfinished(self) -> list[str]:
         """Ids of all jobs still to do."""
-        return list(self._entries)
+        return list(self._unfinished)
 
     def running(self) -> list[tuple[JobRecord, int]]:
-        """Running jobs with the tokens they have."""
-        return [(e.record, e.num_generated_tokens) for e in self._entries.values() if e.is_running]
+        """Running jobs with the tokens they have, in the order they were taken."""
+        return [(job.record, job.num_generated_tokens) for job in self._running.values()]
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of jobs still to do."""
+        return len(self._unfinished)
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of all jobs so far, the finished ones included."""
-        return self.num_tokens_of_ended + sum(e.num_generated_tokens for e in self._entries.values())
+        return self._num_generated_tokens
 
     @property
     def num_tokens_left(self) -> int:
         """Tokens still to generate if every job runs to its max_tokens."""
-        return sum(e.num_left for e in self._entries.values())
+        return self._num_tokens_left
 
     def counts(self) -> dict[str, int]:
         """Number of jobs by state."""
-        num_running = sum(e.is_running for e in self._entries.values())
-        return {"pending": len(self._entries) - num_running, "running": num_running, **self.num_ended}
+        num_running = len(self._running)
+        return {"pending": len(self._unfinished) - num_running, "running": num_running, **self._num_ended}
 
-    def _is_suspect(self, entry: _Entry) -> bool:
-        return entry.num_strikes >= max(1, min(2, self.max_attempts - 1))
+    def _has_progressed(self, job: UnfinishedJob) -> bool:
+        needed = max(1, int(PROGRESS_SHARE * job.record.job.sampling.max_tokens))
+        return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
-    def _has_progressed(self, entry: _Entry) -> bool:
-        needed = max(1, int(PROGRESS_SHARE * entry.record.job.sampling.max_tokens))
-        return entry.num_generated_tokens >= entry.num_tokens_at_last_loss + needed
+    def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
+        num_left = job.num_left
+        self._num_generated_tokens += num_generated_tokens - job.num_generated_tokens
+        job.num_generated_tokens = num_generated_tokens
+        self._num_tokens_left += job.num_left - num_left
 
-    def _end(self, job_id: str, state: str, num_generated_tokens: int | None = None) -> bool:
-        entry = self._entries.pop(job_id, None)
-        if entry is None:
+    def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
+        self._running.pop(job.record.job_id, None)
+        job.not_before = not_before
+        self._waiting.put(job)
+
+    def _end(self, job_id: str, state: str) -> bool:
+        job = self._unfinished.pop(job_id, None)
+        if job is None:
             return False
-        self.add_ended(state, entry.num_generated_tokens if num_generated_tokens is None else num_generated_tokens)
+        self._running.pop(job_id, None)
+        self._waiting.drop(job)
+        self._num_tokens_left -= job.num_left
+        self._num_ended[state] += 1
         return True

@@ -11,19 +11,22 @@ from types import FrameType
 
 from rich.console import Console
 
-from jobs.run import Run
+from jobs.retries import Retries
+from jobs.run import Run, RunManifest
 from jobs.status import RunState
+from jobs.store import StoreError
 from jobs.uris import local_path
 from metrics.counters import DriverCounters
 from metrics.exporter import DriverCollector, Labels, registry_of, serve
 from scheduler.actors import SESSION_FACTORY, WorkerSpec
 from scheduler.backlog import count_jobs, load_queue
 from scheduler.cluster import Cluster, ClusterError, connect
-from scheduler.driver import Driver
+from scheduler.cluster_watch import ClusterLostError
+from scheduler.driver import Driver, DriverError
 from scheduler.fleet import Fleet
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display, open_display
-from scheduler.submission import engine_config
+from worker.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,14 @@ class LaunchOptions:
     num_workers: int = 1
     num_slots: int = 1
     address: str | None = None  # of a running cluster; None for an embedded Ray
+    engine: str | None = None  # None for the run's own
     max_attempts: int = 5
+    checkpoint: str = "state"  # as in `EngineConfig`, like the next four
+    checkpoint_tokens: int = 1024
     checkpoint_seconds: float = 5.0
+    grace_seconds: float = 20.0
+    store_retry_seconds: float = 120.0
+    may_take_over: bool = False  # a run whose driver has not been heard of for long
     metrics_port: int | None = None
     session_factory: str = SESSION_FACTORY
 
@@ -56,39 +65,81 @@ def launch(run: Run, options: LaunchOptions) -> Outcome:
 
     Raises ClusterError, DriverError, MetricsError, RunTakenError and StoreError, each with one line for the user.
     """
-    queue = load_queue(run, options.max_attempts)
-    state: RunState = "finished"
-    if queue.unfinished():
-        console = Console(file=sys.stdout)  # bound to the real stdout, before Ray's chatter is turned away
-        with open_display(console) as display, connect(options.address, options.num_workers) as cluster:
-            state = _drive(run, queue, options, cluster, display)
-    run.write_output()
-    return Outcome(state, count_jobs(run))
+    counters = DriverCounters()
+    run = Run.open(run.store.uri, Retries(options.store_retry_seconds, counters.count_store_retry))
+    with _told_how_to_go_on(run):
+        queue = load_queue(run, options.max_attempts)
+        state: RunState = "finished"
+        if queue.num_unfinished:
+            console = Console(file=sys.stdout)  # bound to the real stdout, before Ray's chatter is turned away
+            with open_display(console) as display, connect(options.address, options.num_workers) as cluster:
+                state = _drive(run, queue, options, cluster, display, counters)
+        run.write_output()
+        return Outcome(state, count_jobs(run))
 
 
-def _drive(run: Run, queue: JobQueue, options: LaunchOptions, cluster: Cluster, display: Display) -> RunState:
+def _drive(
+    run: Run, queue: JobQueue, options: LaunchOptions, cluster: Cluster, display: Display, counters: DriverCounters
+) -> RunState:
     manifest = run.manifest
     if manifest.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+    config = _engine_config(manifest, options)
     spec = WorkerSpec(
-        config=engine_config(manifest, options.num_slots, options.checkpoint_seconds),
+        config=config,
         run_uri=run.store.uri,
         metrics_port=None if options.metrics_port is None else 0,
         session_factory=options.session_factory,
         log_folder=_log_folder(run, cluster),
     )
-    counters = DriverCounters()
     with contextlib.ExitStack() as stack:
         if options.metrics_port is not None:
-            labels = Labels(model_name=manifest.model, drafter=manifest.engine, worker="driver")
+            labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
             address, stop = serve(registry_of(DriverCollector(counters, labels)), options.metrics_port)
             stack.callback(stop)
             display.note(f"metrics of the driver at {address}")
-        fleet = Fleet(spec, cluster)
-        numbers = {"num_workers": options.num_workers, "num_slots": options.num_slots}
-        driver = Driver(run, queue, fleet, display, counters, **numbers)
+        driver = Driver(
+            run,
+            queue,
+            Fleet(spec, cluster),
+            display,
+            counters,
+            num_workers=options.num_workers,
+            num_slots=options.num_slots,
+            grace_seconds=options.grace_seconds,
+            may_take_over=options.may_take_over,
+        )
         stack.enter_context(_stop_on_signals(driver))
         return driver.run()
+
+
+def _engine_config(manifest: RunManifest, options: LaunchOptions) -> EngineConfig:
+    """What the run's workers run with."""
+    return EngineConfig.model_validate(
+        {
+            "model": manifest.model,
+            "engine": options.engine or manifest.engine,
+            "dtype": manifest.dtype,
+            "device": manifest.device,
+            "num_threads": manifest.num_threads,
+            "num_slots": options.num_slots,
+            "checkpoint": options.checkpoint,
+            "checkpoint_tokens": options.checkpoint_tokens,
+            "checkpoint_seconds": options.checkpoint_seconds,
+            "grace_seconds": options.grace_seconds,
+            "store_retry_seconds": options.store_retry_seconds,
+        }
+    )
+
+
+@contextlib.contextmanager
+def _told_how_to_go_on(run: Run) -> Iterator[None]:
+    """Add to what ends the run early that it can go on."""
+    try:
+        yield
+    except (ClusterLostError, DriverError, StoreError) as error:
+        hint = f"nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
+        raise DriverError(f"{error}; {hint}") from error
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.argument("run_uri", metavar="RUN")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for programs.")
 def status(run_uri: str, as_json: bool) -> None:
-    """Show how far a run is and which worker has which job.
+    """Show how far a run is, which worker has which job, and how many tokens each running job has.
 
     \b
     Example:
@@ -68,10 +68,9 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
     run = Run.open(run_uri)
     run.write_output()
-    data = run.store.read(f"output.{kind}") or b""
     try:
         with click.open_file(output or "-", "wb") as file:
-            file.write(data)
+            run.store.copy_to(f"output.{kind}", file)
     except OSError as error:
         if output is None:  # a reader that has seen enough, as in `| head`
             raise
@@ -79,7 +78,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
 
 
 def _show_status(run: Run, progress: Progress) -> None:
-    from scheduler.summary import duration, summary_line
+    from scheduler.summary import duration, summary_line, worker_line
 
     click.echo(
         f"{run.store.shown_uri} ({run.manifest.run_id}): model {run.manifest.model}, engine {run.manifest.engine}"
@@ -88,9 +87,7 @@ def _show_status(run: Run, progress: Progress) -> None:
     if num_rejects := len(run.rejects()):
         click.echo(f"{num_rejects} lines of the job file were rejected; the reasons are in rejects.jsonl")
     for worker in progress.workers:
-        metrics = f", metrics at {worker.metrics_address}" if worker.metrics_address else ""
-        jobs = ", ".join(worker.jobs) or "no job"
-        click.echo(f"  {worker.id} on {worker.host}, process {worker.pid}: {jobs}{metrics}")
+        click.echo(f"  {worker_line(worker, progress.running)}")
     if progress.state == "interrupted":
         click.echo(f"no driver runs it; go on with: swiftbatch resume {run.store.shown_uri}")
     elif progress.state != "running":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+from jobs.store import StoreError
 from scheduler.actors import WorkerActor, WorkerInfo, WorkerSpec
 
 if TYPE_CHECKING:
@@ -24,11 +26,24 @@ class WorkerLostError(RuntimeError):
 
 def create_actor(worker_id: str, spec: WorkerSpec, *, num_cpus: int, num_gpus: int) -> Any:
     """Start a worker's process somewhere on the cluster and return its handle at once."""
+    options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+    # No restarts by Ray: a restarted actor would come back without its session and its jobs.
+    return _actor_class().options(max_restarts=0, **options).remote(worker_id, spec)
+
+
+@functools.cache
+def _actor_class() -> Any:
+    """Sent to the cluster's head with the first worker only: with each one, a head that hangs would hang us."""
     import ray
 
-    # No restarts by Ray: a restarted actor would come back without its session and its jobs.
-    remote = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, scheduling_strategy="SPREAD")
-    return remote(WorkerActor).remote(worker_id, spec)
+    return ray.remote(WorkerActor)
+
+
+def own_node_id() -> str:
+    """Ray's id of the node that this process runs on."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def wait(calls: list[Any], seconds: float) -> list[Any]:
@@ -42,12 +57,14 @@ def wait(calls: list[Any], seconds: float) -> list[Any]:
 
 
 def answer(call: Any) -> WorkerInfo | WorkReport:
-    """The answer of a call that has ended. Raises WorkerLostError."""
+    """The answer of a call that has ended. Raises WorkerLostError, or StoreError if the store failed the worker."""
     import ray
 
     try:
         result: WorkerInfo | WorkReport = ray.get(call)
     except ray.exceptions.RayError as error:
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, StoreError):
+            raise StoreError(str(error.cause)) from None
         raise WorkerLostError(*_explain(error)) from error
     return result
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from scheduler.launch_options import launch_options, make_launch_options
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 
 if TYPE_CHECKING:
@@ -19,36 +19,7 @@ if TYPE_CHECKING:
 NUM_REJECTS_SHOWN = 5
 SOME_FAILED = 1
 INTERRUPTED = 130
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-LAUNCH_OPTIONS = [
-    click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Worker processes."),
-    click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Jobs at a time per worker."),
-    click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
-    click.option(
-        "--max-attempts",
-        type=click.IntRange(1),
-        default=5,
-        show_default=True,
-        help="Attempts in a row without progress before a job is given up.",
-    ),
-    click.option(
-        "--checkpoint-seconds",
-        type=click.FloatRange(0, min_open=True),
-        default=5.0,
-        show_default=True,
-        help="Work that a killed worker costs at most; longer spares an object store.",
-    ),
-    click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve metrics: the driver here (0: any port)."),
-]
-
-
-def launch_options(command: Command) -> Command:
-    """Add the options that submit and resume share."""
-    for option in reversed(LAUNCH_OPTIONS):
-        command = option(command)
-    return command
+START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
 
 
 @click.command()
@@ -71,12 +42,14 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
     OpenAI Batch line.
 
     \b
-    Exit code: 0 all jobs finished, 1 some failed or were rejected, 2 wrong usage or input, 130 interrupted.
+    Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted,
+    2 wrong usage or input, or the run had to stop: then `swiftbatch resume` goes on.
 
     \b
     Example:
       swiftbatch submit jobs.jsonl --run my-run --workers 2
     """
+    from jobs.retries import Retries
     from scheduler.settings import Settings
     from scheduler.submission import submit_file
 
@@ -85,34 +58,39 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
         num_threads=threads,
         num_workers=options["workers"],
         address=options["address"],
+        retries=Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])),
     )
-    submission = submit_file(jobs, run_uri, settings, strict)
+    submission = submit_file(jobs, run_uri, settings, strict, options["may_take_over"])
     submission.run.clear_cancel()
     _show_rejects(submission.rejects)
     click.echo(f"{len(submission.records)} jobs in {submission.run.store.shown_uri}")
-    _launch(submission.run, _options(**options), len(submission.rejects))
+    _launch(submission.run, make_launch_options(**options), len(submission.rejects))
 
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
 @click.option("--retry-failed", is_flag=True, help="Also run the jobs again that failed or were cancelled.")
+@click.option("--engine", type=click.Choice(ENGINE_NAMES), help="Another engine, same output. [default: the run's]")
 @launch_options
 def resume(run_uri: str, retry_failed: bool, **options: Any) -> None:
-    """Go on with an interrupted run: every unfinished job continues from its token log.
+    """Go on with an interrupted run: every unfinished job continues from its checkpoint.
+
+    Workers, their number and the engine may differ from those before: the output is the same.
 
     \b
     Example:
       swiftbatch resume my-run --workers 2
     """
+    from jobs.retries import Retries
     from jobs.run import Run
-    from scheduler.heartbeat import refuse_if_taken
+    from scheduler.takeover import refuse_if_taken
 
-    run = Run.open(run_uri)
-    refuse_if_taken(run)  # before Ray starts; the driver looks again
+    run = Run.open(run_uri, Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])))
+    refuse_if_taken(run, options["may_take_over"])  # before Ray starts; the driver looks again
     if retry_failed:
         run.clear_cancel()
         click.echo(f"{run.clear_errors()} failed or cancelled jobs are to be run again")
-    _launch(run, _options(**options), 0)
+    _launch(run, make_launch_options(**options), 0)
 
 
 @click.command()
@@ -129,12 +107,6 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
     from scheduler.cancellation import cancel_jobs
 
     click.echo(cancel_jobs(Run.open(run_uri), custom_id))
-
-
-def _options(workers: int, slots: int, **options: Any) -> LaunchOptions:
-    from scheduler.launch import LaunchOptions
-
-    return LaunchOptions(num_workers=workers, num_slots=slots, **options)
 
 
 def _launch(run: Run, options: LaunchOptions, num_rejects: int) -> None:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.retries import NO_RETRIES, Retries
 from jobs.run import Run, RunError, RunManifest
 from worker.config import EngineConfig
 from worker.model_files import ModelFiles
@@ -28,6 +29,7 @@ class Settings:
     seed: int | None = None
     num_workers: int = 1  # shares the cores where no number of threads was asked for
     address: str | None = None  # of a running cluster, whose devices are not this machine's
+    retries: Retries = NO_RETRIES  # of the store
 
 
 def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
@@ -36,7 +38,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
     Raises RunError if the settings differ from the run's.
     """
     try:
-        manifest = Run.open(run_uri).manifest
+        manifest = Run.open(run_uri, settings.retries).manifest
     except RunError:  # no run there, or one that can't be read: `Run.create_or_open` tells them apart
         return _new_manifest(settings)
     asked = {

@@ -26,20 +26,24 @@ class Settlement:
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
-        """Queue a job whose attempt was lost, or give it up; a result that is there counts, whoever wrote it."""
+        """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
         record = self._queue.record(job_id)
-        if record is None:
+        if record is None or self._has_ended(job_id):
             return
-        if self._run.store.exists(f"results/{job_id}.json"):
-            self._queue.finish(job_id, num_completion_tokens(self._run, job_id))
-        elif job_id in self._cancelling:
-            self._cancel(job_id)
+        self._counters.count_preemption(reason)
+        if self._queue.lose(job_id, time.monotonic()):
+            self._display.note(f"job {record.job.custom_id} goes back, to resume from its checkpoint")
         else:
-            self._counters.count_preemption(reason)
-            if self._queue.lose(job_id, time.monotonic()):
-                self._display.note(f"job {record.job.custom_id} goes back, to resume from its token log")
-            else:
-                self._give_up(job_id, message)
+            self._give_up(job_id, message)
+
+    def release(self, job_id: str, reason: str) -> None:
+        """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
+        record = self._queue.record(job_id)
+        if record is None or self._has_ended(job_id):
+            return
+        self._counters.count_preemption(reason)
+        self._queue.release(job_id)
+        self._display.note(f"job {record.job.custom_id} goes back with its checkpoint")
 
     def take_cancel_requests(self, held: Collection[str]) -> None:
         """Cancel what users asked for, except `held` jobs: those wait for their worker's next report."""
@@ -55,6 +59,16 @@ class Settlement:
         for job_id in cancelled:
             self._cancel(job_id)
         return cancelled
+
+    def _has_ended(self, job_id: str) -> bool:
+        """Whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
+        if self._run.store.exists(f"results/{job_id}.json"):
+            self._queue.finish(job_id, num_completion_tokens(self._run, job_id))
+            return True
+        if job_id in self._cancelling:
+            self._cancel(job_id)
+            return True
+        return False
 
     def _cancel(self, job_id: str) -> None:
         if record := self._queue.record(job_id):

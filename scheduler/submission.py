@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from jobs.job import Job, JobRecord
 from jobs.reader import Reject, read_jobs
-from jobs.run import Run, RunManifest
-from scheduler.heartbeat import refuse_if_taken
+from jobs.run import Run
 from scheduler.settings import Settings, kept_or_new_manifest, with_model
-from worker.config import EngineConfig
+from scheduler.takeover import refuse_if_taken
 from worker.model_files import ModelFiles, locate_model
 from worker.text import TextCodec
 
@@ -38,11 +37,13 @@ class Submission:
     rejects: list[Reject]
 
 
-def submit_file(path: str, run_uri: str, settings: Settings, is_strict: bool) -> Submission:
+def submit_file(
+    path: str, run_uri: str, settings: Settings, is_strict: bool, may_take_over: bool = False
+) -> Submission:
     """Add the file's jobs to the run at `run_uri`, which is made if there is none.
 
-    Raises InputFileError, StrictError, ModelError, RunError (RunTakenError while a driver runs it) and StoreError,
-    each with one line for the user.
+    Raises InputFileError, StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
+    `refuse_if_taken`) and StoreError, each with one line for the user.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
     jobs, rejects = read_jobs(path, manifest.seed)
@@ -52,8 +53,8 @@ def submit_file(path: str, run_uri: str, settings: Settings, is_strict: bool) ->
     rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(path, rejects)
-    run = Run.create_or_open(run_uri, manifest)
-    refuse_if_taken(run)
+    run = Run.create_or_open(run_uri, manifest, settings.retries)
+    refuse_if_taken(run, may_take_over)
     records, changed = _without_changed(run, records)
     rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
     run.add_jobs(records)
@@ -74,21 +75,6 @@ def make_records(jobs: Sequence[tuple[int, Job]], files: ModelFiles) -> tuple[li
         else:
             records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
     return records, rejects
-
-
-def engine_config(manifest: RunManifest, num_slots: int, checkpoint_seconds: float) -> EngineConfig:
-    """What the run's workers run with."""
-    return EngineConfig.model_validate(
-        {
-            "model": manifest.model,
-            "engine": manifest.engine,
-            "dtype": manifest.dtype,
-            "device": manifest.device,
-            "num_threads": manifest.num_threads,
-            "num_slots": num_slots,
-            "checkpoint_seconds": checkpoint_seconds,
-        }
-    )
 
 
 def _refuse_too_long(num_prompt_tokens: int, max_tokens: int, files: ModelFiles) -> None:

@@ -1,6 +1,8 @@
 """A session without a model: it counts upwards, through the real run folder and the real token log.
 
-What a job does is in its `custom_id`: `fails-*` always fails, `kills-*` ends its worker's process at token 30.
+What a job does is in its `custom_id`: `fails-*` always fails, `kills-*` ends its worker's process at token 30,
+`unlogged-*` writes its token log only when its worker drains or releases it, `storeless-*` finds the store broken at
+token 30, `stuck-*` never ends a slice after token 30.
 """
 
 from __future__ import annotations
@@ -8,68 +10,127 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from jobs.checkpoints import CheckpointStore
 from jobs.results import success_line
 from jobs.run import Run
+from jobs.store import StoreError
 from worker.config import EngineConfig
-from worker.work import Assignment, JobProgress, WorkReport
+from worker.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
+
+
+@dataclass
+class CountingJob:
+    """An assignment and its tokens so far."""
+
+    assignment: Assignment
+    ids: list[int]
+    num_recovered: int
+
+    @property
+    def custom_id(self) -> str:
+        return self.assignment.record.job.custom_id
+
+    @property
+    def progress(self) -> JobProgress:
+        return JobProgress(self.assignment.record.job_id, len(self.ids))
 
 
 class CountingSession:
     """Generates token `seed + position` at each position, ten a slice."""
 
     metrics_address = None
+    numerics = "counting"
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         self._run = Run.open(run_uri)
         self._checkpoints = CheckpointStore(self._run.store)
-        self._running: dict[str, tuple[Assignment, list[int], int]] = {}
+        self._running: dict[str, CountingJob] = {}
+        self._must_drain = False
 
-    def work(self, assignments: Sequence[Assignment], seconds: float) -> WorkReport:
-        failed = []
-        for assignment in assignments:
-            record = assignment.record
-            if record.job.custom_id.startswith("fails"):
-                failed.append((record.job_id, "it always fails"))
-                continue
-            recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
-            self._running[record.job_id] = (assignment, recovered, len(recovered))
-        time.sleep(0.05)
-        num_generated = sum(self._advance(*job) for job in self._running.values())
-        done = [job_id for job_id, (a, ids, _) in self._running.items() if len(ids) == a.record.job.sampling.max_tokens]
-        finished = tuple(JobProgress(job_id, self._finish(*self._running.pop(job_id))) for job_id in done)
-        progress = tuple(JobProgress(job_id, len(ids)) for job_id, (_, ids, _) in self._running.items())
-        return WorkReport(progress, finished, tuple(failed), num_generated)
-
-    def cancel(self, job_ids: Collection[str]) -> None:
-        for job_id in job_ids:
+    def work(self, orders: Orders, seconds: float) -> WorkReport:
+        for job_id in orders.cancelled:
             self._running.pop(job_id, None)
+        released = self._release(orders.released)
+        if self._must_drain:
+            return self._drained(released)
+        failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
+        time.sleep(0.05)
+        num_generated = sum(self._advance(job) for job in self._running.values())
+        ended = [job for job in self._running.values() if len(job.ids) == job.assignment.record.job.sampling.max_tokens]
+        finished = tuple(self._finish(job) for job in ended)
+        if self._must_drain:
+            released += self._release(list(self._running))
+        progress = tuple(job.progress for job in self._running.values())
+        return WorkReport(progress, finished, tuple(failed), num_generated, tuple(released), self._must_drain)
 
-    def _advance(self, assignment: Assignment, ids: list[int], _num_recovered: int) -> int:
+    def drain(self, seconds: float) -> WorkReport:
+        self._must_drain = True
+        return self._drained([])
+
+    def request_drain(self) -> None:
+        self._must_drain = True
+
+    def _drained(self, released: list[JobProgress]) -> WorkReport:
+        return WorkReport(released=(*released, *self._release(list(self._running))), is_draining=True)
+
+    def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
         record = assignment.record
-        sampling = record.job.sampling
-        num_new = min(TOKENS_PER_SLICE, sampling.max_tokens - len(ids))
-        ids.extend(((sampling.seed or 0) + len(ids) + i) % 2**32 for i in range(num_new))
-        if record.job.custom_id.startswith("kills") and len(ids) >= 30:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._checkpoints.write_tokens(record.job_id, assignment.attempt, np.array(ids, dtype=np.uint32))
+        if record.job.custom_id.startswith("fails"):
+            return record.job_id, "it always fails"
+        recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
+        self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
+        return None
+
+    def _advance(self, job: CountingJob) -> int:
+        sampling = job.assignment.record.job.sampling
+        num_new = min(TOKENS_PER_SLICE, sampling.max_tokens - len(job.ids))
+        job.ids.extend(((sampling.seed or 0) + len(job.ids) + i) % 2**32 for i in range(num_new))
+        if len(job.ids) >= 30:
+            self._misbehave(job)
+        if not job.custom_id.startswith("unlogged"):
+            self._log(job)
         return num_new
 
-    def _finish(self, assignment: Assignment, ids: list[int], num_recovered: int) -> int:
-        metrics = {"num_attempts": assignment.attempt, "num_recovered_tokens": num_recovered}
-        token_ids = np.array(ids, dtype=np.uint32)
-        line = success_line(
-            assignment.record, "run", "text", "length", model="counting", token_ids=token_ids, metrics=metrics
-        )
-        self._run.write_result(assignment.record.job_id, line)
-        self._checkpoints.clear(assignment.record.job_id)
-        return len(ids)
+    def _misbehave(self, job: CountingJob) -> None:
+        if job.custom_id.startswith("kills"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job.custom_id.startswith("storeless"):
+            raise StoreError("cannot write 'tokens.bin': no answer for 120 s")
+        if job.custom_id.startswith("stuck"):
+            time.sleep(3600)
+
+    def _log(self, job: CountingJob) -> None:
+        token_ids = np.array(job.ids, dtype=np.uint32)
+        self._checkpoints.write_tokens(job.assignment.record.job_id, job.assignment.attempt, token_ids)
+
+    def _release(self, job_ids: Iterable[str]) -> list[JobProgress]:
+        jobs = [self._running.pop(job_id) for job_id in job_ids if job_id in self._running]
+        for job in jobs:
+            self._log(job)
+        return [job.progress for job in jobs]
+
+    def _finish(self, job: CountingJob) -> JobProgress:
+        record = job.assignment.record
+        history = self._checkpoints.history(record.job_id)
+        metrics = {
+            "num_attempts": job.assignment.attempt,
+            "num_recovered_tokens": job.num_recovered,
+            "num_reported_tokens": job.assignment.num_reported_tokens,
+            "workers": [attempt.worker_id for attempt in history],
+            "numerics": [attempt.numerics for attempt in history],
+        }
+        token_ids = np.array(job.ids, dtype=np.uint32)
+        line = success_line(record, "run", "text", "length", model="counting", token_ids=token_ids, metrics=metrics)
+        self._run.write_result(record.job_id, line)
+        self._checkpoints.clear(record.job_id)
+        return self._running.pop(record.job_id).progress
 
 
 class BrokenSession(CountingSession):

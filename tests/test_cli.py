@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from pyarrow import parquet
 
 from jobs.checkpoints import CheckpointStore
 from jobs.results import success_line
-from jobs.run import Run
+from jobs.run import Run, WorkerStatus
 from scheduler.cli import main
 from scheduler.heartbeat import current_progress
 from scheduler.settings import Settings
@@ -85,7 +87,7 @@ COMMANDS = dict(walk(main, ("swiftbatch",)))
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
     runs = {"submit", "status", "tail", "results", "resume", "cancel"}
-    assert names == runs | {"doctor", "train target", "bench decode"}
+    assert names == runs | {"doctor", "chaos", "train target", "bench decode", "bench checkpoints"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -291,6 +293,24 @@ def test_status_json_has_the_promised_fields(run: Run) -> None:
     assert "swiftbatch resume" in text
 
 
+def test_status_shows_each_running_job_with_its_tokens(run: Run) -> None:
+    worker = WorkerStatus(id="w1", host="here", pid=7, jobs=("a", "c"), metrics_address="http://here:9")
+    beat = current_progress(run).model_copy(
+        update={
+            "state": "running",
+            "updated": time.time(),
+            "driver_host": socket.gethostname(),
+            "driver_pid": os.getpid(),
+            "workers": (worker,),
+            "running": {"a": 12_345},
+        }
+    )
+    run.write_progress(beat)
+    text = invoke("status", run.store.uri).output
+    assert "w1 on here, process 7: a (12,345 tokens), c, metrics at http://here:9" in text
+    assert json.loads(invoke("status", run.store.uri, "--json").output)["running"] == {"a": 12_345}
+
+
 def test_results_come_in_input_order_in_both_formats(run: Run, tmp_path: Path) -> None:
     finish(run, "c", "text of c")
     finish(run, "a", "text of a")
@@ -357,4 +377,4 @@ def test_cancel_with_a_driver_only_asks_it(run: Run) -> None:
     assert "asked the driver" in invoke("cancel", run.store.uri, "a").output
     assert run.cancel_requests() == (False, {run.jobs()[0].job_id})
     assert not run.failed()
-    assert "run by another driver" in refusal("resume", run.store.uri)
+    assert "held by another driver" in refusal("resume", run.store.uri)

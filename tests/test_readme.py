@@ -14,7 +14,9 @@ from scheduler.cli import main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROOMS = ("jobs", "worker", "scheduler", "metrics")
-COMMANDS = sorted({" ".join(words) for words in re.findall(r"swiftbatch ([a-z]+)(?: (target|decode))?", README)})
+COMMANDS = sorted(
+    {" ".join(words) for words in re.findall(r"swiftbatch ([a-z]+)(?: (target|decode|checkpoints))?", README)}
+)
 
 
 def test_the_map_has_a_line_for_every_file() -> None:

@@ -1,0 +1,88 @@
+"""The options of commands that run jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from scheduler.launch import LaunchOptions
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+SECONDS = click.FloatRange(0, min_open=True)
+
+WORKERS = [
+    click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Worker processes."),
+    click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Jobs at a time per worker."),
+    click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
+    click.option(
+        "--max-attempts",
+        type=click.IntRange(1),
+        default=5,
+        show_default=True,
+        help="Attempts in a row without progress before a job is given up.",
+    ),
+    click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve metrics: the driver here (0: any port)."),
+]
+CHECKPOINTS = [
+    click.option(
+        "--checkpoint",
+        type=click.Choice(["tokens", "state"]),
+        default="state",
+        show_default=True,
+        help="`state` also keeps the caches: more to write, and a long job resumes in seconds.",
+    ),
+    click.option(
+        "--checkpoint-tokens",
+        type=click.IntRange(1),
+        default=1024,
+        show_default=True,
+        help="New tokens of a job between two checkpoints.",
+    ),
+    click.option(
+        "--checkpoint-seconds",
+        type=SECONDS,
+        default=5.0,
+        show_default=True,
+        help="Work that a killed worker costs at most; longer spares an object store.",
+    ),
+    click.option(
+        "--grace-seconds",
+        type=click.FloatRange(0),
+        default=20.0,
+        show_default=True,
+        help="Time to write checkpoints in after SIGTERM, Ctrl-C or a drain notice.",
+    ),
+]
+RUN_FOLDER = [
+    click.option(
+        "--store-retry-seconds",
+        type=click.FloatRange(0),
+        default=120.0,
+        show_default=True,
+        help="How long a failing store is tried again before the run stops.",
+    ),
+    click.option(
+        "--takeover",
+        "may_take_over",
+        is_flag=True,
+        help="Go on although a driver holds the run, if it has not been heard of for a while.",
+    ),
+]
+
+
+def launch_options(command: Command) -> Command:
+    """Add the options that submit and resume share."""
+    for option in reversed([*WORKERS, *CHECKPOINTS, *RUN_FOLDER]):
+        command = option(command)
+    return command
+
+
+def make_launch_options(workers: int, slots: int, **options: Any) -> LaunchOptions:
+    """The values of these options as `launch` takes them."""
+    from scheduler.launch import LaunchOptions
+
+    return LaunchOptions(num_workers=workers, num_slots=slots, **options)

@@ -1,0 +1,105 @@
+"""The watch over a cluster's head: what it hears, and when it takes the head for lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scheduler import cluster_watch
+from scheduler.cluster_watch import ClusterLostError, ClusterWatch
+
+
+class FakeHead:
+    """Answers as it is told to: a real head that is lost takes the process of the test with it."""
+
+    def __init__(self) -> None:
+        self.alive: Callable[[], list[bool]] = lambda: [True]
+        self.draining: dict[str, int] = {}
+
+    def check_alive(self, node_ids: list[Any], timeout: float) -> list[bool]:
+        return self.alive()
+
+    def get_draining_nodes(self, timeout: float) -> dict[str, int]:
+        return self.draining
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> FakeHead:
+    monkeypatch.setattr(cluster_watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_watch, "SILENT_SECONDS", 0.3)
+    return FakeHead()
+
+
+def raising(name: str, message: str) -> Callable[[], list[bool]]:
+    def alive() -> list[bool]:
+        import ray.exceptions  # not before a test runs: Ray reads its secret when it is imported
+
+        raise getattr(ray.exceptions, name)(message)
+
+    return alive
+
+
+def await_loss(watch: ClusterWatch) -> str:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            watch.check()
+        except ClusterLostError as error:
+            return str(error)
+        time.sleep(0.01)
+    raise AssertionError("the watch noticed nothing")
+
+
+def test_a_head_that_answers_is_no_problem_and_tells_which_nodes_go(head: FakeHead) -> None:
+    watch = ClusterWatch(head, "own")
+    assert watch.draining() == {}
+    head.draining = {"n1": int(1000 * (time.time() + 30)), "n2": 0}
+    time.sleep(0.5)
+    watch.check()
+    seconds = watch.draining()
+    assert 25 < seconds["n1"] < 30
+    assert seconds["n2"] == float("inf")  # no deadline
+    watch.stop()
+
+
+def test_a_head_may_be_silent_for_a_while(head: FakeHead) -> None:
+    watch = ClusterWatch(head, "own")
+    head.alive = raising("RpcError", "Deadline Exceeded")
+    time.sleep(0.15)
+    watch.check()
+    head.alive = lambda: [True]
+    time.sleep(0.3)
+    watch.check()
+    watch.stop()
+
+
+def test_a_head_that_stays_silent_is_lost(head: FakeHead) -> None:
+    watch = ClusterWatch(head, "own")
+    head.alive = raising("RpcError", "Timed out while waiting for GCS to become available.")
+    assert "has not answered for" in await_loss(watch)
+
+
+def test_a_question_that_never_returns_is_a_silent_head(head: FakeHead) -> None:
+    hangs = threading.Event()
+    head.alive = lambda: [hangs.wait(20)]
+    assert "has not answered for" in await_loss(ClusterWatch(head, "own"))
+    hangs.set()
+
+
+def test_a_head_that_was_started_anew_is_lost_at_once_and_asked_no_more(head: FakeHead) -> None:
+    watch = ClusterWatch(head, "own")
+    head.alive = raising("AuthenticationError", "RPC error: WrongClusterID")
+    assert "started anew" in await_loss(watch)
+    head.alive = lambda: [True]
+    time.sleep(0.1)
+    assert "started anew" in await_loss(watch)
+
+
+def test_the_death_of_the_drivers_own_node_is_a_loss(head: FakeHead) -> None:
+    watch = ClusterWatch(head, "own")
+    head.alive = lambda: [False]
+    assert "node of this machine has died" in await_loss(watch)
