@@ -1,0 +1,49 @@
+"""The command `chaos`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+NOT_PASSED = 1
+
+
+@click.command()
+@click.option("--jobs", "num_jobs", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--tokens", "num_tokens", type=click.IntRange(1), default=1000, show_default=True, help="Of each job.")
+@click.option("--kills", "num_kills", type=click.IntRange(0), default=6, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the jobs and of the kills.")
+@click.option("--workers", "num_workers", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--slots", "num_slots", type=click.IntRange(1), default=2, show_default=True, help="Jobs per worker.")
+@click.option("--model", default="embedded", show_default=True, help="`embedded`, a folder, or a hub id.")
+@click.option("--checkpoint-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--run", "run_uri", help="New folder for both runs: a path, s3:// or gs://. [default: chaos-TIME]")
+@click.option("--address", help="A running Ray cluster, as HOST:PORT; its nodes stay. [default: one of its own]")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the findings.")
+def chaos(run_uri: str | None, json_path: Path | None, **options: Any) -> None:
+    """Run jobs undisturbed, then again while workers, nodes and the driver are killed, and compare every token.
+
+    \b
+    Exit code: 0 all kills were done and all outputs are identical, 1 not so, 2 wrong usage or a run that gave up.
+
+    \b
+    Example:
+      swiftbatch chaos --jobs 12 --tokens 3000 --kills 25 --seed 1 --json chaos.json
+    """
+    from scheduler.chaos.experiment import run_chaos
+    from scheduler.chaos.options import ChaosOptions
+
+    chaos_options = ChaosOptions(run_uri=run_uri or f"chaos-{time.strftime('%Y%m%d-%H%M%S')}", **options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the cluster is to be ended with us
+    report = run_chaos(chaos_options, click.echo)
+    for line in report.lines():
+        click.echo(line)
+    click.echo(f"both runs: {chaos_options.run_uri}")
+    if json_path is not None:
+        json_path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    if not report.has_passed:
+        click.get_current_context().exit(NOT_PASSED)

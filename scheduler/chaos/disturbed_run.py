@@ -1,0 +1,85 @@
+"""The run that is killed again and again, and goes on every time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jobs.run import Run, RunError
+from jobs.status import Progress
+from scheduler.chaos.driver_process import DriverProcess
+from scheduler.chaos.plan import Kind, PlannedKill
+from scheduler.chaos.victims import Way
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was killed, after how many tokens of the run, and when in seconds of it."""
+
+    kind: Kind
+    victim: str
+    num_tokens: int
+    seconds: float
+
+
+class DisturbedRun:
+    """Carries out a plan of kills on a run that `submit` starts and `resume` goes on with."""
+
+    def __init__(
+        self,
+        run_uri: str,
+        submit: Callable[[str], DriverProcess],
+        resume: Callable[[str], DriverProcess],
+        ways: Mapping[Kind, Way],
+        show: Callable[[str], None],
+    ) -> None:
+        self._run_uri = run_uri
+        self._submit = submit
+        self._resume = resume
+        self._ways: Mapping[Kind, Way] = {**ways, "driver": self._kill_driver}
+        self._show = show
+
+    def run(self, plan: Sequence[PlannedKill]) -> list[Kill]:
+        """Run to the end; returns the kills that were done: the run may be over before the last is due.
+
+        Raises ChaosError when a driver gives up.
+        """
+        self._started = time.monotonic()
+        self._driver = self._submit(self._run_uri)
+        try:
+            kills = [kill for planned in plan if (kill := self._carry_out(planned))]
+            self._driver.expect_success()
+        finally:
+            self._driver.kill()
+        return kills
+
+    def _carry_out(self, planned: PlannedKill) -> Kill | None:
+        """Wait until a kill is due, and do it; None if the run ended first."""
+        while not self._driver.has_ended:
+            progress = self._progress()
+            if progress is not None and progress.num_generated_tokens >= planned.num_tokens:
+                busy = [worker for worker in progress.workers if worker.jobs]
+                victim = self._ways[planned.kind](busy) if busy else None
+                if victim is not None:
+                    seconds = round(time.monotonic() - self._started, 1)
+                    self._show(f"{progress.num_generated_tokens:,} tokens: killed {planned.kind} ({victim})")
+                    return Kill(planned.kind, victim, progress.num_generated_tokens, seconds)
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _progress(self) -> Progress | None:
+        """The newest beat of the driver that runs now."""
+        try:
+            progress = Run.open(self._run_uri).progress()
+        except RunError:  # not made yet
+            return None
+        return progress if progress is not None and progress.driver_pid == self._driver.pid else None
+
+    def _kill_driver(self, _workers: Sequence[object]) -> str:
+        pid = self._driver.pid
+        self._driver.kill()
+        self._driver = self._resume(self._run_uri)
+        return f"process {pid}"

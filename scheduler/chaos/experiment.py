@@ -1,0 +1,105 @@
+"""The chaos run as a whole: the same jobs undisturbed and disturbed on the same cluster, then the comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from jobs.run import Run
+from jobs.store import Store
+from jobs.uris import local_path
+from scheduler.chaos.arena import Arena, open_arena
+from scheduler.chaos.comparison import RunOutput, compare
+from scheduler.chaos.disturbed_run import DisturbedRun, Kill
+from scheduler.chaos.driver_process import DriverProcess
+from scheduler.chaos.options import ChaosError, ChaosOptions, write_jobs
+from scheduler.chaos.plan import KINDS, plan_kills
+from scheduler.chaos.report import ChaosReport
+
+Show = Callable[[str], None]
+
+
+def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
+    """Run the jobs twice and compare. Raises ChaosError when one of the runs does not come to its end."""
+    if Store(options.run_uri).list(""):
+        raise ChaosError(f"{options.run_uri} is not empty: expected a new folder; name another one with --run")
+    random = Random(options.seed)
+    with _folder(options.run_uri) as folder, open_arena(options, random, show) as arena:
+        experiment = Experiment(options, arena, folder, show)
+        undisturbed_seconds = experiment.run_undisturbed()
+        disturbed_seconds, kills = experiment.run_disturbed(random)
+    undisturbed, disturbed = (RunOutput(Run.open(uri)) for uri in (experiment.undisturbed, experiment.disturbed))
+    return ChaosReport(
+        seed=options.seed,
+        jobs=compare(experiment.custom_ids, undisturbed, disturbed),
+        num_tokens=disturbed.num_tokens(),
+        num_planned_kills=options.num_kills,
+        kills=tuple(kills),
+        num_recomputed_tokens=disturbed.num_recomputed_tokens(),
+        tokens_per_checkpoint=options.tokens_per_checkpoint,
+        resumes=disturbed.resumes(),
+        undisturbed_seconds=undisturbed_seconds,
+        disturbed_seconds=disturbed_seconds,
+    )
+
+
+class Experiment:
+    """Both runs in one arena; `folder` is for the job file and what the drivers print."""
+
+    def __init__(self, options: ChaosOptions, arena: Arena, folder: Path, show: Show) -> None:
+        self._options = options
+        self._arena = arena
+        self._folder = folder
+        self._show = show
+        self._num_drivers = 0
+        self._jobs_file = folder / "jobs.jsonl"
+        self.custom_ids = write_jobs(self._jobs_file, options)
+        self.undisturbed = f"{options.run_uri.rstrip('/')}/undisturbed"
+        self.disturbed = f"{options.run_uri.rstrip('/')}/disturbed"
+
+    def run_undisturbed(self) -> float:
+        """Returns the seconds that it took."""
+        self._show(f"undisturbed run: {self._options.num_jobs} jobs of {self._options.num_tokens:,} tokens")
+        started = time.monotonic()
+        driver = self._submit(self.undisturbed)
+        try:
+            driver.expect_success()
+        finally:
+            driver.kill()
+        return round(time.monotonic() - started, 1)
+
+    def run_disturbed(self, random: Random) -> tuple[float, list[Kill]]:
+        """Returns the seconds that it took, and the kills that were done."""
+        kinds = [kind for kind in KINDS if kind in self._arena.ways or kind == "driver"]
+        plan = plan_kills(self._options.num_kills, kinds, self._options.num_run_tokens, random)
+        self._show(f"disturbed run: {len(plan)} kills of {', '.join(kinds)}")
+        started = time.monotonic()
+        run = DisturbedRun(self.disturbed, self._submit, self._resume, self._arena.ways, self._show)
+        kills = run.run(plan)
+        return round(time.monotonic() - started, 1), kills
+
+    def _submit(self, run_uri: str) -> DriverProcess:
+        return self._start(self._options.submit_args(self._jobs_file, run_uri, self._arena.address))
+
+    def _resume(self, run_uri: str) -> DriverProcess:
+        return self._start(self._options.resume_args(run_uri, self._arena.address))
+
+    def _start(self, args: list[str]) -> DriverProcess:
+        self._num_drivers += 1
+        return DriverProcess(args, self._arena.environment, self._folder / f"driver-{self._num_drivers}.log")
+
+
+@contextlib.contextmanager
+def _folder(run_uri: str) -> Iterator[Path]:
+    """Beside the runs where they are on this machine, else a temporary one."""
+    local = local_path(run_uri)
+    if local is None:
+        with tempfile.TemporaryDirectory(prefix="swiftbatch-chaos-") as name:
+            yield Path(name)
+        return
+    Path(local).mkdir(parents=True, exist_ok=True)
+    yield Path(local)

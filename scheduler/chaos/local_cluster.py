@@ -1,0 +1,157 @@
+"""A Ray cluster of several nodes on this machine, made to have its nodes killed.
+
+Every node is a `ray start --block` in a session of its own. Its worker processes belong to that session too,
+so a process's session says on which node it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler.chaos.options import ChaosError
+from scheduler.cluster import OBJECT_STORE_BYTES
+
+NUM_RAYLETS = 2  # so that one can be lost and the run goes on
+START_SECONDS = 60.0
+STOP_SECONDS = 5.0
+STARTED = b"Ray runtime started"
+HEAD_OPTIONS = ("--include-dashboard=false", "--no-monitor")
+FAST_HEALTH_CHECKS = {  # a dead raylet is found in one or two seconds instead of thirteen
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "2",
+}
+
+
+@dataclass(eq=False)
+class Node:
+    """One `ray start --block` and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait_until_up(self) -> None:
+        """Raises ChaosError if the node does not start in time."""
+        deadline = time.monotonic() + START_SECONDS
+        while STARTED not in self.log.read_bytes():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                last = (self.log.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
+                raise ChaosError(f"a node of the local Ray cluster does not start: {last}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL the raylet and all that belongs to the node but its workers, which notice a little later."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End the node in good order, or by force if it does not listen."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        self.kill()
+
+
+class LocalCluster:
+    """A head without CPUs, so that no worker runs there, and raylets with `num_cpus` each."""
+
+    def __init__(self, folder: Path, num_cpus: int) -> None:
+        self._folder = folder
+        self._num_cpus = num_cpus
+        self._num_started = 0
+        self._port = _free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.environment = cluster_environment()
+        self.head: Node | None = None
+        self.raylets: list[Node] = []
+
+    def start_head(self) -> None:
+        """Start the head, again if it was killed, and wait for it: a raylet that comes sooner never joins."""
+        self.head = self._start("--head", f"--port={self._port}", "--num-cpus=0", *HEAD_OPTIONS)
+        self.head.wait_until_up()
+
+    def add_raylet(self) -> Node:
+        """Start one more raylet; it joins by itself, so nobody needs to wait for it."""
+        node = self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}")
+        self.raylets.append(node)
+        return node
+
+    def kill_raylet(self, node: Node) -> None:
+        """Lose a node."""
+        self.raylets.remove(node)
+        node.kill()
+
+    def node_of(self, pid: int) -> Node | None:
+        """The raylet on which a worker process runs."""
+        try:
+            session = os.getsid(pid)
+        except ProcessLookupError:
+            return None
+        return next((node for node in self.raylets if node.process.pid == session), None)
+
+    def stop(self) -> None:
+        """End all nodes."""
+        for node in self.raylets:
+            node.stop()
+        if self.head is not None:
+            self.head.stop()
+
+    def _start(self, *args: str) -> Node:
+        self._num_started += 1
+        folder = self._folder / str(self._num_started)  # one each: nodes that start together take the same sockets
+        folder.mkdir()
+        log = folder / "node.log"
+        log.touch()
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}"]
+        command += ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += ["--include-log-monitor=false", "--min-worker-port=0", "--max-worker-port=0"]  # 0: no clashes
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*command, *args],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return Node(process, log)
+
+
+@contextlib.contextmanager
+def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS) -> Iterator[LocalCluster]:
+    """A local cluster that is up, and is ended with the context. Raises ChaosError if it does not start."""
+    # not where TMPDIR may point: Ray makes sockets below, and their paths may have 107 characters
+    with tempfile.TemporaryDirectory(prefix="sb-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        cluster = LocalCluster(Path(folder), num_cpus)
+        try:
+            cluster.start_head()
+            for node in [cluster.add_raylet() for _ in range(num_raylets)]:
+                node.wait_until_up()
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def cluster_environment() -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return environment | FAST_HEALTH_CHECKS | secret | {"RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,76 @@
+"""What the user asks of a chaos run, and what follows: the job file and the commands that run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.demo_prompts import PROMPTS
+
+PROMPT_TEXTS = tuple(PROMPTS.values())
+SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must have right again
+    {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
+    {"temperature": 0},
+    {"temperature": 1.0, "top_p": 0.95},
+)
+
+
+class ChaosError(RuntimeError):
+    """The chaos run can't start or go on; the text is one line for the user."""
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """What the user asked for."""
+
+    num_jobs: int
+    num_tokens: int  # of each job
+    num_kills: int
+    seed: int
+    num_workers: int
+    num_slots: int
+    model: str
+    checkpoint_tokens: int
+    run_uri: str  # both runs are made below it
+    address: str | None = None  # of the user's cluster; None for one of our own
+
+    @property
+    def num_run_tokens(self) -> int:
+        return self.num_jobs * self.num_tokens
+
+    @property
+    def tokens_per_checkpoint(self) -> int:
+        """What the whole run generates between two checkpoints of its jobs."""
+        return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
+
+    def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:
+        """The command that starts one of the two runs."""
+        args = ["submit", str(jobs_file), "--run", run_uri, "--model", self.model, "--seed", str(self.seed)]
+        return args + self._launch_args(address)
+
+    def resume_args(self, run_uri: str, address: str) -> list[str]:
+        """The command that goes on after the driver was killed."""
+        return ["resume", run_uri, *self._launch_args(address)]
+
+    def _launch_args(self, address: str) -> list[str]:
+        max_attempts = self.num_kills + 1  # every kill may hit the same job, which is no fault of its own
+        args = ["--workers", self.num_workers, "--slots", self.num_slots, "--address", address]
+        args += ["--checkpoint-tokens", self.checkpoint_tokens, "--max-attempts", max_attempts]
+        return [str(arg) for arg in args]
+
+
+def write_jobs(path: Path, options: ChaosOptions) -> list[str]:
+    """Write the job file, the same for both runs; returns the `custom_id`s."""
+    jobs = list(_jobs(options))
+    path.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
+    return [job["custom_id"] for job in jobs]
+
+
+def _jobs(options: ChaosOptions) -> Iterator[dict[str, Any]]:
+    limits = {"max_tokens": options.num_tokens, "ignore_eos": True}
+    for number in range(options.num_jobs):
+        prompt, sampling = PROMPT_TEXTS[number % len(PROMPT_TEXTS)], SAMPLING[number % len(SAMPLING)]
+        yield {"custom_id": f"chaos-{number:03d}", "prompt": prompt, **limits, **sampling}

@@ -1,0 +1,83 @@
+"""What a chaos run found, for people and as JSON."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from scheduler.chaos.comparison import JobComparison
+from scheduler.chaos.disturbed_run import Kill
+from scheduler.chaos.plan import KINDS
+from scheduler.summary import duration
+
+
+class ChaosReport(BaseModel):
+    """The findings; times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int
+    jobs: tuple[JobComparison, ...]
+    num_tokens: int  # generated tokens in the output
+    num_planned_kills: int
+    kills: tuple[Kill, ...]
+    num_recomputed_tokens: int
+    tokens_per_checkpoint: int  # that the whole run generates between two checkpoints
+    resumes: dict[str, int]  # by kind
+    undisturbed_seconds: float
+    disturbed_seconds: float
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def is_identical(self) -> bool:
+        """Whether every job has one output, and the same as in the undisturbed run."""
+        return all(job.is_identical for job in self.jobs)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def missing(self) -> list[str]:
+        """Jobs without output after the kills."""
+        return [job.custom_id for job in self.jobs if job.disturbed_sha256 is None]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def duplicates(self) -> list[str]:
+        """Jobs with more than one output."""
+        return [job.custom_id for job in self.jobs if job.num_lines > 1]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def kills_by_kind(self) -> dict[str, int]:
+        return {kind: sum(kill.kind == kind for kill in self.kills) for kind in KINDS}
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def max_recomputed_tokens(self) -> int:
+        """What may be lost: with every kill all that the whole run generates between two checkpoints."""
+        return len(self.kills) * self.tokens_per_checkpoint
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def seconds_lost(self) -> float:
+        return round(self.disturbed_seconds - self.undisturbed_seconds, 1)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether all kills were done and nothing is different for it."""
+        return self.is_identical and len(self.kills) == self.num_planned_kills
+
+    def lines(self) -> list[str]:
+        """For people."""
+        num_identical = sum(job.is_identical for job in self.jobs)
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in self.kills_by_kind.items() if count) or "none"
+        resumes = ", ".join(f"{count} {kind}" for kind, count in sorted(self.resumes.items())) or "none"
+        return [
+            f"outputs identical: {'yes' if self.is_identical else 'NO'} (SHA-256 of {num_identical} of "
+            f"{len(self.jobs)} jobs; {len(self.missing)} missing, {len(self.duplicates)} duplicate)",
+            f"kills survived: {len(self.kills)} of {self.num_planned_kills} ({by_kind})",
+            f"tokens computed again: {self.num_recomputed_tokens:,} of {self.num_tokens:,}, at most "
+            f"{self.max_recomputed_tokens:,} ({len(self.kills)} kills x {self.tokens_per_checkpoint:,} tokens "
+            "of the whole run from checkpoint to checkpoint)",
+            f"resumes: {resumes}",
+            f"time: {duration(self.undisturbed_seconds)} undisturbed, {duration(self.disturbed_seconds)} disturbed, "
+            f"{self.seconds_lost:,.1f} s lost",
+        ]

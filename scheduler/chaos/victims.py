@@ -1,0 +1,94 @@
+"""How a worker or a node is killed: on a cluster of our own by signals, on the user's by a Ray task.
+
+A way takes the workers that have jobs (one at least), kills one of them or its node, and says what was killed;
+None if that was gone already.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+from jobs.status import WorkerStatus
+from scheduler.chaos.local_cluster import LocalCluster
+from scheduler.chaos.plan import Kind
+from scheduler.cluster import connect
+
+Way = Callable[[Sequence[WorkerStatus]], str | None]
+
+
+def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:
+    """Workers and raylets of a cluster of our own."""
+    victims = LocalVictims(cluster, random)
+    return {"worker": victims.kill_worker, "raylet": victims.kill_raylet}
+
+
+def remote_ways(address: str, random: Random) -> Mapping[Kind, Way]:
+    """Workers of the user's cluster; its nodes are not ours to kill."""
+
+    def kill_worker(workers: Sequence[WorkerStatus]) -> str | None:
+        worker = random.choice(workers)
+        is_done = _end_worker_on(address, worker.node_id, worker.pid)
+        return f"{worker.id}, process {worker.pid} on {worker.host}" if is_done else None
+
+    return {"worker": kill_worker}
+
+
+class LocalVictims:
+    """The workers and nodes of a local cluster that are not killed yet."""
+
+    def __init__(self, cluster: LocalCluster, random: Random) -> None:
+        self._cluster = cluster
+        self._random = random
+        self._dead_pids: set[int] = set()  # the driver's next beat may still name them
+
+    def kill_worker(self, workers: Sequence[WorkerStatus]) -> str | None:
+        """SIGKILL a worker's process."""
+        worker = self._choose(workers)
+        if worker is None or not end_worker(worker.pid):
+            return None
+        self._dead_pids.add(worker.pid)
+        return f"{worker.id}, process {worker.pid}"
+
+    def kill_raylet(self, workers: Sequence[WorkerStatus]) -> str | None:
+        """SIGKILL the node of a worker, and start another node in its place."""
+        worker = self._choose(workers)
+        node = None if worker is None else self._cluster.node_of(worker.pid)
+        if node is None:
+            return None
+        hit = [worker for worker in workers if self._cluster.node_of(worker.pid) is node]
+        self._dead_pids |= {worker.pid for worker in hit}
+        self._cluster.kill_raylet(node)
+        self._cluster.add_raylet()
+        return f"node of {', '.join(worker.id for worker in hit)}"
+
+    def _choose(self, workers: Sequence[WorkerStatus]) -> WorkerStatus | None:
+        living = [worker for worker in workers if worker.pid not in self._dead_pids]
+        return self._random.choice(living) if living else None
+
+
+def end_worker(pid: int) -> bool:
+    """SIGKILL a Ray worker of the machine that this is called on; False if no worker has this number any more."""
+    try:
+        if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            return False
+        os.kill(pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return True
+
+
+def _end_worker_on(address: str, node_id: str, pid: int) -> bool:
+    with connect(address, num_workers=1):
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_worker)
+        try:
+            return bool(ray.get(task.remote(pid)))
+        except ray.exceptions.RayError:  # the node is gone as well
+            return False
