@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jobs.retries import Retries
 
 from jobs.checkpoints import CheckpointStore, State
 from jobs.results import success_line
+from jobs.retries import Retries
 from jobs.run import Run
 from jobs.store import StoreError
 from metrics.counters import EngineCounters
