@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # for which a server may send or take nothing
 NUM_TRIES = 1  # pyarrow's own; more of them hide the error, and don't work for small objects
-GCS_RETRY_SECONDS = 10
+GCS_RETRY_SECONDS = 5
 
 ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 # what other S3 servers than Amazon's often don't know: a checksum behind the body

@@ -13,9 +13,11 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 import pytest
 import torch
+from fault_proxy import FaultProxy
 from s3_server import S3Server, running_s3_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from jobs.store import Store
 from worker.model_files import ModelFiles, locate_model
 from worker.target import TargetModel
 from worker.training.tokenizer import train_tokenizer
@@ -80,3 +82,18 @@ def s3_uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server.uri(f"run-{uuid4().hex}")
+
+
+@pytest.fixture
+def s3_store(s3_uri: str) -> Store:
+    """The new folder; this store goes past the proxy."""
+    return Store(s3_uri)
+
+
+@pytest.fixture
+def s3_proxy(s3_store: Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Stands before the server for every store that is opened from now on."""
+    proxy = FaultProxy(s3_server.address, seed=1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.close()

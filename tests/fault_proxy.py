@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 import threading
@@ -44,6 +45,11 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def fail_at(self, number: int, fault: Fault) -> None:
+        """Harm the request of this number, counted from 0 and from now on, and no other."""
+        numbers = itertools.count()
+        self.choose = lambda method, path: fault if next(numbers) == number else None
 
     @contextmanager
     def dark(self) -> Iterator[None]:
