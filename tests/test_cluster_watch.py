@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray.exceptions
 
 from scheduler import cluster_watch
 from scheduler.cluster_watch import ClusterLostError, ClusterWatch
@@ -36,8 +37,6 @@ def head(monkeypatch: pytest.MonkeyPatch) -> FakeHead:
 
 def raising(name: str, message: str) -> Callable[[], list[bool]]:
     def alive() -> list[bool]:
-        import ray.exceptions  # not before a test runs: Ray reads its secret when it is imported
-
         raise getattr(ray.exceptions, name)(message)
 
     return alive
