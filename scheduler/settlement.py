@@ -43,7 +43,7 @@ class Settlement:
             return
         self._counters.count_preemption(reason)
         self._queue.release(job_id)
-        self._display.note(f"job {record.job.custom_id} goes back with its checkpoint")
+        self._display.note(f"job {record.job.custom_id} goes back with its checkpoint ({reason})")
 
     def take_cancel_requests(self, held: Collection[str]) -> None:
         """Cancel what users asked for, except `held` jobs: those wait for their worker's next report."""

@@ -2,7 +2,7 @@
 
 What a job does is in its `custom_id`: `fails-*` always fails, `kills-*` ends its worker's process at token 30,
 `unlogged-*` writes its token log only when its worker drains or releases it, `storeless-*` finds the store broken at
-token 30, `stuck-*` never ends a slice after token 30.
+token 30, `stuck-*` never ends a slice after token 30, `dies-*` ends its worker's process when it should be released.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ class CountingSession:
     def _release(self, job_ids: Iterable[str]) -> list[JobProgress]:
         jobs = [self._running.pop(job_id) for job_id in job_ids if job_id in self._running]
         for job in jobs:
+            if job.custom_id.startswith("dies"):
+                os.kill(os.getpid(), signal.SIGKILL)
             self._log(job)
         return [job.progress for job in jobs]
 

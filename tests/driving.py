@@ -13,7 +13,7 @@ from typing import Any
 from jobs.run import Run, RunError
 from jobs.status import WorkerStatus
 
-DEADLINE_SECONDS = 300
+DEADLINE_SECONDS = 500
 
 
 class Driver:

@@ -22,11 +22,12 @@ from scheduler.demo_prompts import PROMPTS
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and `ip`"),
 ]
 
 NUM_HOSTS = 4  # the head and the driver on the first, a worker each on two of the others
-NUM_TOKENS = 3000
+NUM_TOKENS = 4000
 PORT = 6379
 JOBS = [
     {"custom_id": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
