@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from uuid import uuid4
@@ -54,6 +56,14 @@ def test_a_write_that_fails_at_any_request_leaves_the_old_file_or_the_new_one(
     raise AssertionError("more requests than expected")
 
 
+@contextlib.contextmanager
+def default_interrupt() -> Iterator[None]:
+    """SIGINT raises, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_in_the_middle_of_a_write_publishes_no_part_of_it(s3_store: Store, s3_proxy: FaultProxy) -> None:
     def interrupt(method: str, path: str) -> None:
         if "partNumber=2&" in path:
@@ -63,7 +73,7 @@ def test_an_interrupt_in_the_middle_of_a_write_publishes_no_part_of_it(s3_store:
     store = Store(s3_store.uri)
     s3_store.write("file", b"old")
     s3_proxy.choose = interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with default_interrupt(), pytest.raises(KeyboardInterrupt):
         store.write("file", new)
     assert s3_store.read("file") in {b"old", new}
 
