@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from scheduler.fleet import Fleet
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display, open_display
 from worker.config import EngineConfig
+from worker.drafters.names import check_parts
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class LaunchOptions:
     num_slots: int = 1
     address: str | None = None  # of a running cluster; None for an embedded Ray
     engine: str | None = None  # None for the run's own
+    draft_model: str | None = None  # None: beside the model's weights
     max_attempts: int = 5
     checkpoint: str = "state"  # as in `EngineConfig`, like the next four
     checkpoint_tokens: int = 1024
@@ -63,7 +66,8 @@ class Outcome:
 def launch(run: Run, options: LaunchOptions) -> Outcome:
     """Run what is unfinished, and write the output files, also after an interruption.
 
-    Raises ClusterError, DriverError, MetricsError, RunTakenError and StoreError, each with one line for the user.
+    Raises ClusterError, DriverError, MetricsError, ModelError, RunTakenError and StoreError, each with one line for
+    the user.
     """
     counters = DriverCounters()
     run = Run.open(run.store.uri, Retries(options.store_retry_seconds, counters.count_store_retry))
@@ -71,20 +75,25 @@ def launch(run: Run, options: LaunchOptions) -> Outcome:
         queue = load_queue(run, options.max_attempts)
         state: RunState = "finished"
         if queue.num_unfinished:
+            config = _engine_config(run.manifest, options)
             console = Console(file=sys.stdout)  # bound to the real stdout, before Ray's chatter is turned away
             with open_display(console) as display, connect(options.address, options.num_workers) as cluster:
-                state = _drive(run, queue, options, cluster, display, counters)
+                state = _drive(run, queue, config, options, cluster, display, counters)
         run.write_output()
         return Outcome(state, count_jobs(run))
 
 
 def _drive(
-    run: Run, queue: JobQueue, options: LaunchOptions, cluster: Cluster, display: Display, counters: DriverCounters
+    run: Run,
+    queue: JobQueue,
+    config: EngineConfig,
+    options: LaunchOptions,
+    cluster: Cluster,
+    display: Display,
+    counters: DriverCounters,
 ) -> RunState:
-    manifest = run.manifest
-    if manifest.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
+    if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
-    config = _engine_config(manifest, options)
     spec = WorkerSpec(
         config=config,
         run_uri=run.store.uri,
@@ -114,11 +123,13 @@ def _drive(
 
 
 def _engine_config(manifest: RunManifest, options: LaunchOptions) -> EngineConfig:
-    """What the run's workers run with."""
+    """What the run's workers run with. Raises ModelError where the engine's trained parts are missing."""
+    check_parts(options.engine or manifest.engine, manifest.model, options.draft_model)
     return EngineConfig.model_validate(
         {
             "model": manifest.model,
             "engine": options.engine or manifest.engine,
+            "draft_model": options.draft_model and os.path.abspath(options.draft_model),
             "dtype": manifest.dtype,
             "device": manifest.device,
             "num_threads": manifest.num_threads,

@@ -17,6 +17,11 @@ SECONDS = click.FloatRange(0, min_open=True)
 WORKERS = [
     click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Worker processes."),
     click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Jobs at a time per worker."),
+    click.option(
+        "--draft-model",
+        type=click.Path(exists=True, file_okay=False),
+        help="Folder with the engine's trained parts. [default: beside the model's weights]",
+    ),
     click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
     click.option(
         "--max-attempts",

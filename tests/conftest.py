@@ -22,6 +22,7 @@ from s3_server import S3Server, running_s3_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.store import Store
+from worker.drafters.heads import save_heads
 from worker.model_files import ModelFiles, locate_model
 from worker.target import TargetModel
 from worker.training.tokenizer import train_tokenizer
@@ -51,7 +52,7 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer Llama and a tokenizer of 300 entries."""
+    """A folder with a random two-layer Llama, three random heads and a tokenizer of 300 entries."""
     folder = tmp_path_factory.mktemp("tiny-model")
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     torch.manual_seed(0)
@@ -71,6 +72,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    save_heads(folder, 0.02 * torch.randn(3, 64, 64), locate_model(str(folder)).fingerprint)
     return folder
 
 

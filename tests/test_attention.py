@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker import attention
-from worker.attention import attention_by_definition, attention_rows, row_exact_attention
+from worker.attention import ExactRows, attend_in_groups, attention_by_definition
 from worker.cache import CacheShape, FullKVCache
 from worker.tiles import Tile, tree_rows
 from worker.tree import DraftTree
@@ -30,9 +30,9 @@ def test_a_chain_attends_as_causal_attention_does(length: int) -> None:
         part[:, :length] = whole[0, :, :length]
     cache.advance(length)
     tile = Tile([tree_rows(cache, 1, DraftTree.chain([2] * (num_rows - 1)))], num_rows, num_rows)
-    prepared = attention_rows(tile, torch.float32, torch.device("cpu"))
+    prepared = [ExactRows.prepare(part, torch.float32, torch.device("cpu")) for part in tile.parts]
     new_keys, new_values = keys[:, :, length:], values[:, :, length:]
-    ours, _ = row_exact_attention(Layer(), query, new_keys, new_values, None, tile_rows=prepared, scaling=0.25)
+    ours, _ = attend_in_groups(Layer(), query, new_keys, new_values, None, row_groups=prepared, scaling=0.25)
     mask = torch.ones(num_rows, length + num_rows).tril(length).bool()
     expected = scaled_dot_product_attention(query, keys, values, mask, scale=0.25, enable_gqa=True)
     assert torch.allclose(ours[0].transpose(0, 1), expected[0], atol=1e-5)

@@ -87,7 +87,8 @@ COMMANDS = dict(walk(main, ("swiftbatch",)))
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
     runs = {"submit", "status", "tail", "results", "resume", "cancel"}
-    assert names == runs | {"doctor", "chaos", "train target", "bench decode", "bench checkpoints"}
+    benches = {"bench decode", "bench checkpoints", "bench long", "bench ablation tokenswift"}
+    assert names == runs | benches | {"doctor", "chaos", "train target", "train tokenswift"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

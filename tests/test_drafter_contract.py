@@ -1,11 +1,14 @@
 """What every drafter of the catalogue keeps to, and what each promises beyond it.
 
-The target here is small but real: a table of logits by last token, drawn from with the engine's own sampler.
+The contract runs on a small real model; the rest on a table of logits by last token, drawn from with our sampler.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +20,21 @@ from worker.drafters.base import Drafter
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 from worker.drafters.recycling_matrix import PairTable, RecyclingMatrix
 from worker.drafters.static_tree import static_tree
+from worker.model_files import locate_model
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
+from worker.target import TargetModel
+from worker.tiles import max_tree_depth, tree_rows
 from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K, Verification
+from worker.verification import TOP_K, Verification, walk
 
 VOCAB = 64
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
 GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
+
+
+NO_CACHE: Any = None
+TABLE: Any = SimpleNamespace(vocab_size=VOCAB, files=SimpleNamespace(path=None))  # what drafters without weights need
 
 
 class TableTarget:
@@ -65,8 +75,8 @@ def generate(drafter: Drafter, sequence: Sequence, num_steps: int, max_nodes: in
 
 
 def warm(name: str, params: SamplingParams = PARAMS, num_steps: int = 30) -> tuple[Drafter, Sequence]:
-    drafter, sequence = create_drafter(name, VOCAB), new_sequence(params=params)
-    drafter.start(sequence)
+    drafter, sequence = create_drafter(name, TABLE), new_sequence(params=params)
+    drafter.start(sequence, NO_CACHE)
     generate(drafter, sequence, num_steps)
     return drafter, sequence
 
@@ -75,12 +85,54 @@ def mean_acceptance_length(verifications: list[Verification]) -> float:
     return 1 + sum(v.num_accepted_tokens for v in verifications) / len(verifications)
 
 
-def check_structure(tree: DraftTree, max_nodes: int, max_depth: int) -> None:
+def check_structure(tree: DraftTree, max_nodes: int, max_depth: int, vocab_size: int) -> None:
     assert len(tree.token_ids) == len(tree.parents) <= max_nodes
     assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
-    assert all(0 <= token < VOCAB for token in tree.token_ids)
+    assert all(0 <= token < vocab_size for token in tree.token_ids)
     assert max(tree.depths(), default=0) <= max_depth
     assert sum(map(len, tree.children().values())) == len(tree), "two siblings carry the same token"
+
+
+class Generation:
+    """One sequence on a real target, decoded step by step with a drafter."""
+
+    def __init__(
+        self, target: TargetModel, drafter: Drafter, prompt: list[int], params: SamplingParams, name: str = "a"
+    ) -> None:
+        self._target = target
+        self.sequence = Sequence(name, prompt, params, target.vocab_size)
+        self.cache = target.new_cache(self.sequence.max_length)
+        while self.cache.length < len(prompt) - 1:
+            target.append(self.cache, prompt[self.cache.length : -1])
+        self._sampler = TokenSampler(self.sequence, target.vocab_size)
+        drafter.start(self.sequence, self.cache)
+
+    def step(self, drafter: Drafter, max_nodes: int = 8) -> Verification:
+        tree = drafter.propose(self.sequence, max_nodes, max_tree_depth(self.cache.length))
+        rows = tree_rows(self.cache, int(self.sequence.token_ids[-1]), tree)
+        [outputs] = self._target.verify([rows])
+        path, committed = walk(tree, outputs.logits, self._sampler.draw)
+        self.cache.commit(path)
+        self.sequence.extend(committed)
+        top = torch.log_softmax(outputs.logits, dim=-1).topk(TOP_K)
+        verification = Verification(
+            path,
+            committed,
+            np.array(rows.token_ids),
+            top.indices.numpy(),
+            top.values.numpy(),
+            outputs.hidden[[0, *(node + 1 for node in path)]],
+        )
+        drafter.update(self.sequence, verification)
+        return verification
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
 
 
 @pytest.mark.parametrize("params", [PARAMS, GREEDY], ids=["T=1", "T=0"])
@@ -88,71 +140,90 @@ def check_structure(tree: DraftTree, max_nodes: int, max_depth: int) -> None:
 class TestEveryDrafter:
     """The contract of worker/drafters/base.py."""
 
-    def test_trees_are_well_formed_and_within_bounds(self, name: str, params: SamplingParams) -> None:
-        drafter, sequence = warm(name, params)
+    def warm(self, target: TargetModel, name: str, params: SamplingParams) -> tuple[Drafter, Generation]:
+        drafter = create_drafter(name, target)
+        generation = Generation(target, drafter, PROMPT, params)
+        for _ in range(30):
+            generation.step(drafter)
+        return drafter, generation
+
+    def test_trees_are_well_formed_and_within_bounds(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams
+    ) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
         for max_nodes in (0, 1, 2, 7, 31, 79):
             for max_depth in (0, 1, 2, 5, 63):
-                check_structure(drafter.propose(sequence, max_nodes, max_depth), max_nodes, max_depth)
+                tree = drafter.propose(generation.sequence, max_nodes, max_depth)
+                check_structure(tree, max_nodes, max_depth, tiny_target.vocab_size)
 
-    def test_proposing_changes_nothing(self, name: str, params: SamplingParams) -> None:
-        drafter, sequence = warm(name, params)
-        before = {key: array.copy() for key, array in drafter.state(sequence).items()}
-        first = drafter.propose(sequence, 12, 6)
-        drafter.propose(sequence, 3, 2)
-        assert drafter.propose(sequence, 12, 6) == first
-        after = drafter.state(sequence)
+    def test_proposing_changes_nothing(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        before = {key: array.copy() for key, array in drafter.state(generation.sequence).items()}
+        first = drafter.propose(generation.sequence, 12, 6)
+        drafter.propose(generation.sequence, 3, 2)
+        assert drafter.propose(generation.sequence, 12, 6) == first
+        after = drafter.state(generation.sequence)
         assert before.keys() == after.keys()
         assert all(np.array_equal(before[key], after[key]) for key in before)
 
-    @pytest.mark.parametrize("prompt", [[0], [VOCAB - 1], [5] * 50], ids=["one token", "last token", "all equal"])
-    def test_degenerate_prompts(self, name: str, params: SamplingParams, prompt: list[int]) -> None:
-        drafter, sequence = create_drafter(name, VOCAB), new_sequence(prompt, params)
-        drafter.start(sequence)
-        check_structure(drafter.propose(sequence, 8, 4), 8, 4)
-        generate(drafter, sequence, 20)
-        check_structure(drafter.propose(sequence, 8, 4), 8, 4)
+    @pytest.mark.parametrize("prompt", [[0], [250], [5] * 50], ids=["one token", "a high token", "all equal"])
+    def test_degenerate_prompts(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
+    ) -> None:
+        drafter = create_drafter(name, tiny_target)
+        generation = Generation(tiny_target, drafter, prompt, params)
+        for _ in range(20):
+            check_structure(drafter.propose(generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
+            generation.step(drafter)
 
-    def test_state_goes_into_a_fresh_drafter(self, name: str, params: SamplingParams) -> None:
-        drafter, sequence = warm(name, params)
-        fresh = create_drafter(name, VOCAB)
-        fresh.start(sequence)
-        fresh.restore(sequence, {key: array.copy() for key, array in drafter.state(sequence).items()})
+    def test_state_goes_into_a_fresh_drafter(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        fresh = create_drafter(name, tiny_target)
+        fresh.start(generation.sequence, generation.cache)
+        state = drafter.state(generation.sequence)
+        fresh.restore(generation.sequence, {key: array.copy() for key, array in state.items()})
         for _ in range(5):
-            assert fresh.propose(sequence, 15, 6) == drafter.propose(sequence, 15, 6)
-            verification = TableTarget().step(drafter, sequence, 15)
-            fresh.update(sequence, verification)
+            assert fresh.propose(generation.sequence, 8, 6) == drafter.propose(generation.sequence, 8, 6)
+            # both have to propose what is verified: they learn from what became of it
+            fresh.propose(generation.sequence, 8, max_tree_depth(generation.cache.length))
+            fresh.update(generation.sequence, generation.step(drafter))
 
-    def test_state_is_a_copy(self, name: str, params: SamplingParams) -> None:
-        drafter, sequence = warm(name, params)
-        expected = drafter.propose(sequence, 15, 6)
-        for array in drafter.state(sequence).values():
+    def test_state_is_a_copy(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        expected = drafter.propose(generation.sequence, 15, 6)
+        for array in drafter.state(generation.sequence).values():
             array[:] = 0
-        assert drafter.propose(sequence, 15, 6) == expected
+        assert drafter.propose(generation.sequence, 15, 6) == expected
 
-    def test_sequences_do_not_mix(self, name: str, params: SamplingParams) -> None:
-        drafter = create_drafter(name, VOCAB)
-        sequences = [new_sequence([1, 2, 3], params, "one"), new_sequence([4, 5, 6], params, "two")]
-        for sequence in sequences:
-            drafter.start(sequence)
+    def test_sequences_do_not_mix(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter = create_drafter(name, tiny_target)
+        prompts = {"one": [1, 2, 3], "two": [4, 5, 6]}
+        generations = [Generation(tiny_target, drafter, prompt, params, n) for n, prompt in prompts.items()]
         for _ in range(15):
-            for sequence in sequences:
-                TableTarget().step(drafter, sequence, 6)
-        drafter.stop(sequences[0])
-        check_structure(drafter.propose(sequences[1], 6, 5), 6, 5)
+            for generation in generations:
+                generation.step(drafter, 6)
+        drafter.stop(generations[0].sequence)
+        check_structure(drafter.propose(generations[1].sequence, 6, 5), 6, 5, tiny_target.vocab_size)
 
-    def test_a_sequence_may_come_back_after_it_was_stopped(self, name: str, params: SamplingParams) -> None:
-        drafter, sequence = warm(name, params)
-        expected = drafter.propose(sequence, 8, 5)
-        drafter.stop(sequence)
-        drafter.start(sequence)
-        assert drafter.propose(sequence, 8, 5) == expected
+    def test_a_sequence_may_come_back_after_it_was_stopped(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams
+    ) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        expected = drafter.propose(generation.sequence, 8, 5)
+        drafter.stop(generation.sequence)
+        drafter.start(generation.sequence, generation.cache)
+        assert drafter.propose(generation.sequence, 8, 5) == expected
 
-    def test_the_text_is_the_same_as_without_drafts(self, name: str, params: SamplingParams) -> None:
-        plain = new_sequence(params=params)
-        generate(create_drafter("autoregressive", VOCAB), plain, 100)
-        _, sequence = warm(name, params, num_steps=30)
-        num_common = min(len(plain), len(sequence))
-        assert sequence.token_ids[:num_common].tolist() == plain.token_ids[:num_common].tolist()
+    def test_the_text_is_the_same_as_without_drafts(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams
+    ) -> None:
+        _, generation = self.warm(tiny_target, name, params)
+        plain_drafter = create_drafter("autoregressive", tiny_target)
+        plain = Generation(tiny_target, plain_drafter, PROMPT, params)
+        for _ in range(60):
+            plain.step(plain_drafter)
+        num_common = min(len(plain.sequence), len(generation.sequence))
+        assert generation.sequence.token_ids[:num_common].tolist() == plain.sequence.token_ids[:num_common].tolist()
 
 
 def test_the_catalogue_and_the_names_agree() -> None:
@@ -162,11 +233,11 @@ def test_the_catalogue_and_the_names_agree() -> None:
 
 def test_an_unknown_engine_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
-        create_drafter("medusa", VOCAB)
+        create_drafter("medusa", TABLE)
 
 
 def test_autoregressive_proposes_nothing() -> None:
-    assert len(create_drafter("autoregressive", VOCAB).propose(new_sequence(), 8, 8)) == 0
+    assert len(create_drafter("autoregressive", TABLE).propose(new_sequence(), 8, 8)) == 0
 
 
 @pytest.mark.parametrize(
@@ -180,16 +251,16 @@ def test_autoregressive_proposes_nothing() -> None:
     ],
 )
 def test_prompt_lookup_copies_from_the_longest_and_latest_match(prompt: list[int], expected: list[int]) -> None:
-    drafter, sequence = create_drafter("prompt-lookup", VOCAB), new_sequence(prompt)
-    drafter.start(sequence)
+    drafter, sequence = create_drafter("prompt-lookup", TABLE), new_sequence(prompt)
+    drafter.start(sequence, NO_CACHE)
     assert drafter.propose(sequence, 4, 9) == DraftTree.chain(expected)
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix"])
 def test_a_repeated_text_is_drafted_as_one_path(name: str) -> None:
     text = [10, 20, 30, 40, 50, 60, 11, 21]
-    drafter, sequence = create_drafter(name, VOCAB), new_sequence(text * 4 + text[:3], GREEDY)
-    drafter.start(sequence)
+    drafter, sequence = create_drafter(name, TABLE), new_sequence(text * 4 + text[:3], GREEDY)
+    drafter.start(sequence, NO_CACHE)
     assert drafter.propose(sequence, 5, 9) == DraftTree.chain([40, 50, 60, 11, 21])
 
 
@@ -200,7 +271,7 @@ def test_a_long_prompt_is_taken_in_at_constant_cost_per_token(name: str) -> None
     for length in (10_000, 40_000):
         sequence = new_sequence(tokens[:length])
         started = time.process_time()
-        create_drafter(name, VOCAB).start(sequence)
+        create_drafter(name, TABLE).start(sequence, NO_CACHE)
         seconds.append(time.process_time() - started)
     assert seconds[1] < 4 * 2.5 * seconds[0]
 
@@ -210,9 +281,9 @@ def test_recycling_starts_hot_with_the_next_job(params: SamplingParams) -> None:
     drafter, first = warm("token-recycling", params, num_steps=100)
     drafter.stop(first)
     second = new_sequence([8, 17], params, "b")
-    drafter.start(second)
-    cold_drafter, cold = create_drafter("token-recycling", VOCAB), new_sequence([8, 17], params, "b")
-    cold_drafter.start(cold)
+    drafter.start(second, NO_CACHE)
+    cold_drafter, cold = create_drafter("token-recycling", TABLE), new_sequence([8, 17], params, "b")
+    cold_drafter.start(cold, NO_CACHE)
     hot = mean_acceptance_length(generate(drafter, second, 10))
     assert hot > mean_acceptance_length(generate(cold_drafter, cold, 10)) + 1
 
@@ -228,7 +299,7 @@ def test_drafting_with_the_noise_accepts_more() -> None:
 
 
 def test_the_most_recent_row_of_a_token_stays() -> None:
-    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([4, 9], GREEDY)
+    drafter, sequence = create_drafter("token-recycling", TABLE), new_sequence([4, 9], GREEDY)
     top_ids = np.arange(3 * TOP_K).reshape(3, TOP_K)
     top_logprobs = np.tile(np.log(np.linspace(0.3, 0.01, TOP_K, dtype=np.float32)), (3, 1))
     sequence.extend([9])
@@ -257,7 +328,7 @@ def test_unfit_state_is_refused_and_changes_nothing(damage) -> None:  # type: ig
 
 
 def test_tokens_that_min_p_cuts_off_are_not_drafted() -> None:
-    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([4, 9])
+    drafter, sequence = create_drafter("token-recycling", TABLE), new_sequence([4, 9])
     logprobs = np.log(np.array([[0.9, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]], dtype=np.float32))
     sequence.extend([9])
     drafter.update(sequence, Verification([], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
@@ -287,8 +358,8 @@ def test_pairs_that_share_a_row_take_it_over() -> None:
 
 
 def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
-    drafter, sequence = create_drafter("token-recycling", VOCAB), new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
-    drafter.start(sequence)
+    drafter, sequence = create_drafter("token-recycling", TABLE), new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
+    drafter.start(sequence, NO_CACHE)
     top_ids = np.tile(np.arange(40, 40 + TOP_K), (8, 1))
     top_ids[1, 0], top_ids[4, 0] = 7, 8  # 7 behind (1, 2), then 8 behind (5, 2)
     top_logprobs = np.tile(np.log(np.array([0.9] + [0.01] * 7, dtype=np.float32)), (8, 1))

@@ -40,7 +40,7 @@ def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
 ) -> list[list[int]]:
     """Run sequences to their end in one batch; returns their output ids."""
-    engine = Engine(target, create_drafter(engine_name, target.vocab_size))
+    engine = Engine(target, create_drafter(engine_name, target))
     for sequence in sequences:
         engine.start(sequence)
         if drafter_state is not None:
@@ -150,7 +150,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_na
 
 
 def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
-    engine = Engine(plain.target, create_drafter("token-recycling", plain.target.vocab_size))
+    engine = Engine(plain.target, create_drafter("token-recycling", plain.target))
     [first, *_] = plain.sequences("sampled")
     engine.start(first)
     while first.num_generated_tokens < 150:

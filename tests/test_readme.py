@@ -15,7 +15,12 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROOMS = ("jobs", "worker", "scheduler", "metrics")
 COMMANDS = sorted(
-    {" ".join(words) for words in re.findall(r"swiftbatch ([a-z]+)(?: (target|decode|checkpoints))?", README)}
+    {
+        " ".join(words)
+        for words in re.findall(
+            r"swiftbatch ([a-z]+)(?: (target|decode|checkpoints|long|ablation tokenswift))?", README
+        )
+    }
 )
 
 

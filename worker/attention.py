@@ -3,67 +3,82 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
-from worker.tiles import TILE_ROWS, SequenceRows, Tile, tail_mask
+from worker.tiles import TILE_ROWS, SequenceRows, tail_mask
 
-ATTENTION_NAME = "swiftbatch_row_exact"
+ATTENTION_NAME = "swiftbatch_row_groups"
+
+
+class RowGroup(Protocol):
+    """Rows of one sequence in a forward: they know their own cache."""
+
+    def __len__(self) -> int: ...
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Keep `key` and `value` `[num_kv_heads, num_rows, head_dim]` and attend to what the rows may see.
+
+        `query` and result `[num_rows, num_kv_heads, group, head_dim]`.
+        """
 
 
 @dataclass(frozen=True)
-class AttentionRows:
-    """A sequence's rows within a tile, with what every layer needs of them as tensors."""
+class ExactRows:
+    """Rows that attend to a full cache, with what every layer needs of them as tensors."""
 
     rows: SequenceRows
-    start: int  # first row in the tile
     tail_slots: torch.Tensor  # [num_rows, BLOCK] int64
     tail_mask: torch.Tensor  # [num_rows, 1, 1, BLOCK]
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.rows)
+    @classmethod
+    def prepare(cls, rows: SequenceRows, dtype: torch.dtype, device: torch.device) -> ExactRows:
+        return cls(rows, torch.from_numpy(rows.tail_slots).to(device), tail_mask(rows.tail_lengths, dtype, device))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Write keys and values to their slots; attend to the shared prefix and to each row's gathered tail."""
+        keys, values = self.rows.cache.layer(layer)
+        slots = slice(self.rows.first_slot, self.rows.first_slot + len(self.rows))
+        keys[:, slots] = key
+        values[:, slots] = value
+        return _attend(query, keys, values, self, scaling)
 
 
-def attention_rows(tile: Tile, dtype: torch.dtype, device: torch.device) -> list[AttentionRows]:
-    """Prepare a tile's parts once for all layers."""
-    prepared, start = [], 0
-    for part in tile.parts:
-        slots = torch.from_numpy(part.tail_slots).to(device)
-        prepared.append(AttentionRows(part, start, slots, tail_mask(part.tail_lengths, dtype, device)))
-        start += len(part)
-    return prepared
-
-
-def row_exact_attention(
+def attend_in_groups(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_rows, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_rows, head_dim]
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    tile_rows: list[AttentionRows],
+    row_groups: list[RowGroup],
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the rows' keys and values to their caches and attend; returns `[1, num_rows, num_heads, head_dim]`."""
+    """Let every group of rows attend to its own cache; returns `[1, num_rows, num_heads, head_dim]`."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_kv_heads = key.shape[1]
     grouped = query[0].unflatten(0, (num_kv_heads, -1)).permute(2, 0, 1, 3)  # [num_rows, kv_heads, group, head_dim]
-    output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
-    for part in tile_rows:
-        keys, values = part.rows.cache.layer(int(module.layer_idx))  # type: ignore[arg-type]
-        slots = slice(part.rows.first_slot, part.rows.first_slot + len(part.rows))
-        keys[:, slots] = key[0, :, part.start : part.end]
-        values[:, slots] = value[0, :, part.start : part.end]
-        attended = _attend(grouped[part.start : part.end], keys, values, part, scaling)
-        output[0, part.start : part.end] = attended.flatten(1, 2)
+    output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])  # padding rows stay zero
+    start = 0
+    for group in row_groups:
+        rows = slice(start, start + len(group))
+        output[0, rows] = group.attend(layer, grouped[rows], key[0, :, rows], value[0, :, rows], scaling).flatten(1, 2)
+        start = rows.stop
     return output, None
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: AttentionRows, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: ExactRows, scaling: float
 ) -> torch.Tensor:
     """Attend `query [num_rows, kv_heads, group, head_dim]` to prefix and tail; same shape out."""
     tail_keys = keys[:, part.tail_slots].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
@@ -129,4 +144,4 @@ def _query_row_quantum() -> int:
 
 QUERY_ROW_QUANTUM = _query_row_quantum()
 
-AttentionInterface.register(ATTENTION_NAME, row_exact_attention)
+AttentionInterface.register(ATTENTION_NAME, attend_in_groups)

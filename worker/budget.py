@@ -72,13 +72,31 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
     return StepCosts(lengths, np.maximum.accumulate(seconds, axis=1))
 
 
+@dataclass(frozen=True)
+class BudgetChoice:
+    """A number of draft nodes for each sequence, and the tokens per second of all that it promises."""
+
+    num_nodes: int
+    rate: float
+
+
 class NodeBudget:
     """Chooses the number of draft nodes that gives most tokens per second."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, prior_acceptance: np.ndarray = PRIOR_ACCEPTANCE) -> None:
         self._costs = costs
-        self._acceptance = PRIOR_ACCEPTANCE.copy()  # [TILE_ROWS] running share of steps that accepted node i
+        self._acceptance = prior_acceptance.copy()  # [TILE_ROWS] running share of steps that accepted node i
         self._num_steps = 0
+
+    def state(self) -> np.ndarray:
+        """What was learned: acceptance per node, then the number of steps, `[TILE_ROWS + 1] float64`."""
+        return np.array([*self._acceptance, self._num_steps])
+
+    def restore(self, state: np.ndarray) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        if state.shape != (TILE_ROWS + 1,) or state.dtype != np.float64 or not np.isfinite(state).all():
+            raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({TILE_ROWS + 1},)")
+        self._acceptance, self._num_steps = state[:TILE_ROWS].copy(), int(state[TILE_ROWS])
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""
@@ -95,14 +113,23 @@ class NodeBudget:
 
         `overhead` is what a step costs beside the forward, in seconds.
         """
-        room = max(1, TILE_ROWS // num_sequences - 1)
+        return self.best(length, num_sequences, overhead).num_nodes
+
+    def best(
+        self, length: int, num_sequences: int, overhead: float, node_seconds: float = 0.0, max_nodes: int = TILE_ROWS
+    ) -> BudgetChoice:
+        """The same with its rate; `node_seconds` is what proposing takes for every node of every sequence."""
+        room = max(1, min(max_nodes, TILE_ROWS // num_sequences - 1))
         choices = [nodes for nodes in NODE_CHOICES if nodes <= room] or [room]
         gains = 1.0 + np.cumsum(self._acceptance)
-        rates = [gains[n - 1] / (self._seconds(n + 1, length, num_sequences) + overhead) for n in choices]
+        rates = []
+        for nodes in choices:
+            proposing = overhead + nodes * num_sequences * node_seconds
+            rates.append(gains[nodes - 1] / (self._seconds(nodes + 1, length, num_sequences) + proposing))
         best = int(np.argmax(rates))
         if self._num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1:
             best = min(best + 1, len(choices) - 1)
-        return choices[best]
+        return BudgetChoice(choices[best], num_sequences * float(rates[best]))
 
     def _seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
         """A whole forward: linear layers are shared by all rows, attention to its own cache is each sequence's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,12 @@ class FullKVCache:
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
         rows[:, self.length : end] = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
         self.length = end
+
+    def prefix(self, length: int) -> FullKVCache:
+        """The same buffer as a cache of its first `length` committed positions, to run rows behind them again."""
+        view = copy.copy(self)
+        view.roll_back(length)
+        return view
 
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""

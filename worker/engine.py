@@ -12,14 +12,14 @@ import torch
 from metrics.counters import EngineCounters
 from worker.budget import NodeBudget, measure_step_costs
 from worker.cache import FullKVCache
-from worker.drafters.base import Drafter
+from worker.drafters.base import Drafter, DraftRequest
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.stopping import StopRule
-from worker.target import TargetModel
+from worker.target import RowOutputs, TargetModel
 from worker.tiles import TILE_ROWS, max_tree_depth, tree_rows
-from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K, Verification
+from worker.tree import DraftTree
+from worker.verification import TOP_K, Verification, walk
 
 Decode = Callable[[list[int]], str]
 
@@ -34,6 +34,11 @@ class Slot:
     cache: FullKVCache
     sampler: TokenSampler
     stop_rule: StopRule
+
+    def has_ended(self, token_id: int) -> bool:
+        """Whether the sequence ends with the token just drawn; sets its finish reason."""
+        self.sequence.finish_reason = self.stop_rule.after(token_id)
+        return self.sequence.finish_reason is not None
 
 
 class Engine:
@@ -70,7 +75,7 @@ class Engine:
         if sequence.num_generated_tokens == 0:
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self._slots[sequence.sequence_id] = slot
-        self.drafter.start(sequence)
+        self.drafter.start(sequence, slot.cache)
         return slot
 
     def stop(self, sequence: Sequence) -> None:
@@ -90,11 +95,11 @@ class Engine:
         if not ready:
             return []
         started = time.perf_counter()
-        trees = [self._propose(slot, len(ready)) for slot in ready]
+        trees = self.drafter.propose_all([self._request(slot, len(ready)) for slot in ready])
         proposed = time.perf_counter()
-        logits = self._verify(ready, trees)
+        outputs = self._verify(ready, trees)
         verified = time.perf_counter()
-        verifications = [self._commit(*step) for step in zip(ready, trees, logits, strict=True)]
+        verifications = [self._commit(*step) for step in zip(ready, trees, outputs, strict=True)]
         results = [(slot.sequence, verification) for slot, verification in zip(ready, verifications, strict=True)]
         for sequence, verification in results:
             self.drafter.update(sequence, verification)
@@ -107,33 +112,31 @@ class Engine:
         while _num_missing(slot) > 1 and time.perf_counter() < deadline:
             read(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
 
-    def _propose(self, slot: Slot, num_ready: int) -> DraftTree:
-        sequence = slot.sequence
-        max_depth = min(max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
-        if max_depth < 1:
-            return DraftTree()
+    def _request(self, slot: Slot, num_ready: int) -> DraftRequest:
+        max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
         max_nodes = self.drafter.num_nodes or self._budget.max_nodes(slot.cache.length, num_ready, self._overhead())
-        return self.drafter.propose(sequence, max_nodes, max_depth)
+        return DraftRequest(slot.sequence, max_nodes, max(0, max_depth))
 
-    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[torch.Tensor]:
+    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[RowOutputs]:
         groups = [
             tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree)
             for slot, tree in zip(ready, trees, strict=True)
         ]
         return self.target.verify(groups)
 
-    def _commit(self, slot: Slot, tree: DraftTree, logits: torch.Tensor) -> Verification:
+    def _commit(self, slot: Slot, tree: DraftTree, outputs: RowOutputs) -> Verification:
         """Walk the tree with the target's own draws; commit the accepted path and the bonus token."""
         sequence = slot.sequence
         root_id = int(sequence.token_ids[-1])
-        path, committed = walk(slot, tree, logits)
+        path, committed = walk(tree, outputs.logits, slot.sampler.draw, slot.has_ended)
         slot.cache.commit(path)
         sequence.extend(committed)
         self.counters.num_generation_tokens += len(committed)
         self.counters.count_draft(len(tree), len(path))
         self._budget.observe(len(tree), path)
-        top_logprobs, top_ids = top_candidates(logits) if self.drafter.needs_top_k else (None, None)
-        return Verification(path, committed, np.array([root_id, *tree.token_ids]), top_ids, top_logprobs)
+        top_ids, top_logprobs = top_candidates(outputs.logits) if self.drafter.needs_top_k else (None, None)
+        hidden = outputs.hidden[[0, *(node + 1 for node in path)]] if self.drafter.needs_hidden else None
+        return Verification(path, committed, np.array([root_id, *tree.token_ids]), top_ids, top_logprobs, hidden)
 
     def _overhead(self) -> float:
         """Seconds that a step takes beside its forward, so far."""
@@ -155,37 +158,17 @@ def read(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafter
     hidden = target.append(cache, token_ids[start : start + TILE_ROWS].tolist())
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
     if learners:
-        top_logprobs, top_ids = top_candidates(target.logits(hidden))
+        top_ids, top_logprobs = top_candidates(target.logits(hidden))
         rows = np.arange(start, cache.length)
         for drafter in learners:
             drafter.learn(token_ids[np.maximum(rows - 1, 0)], token_ids[rows], top_ids, top_logprobs)
 
 
-def walk(slot: Slot, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Draw from the root on and follow the children that carry the drawn tokens.
-
-    `logits [num_rows, vocab] float32`, row 0 the root's. Returns the accepted nodes and the committed tokens: those
-    of the path, then the bonus token. Every token is drawn from the target's own logits, so no drafter can bias it.
-    """
-    children = tree.children()
-    path: list[int] = []
-    committed: list[int] = []
-    node: int | None = ROOT
-    while node is not None and slot.sequence.finish_reason is None:
-        token_id = slot.sampler.draw(logits[node + 1])
-        committed.append(token_id)
-        slot.sequence.finish_reason = slot.stop_rule.after(token_id)
-        node = children.get(node, {}).get(token_id)
-        if node is not None:
-            path.append(node)
-    return path, committed
-
-
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities and ids of the target's `TOP_K` best tokens after every row."""
+    """Ids and log-probabilities of the target's `TOP_K` best tokens after every row."""
     top = torch.topk(logits, TOP_K)
     logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
-    return logprobs.cpu().numpy(), top.indices.cpu().numpy()
+    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
 
 
 def _num_missing(slot: Slot) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EMBEDDED = Path(__file__).parent / "embedded"
+HEADS_FILE = "tokenswift_heads.safetensors"  # may lie beside the weights; only drafts with it, so no part of the model
 
 
 class ModelError(ValueError):
@@ -30,14 +31,18 @@ def locate_model(model: str) -> ModelFiles:
 
     Raises ModelError with one line that says what was looked for.
     """
-    path = EMBEDDED if model == "embedded" else Path(model)
-    if not path.is_dir():
-        path = _hub_snapshot(model)
+    path = model_folder(model)
     config = _read_config(model, path)
-    weights = sorted(path.glob("*.safetensors"))
+    weights = sorted(file for file in path.glob("*.safetensors") if file.name != HEADS_FILE)
     if not weights:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
     return ModelFiles(model, path, _fingerprint(path, weights), *_sizes(model, config))
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model's files. Raises ModelError as `locate_model` does."""
+    path = EMBEDDED if model == "embedded" else Path(model)
+    return path if path.is_dir() else _hub_snapshot(model)
 
 
 def _read_config(model: str, path: Path) -> dict[str, object]:

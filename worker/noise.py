@@ -11,6 +11,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
+NUM_BLOCKS_KEPT = 5  # drafting looks ahead by several blocks and comes back
 BLOCK = 16  # positions drawn at once: one fixed shape, so that vectorised logarithms give the same bits every time
 
 
@@ -55,6 +56,6 @@ class GumbelNoise:
         """Noise of all tokens at one absolute position: `[vocab] float32`."""
         block = position // BLOCK
         if block not in self._blocks:
-            self._blocks = {b: noise for b, noise in self._blocks.items() if b >= block - 1}
+            self._blocks = {b: noise for b, noise in self._blocks.items() if b > block - NUM_BLOCKS_KEPT}
             self._blocks[block] = gumbel_block(self._seed, block * BLOCK, self._vocab_size, self._device)
         return self._blocks[block][position % BLOCK]

@@ -80,8 +80,8 @@ def probe_rows(target: TargetModel, num_rows: int, seed: int = 0) -> ProbeResult
             context.grow()
         trees = [context.tree() for context in contexts]
         groups = [tree_rows(c.tree_cache, c.root_id, tree) for c, tree in zip(contexts, trees, strict=True)]
-        for context, tree, logits in zip(contexts, trees, target.verify(groups), strict=True):
-            differing += _num_differing(target, context, tree, logits)
+        for context, tree, outputs in zip(contexts, trees, target.verify(groups), strict=True):
+            differing += _num_differing(target, context, tree, outputs.logits)
             compared += len(tree) + 1
     return ProbeResult(compared, differing)
 
@@ -99,7 +99,7 @@ def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logi
         [plain] = target.verify([tree_rows(context.plain_cache, token_id, DraftTree())])
         slots = (root + 1 + node, length)
         same_cache = _same_keys_and_values(target, context.tree_cache, context.plain_cache, slots)
-        differing += not (torch.equal(plain[0], logits[node + 1]) and same_cache)
+        differing += not (torch.equal(plain.logits[0], logits[node + 1]) and same_cache)
         context.plain_cache.commit([])
         stack += [(child, length + 1) for child in children.get(node, {}).values()]
     context.plain_cache.roll_back(root)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jobs.checkpoints import AttemptRecord, ResumeRecord
 from worker.cache import FullKVCache
+from worker.diversity import distinct
 from worker.resume import Recovery
 from worker.sequence import Sequence as TokenSequence
 from worker.verification import Verification
@@ -72,7 +73,10 @@ class RunningJob:
         return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
 
     def metrics(self, attempts: Sequence[AttemptRecord], exactness: str) -> dict[str, Any]:
-        """Numbers for the result line. Drafts and times are the last attempt's, recomputed tokens those of all."""
+        """Numbers for the result line. Drafts and times are the last attempt's, recomputed tokens those of all.
+
+        Distinct-1 to Distinct-4 are those of the whole output.
+        """
         seconds = time.monotonic() - self.started
         num_new_tokens = self.sequence.num_generated_tokens - self.num_recovered_tokens
         resumes = [attempt.resume for attempt in attempts if attempt.resume is not None]
@@ -83,6 +87,7 @@ class RunningJob:
             "num_accepted_tokens": self.num_accepted_tokens,
             "mean_acceptance_length": round(1 + self.num_accepted_tokens / max(1, self.num_drafts), 3),
             "ms_per_token": round(1000 * seconds / max(1, num_new_tokens), 3),
+            **distinct(self.sequence.output_ids),
             "num_attempts": self.assignment.attempt,
             "num_resumes": self.assignment.attempt - 1,
             "num_recovered_tokens": self.num_recovered_tokens,

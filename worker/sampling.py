@@ -6,6 +6,7 @@ min-p, eta; all in float32. Each works on one row, `[vocab] float32`, so that a 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 
@@ -84,6 +85,12 @@ class PenaltyWindow:
         for token_id in recent:
             self._count(token_id, 1)
 
+    def fork(self) -> PenaltyWindow:
+        """A window of its own that goes on from here."""
+        fork = copy.copy(self)
+        fork._recent, fork._counts, fork.seen = self._recent.copy(), self._counts.copy(), self.seen.clone()
+        return fork
+
     def push(self, token_id: int) -> None:
         """Take in the next token; the one that leaves the window is forgotten."""
         self._recent.append(token_id)
@@ -106,12 +113,30 @@ class TokenSampler:
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
 
+    def fork(self) -> TokenSampler:
+        """A sampler of its own that goes on from here, for a draft."""
+        fork = copy.copy(self)
+        fork._window = self._window.fork() if self._window is not None else None
+        return fork
+
     def draw(self, logits: torch.Tensor) -> int:
         """Draw the token at the next position from the target's logits there, `[vocab] float32`."""
-        if self._window is not None:
-            logits = penalise(logits, self._window.seen, self._params.repetition_penalty)
-        token_id = draw(logits, self._position, self._params, self._noise)
+        token_id = draw(self.penalised(logits), self._position, self._params, self._noise)
+        self.push(token_id)
+        return token_id
+
+    def push(self, token_id: int) -> None:
+        """Take in a token at the next position that was drawn elsewhere."""
         self._position += 1
         if self._window is not None:
             self._window.push(token_id)
-        return token_id
+
+    def penalised(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., vocab]` under the penalty of the tokens so far."""
+        if self._window is None:
+            return logits
+        return penalise(logits, self._window.seen, self._params.repetition_penalty)
+
+    def is_penalised(self, token_id: int) -> bool:
+        """Whether a token lies in the penalty window."""
+        return self._window is not None and bool(self._window.seen[token_id])

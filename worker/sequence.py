@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
@@ -52,6 +54,10 @@ class Sequence:
     @property
     def num_remaining_tokens(self) -> int:
         return self.max_length - self._length
+
+    def fork(self) -> Sequence:
+        """This sequence, to be extended by a draft. Nothing is copied: what is committed here later overwrites it."""
+        return copy.copy(self)
 
     def extend(self, token_ids: list[int] | np.ndarray) -> None:
         """Append committed tokens."""

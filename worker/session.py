@@ -49,7 +49,8 @@ class WorkerSession:
         self._codec = TextCodec(files)
         target = TargetModel.load(files, config.dtype, config.device)
         self.numerics = describe_numerics(target, config.num_threads)
-        self.engine = Engine(target, create_drafter(config.engine, target.vocab_size), self._codec.decode, counters)
+        drafter = create_drafter(config.engine, target, config.draft_model)
+        self.engine = Engine(target, drafter, self._codec.decode, counters)
         self._resumer = Resumer(self._checkpoints, self.engine.costs)
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from worker.attention import ATTENTION_NAME, attention_rows
+from worker.attention import ATTENTION_NAME, ExactRows, RowGroup
 from worker.cache import CacheShape, FullKVCache
 from worker.model_files import ModelError, ModelFiles
-from worker.tiles import SequenceRows, Tile, chain_rows, pack_tiles
+from worker.partial_rows import PartialRows, QueryTap
+from worker.tiles import SequenceRows, Tile, chain_rows, pack_tiles, tree_rows
+from worker.tree import DraftTree
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -23,6 +26,14 @@ def resolve_device(device: str) -> torch.device:
             "device cuda: no CUDA device is visible to torch; use --device cpu, or install swiftbatch[gpu]"
         )
     return torch.device("cuda" if device != "cpu" and available else "cpu")
+
+
+@dataclass(frozen=True)
+class RowOutputs:
+    """What a forward says of one sequence's rows."""
+
+    hidden: torch.Tensor  # [num_rows, hidden] final hidden states
+    logits: torch.Tensor  # [num_rows, vocab] float32
 
 
 class TargetModel:
@@ -63,19 +74,47 @@ class TargetModel:
         return FullKVCache(self.cache_shape, max_length)
 
     @torch.inference_mode()
-    def verify(self, groups: list[SequenceRows]) -> list[torch.Tensor]:
-        """Run the rows of several sequences; returns each one's logits `[num_rows, vocab] float32`."""
-        logits = [self.logits(self._hidden(tile))[: tile.num_rows] for tile in pack_tiles(groups, self._pad_rows)]
-        return list(torch.cat(logits).split([len(group) for group in groups]))
+    def verify(self, groups: list[SequenceRows]) -> list[RowOutputs]:
+        """Run the rows of several sequences, row-exactly; returns each one's outputs."""
+        hidden, logits = [], []
+        for tile in pack_tiles(groups, self._pad_rows):
+            states = self._tile(tile)
+            logits.append(self.logits(states)[: tile.num_rows])
+            hidden.append(states[: tile.num_rows])
+        sizes = [len(group) for group in groups]
+        split = zip(torch.cat(hidden).split(sizes), torch.cat(logits).split(sizes), strict=True)
+        return [RowOutputs(*outputs) for outputs in split]
 
     @torch.inference_mode()
     def append(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
         """Append one tile of known tokens to a cache; returns hidden states of those taken, `[num_rows, hidden]`."""
         rows = chain_rows(cache, token_ids)
         [tile] = pack_tiles([rows], self._pad_rows)
-        hidden = self._hidden(tile)[: len(rows)]
+        hidden = self._tile(tile)[: len(rows)]
         cache.advance(len(rows))
         return hidden
+
+    @torch.inference_mode()
+    def draft(self, groups: list[PartialRows]) -> list[RowOutputs]:
+        """Run rows behind partial caches: good guesses of what `verify` would say, in no way exact."""
+        token_ids = [token_id for group in groups for token_id in group.token_ids]
+        positions = [position for group in groups for position in group.positions]
+        hidden = self._hidden(token_ids, positions, list(groups))
+        sizes = [len(group) for group in groups]
+        split = zip(hidden.split(sizes), self.logits(hidden).split(sizes), strict=True)
+        return [RowOutputs(*outputs) for outputs in split]
+
+    @torch.inference_mode()
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        """Queries of one token behind a cache: `[num_layers, num_kv_heads, group, head_dim]`.
+
+        Its keys and values go to the slot behind the cache, where the same token's have the same bits.
+        """
+        rows = tree_rows(cache, token_id, DraftTree())
+        [tile] = pack_tiles([rows], self._pad_rows)
+        tap = QueryTap(ExactRows.prepare(rows, self.dtype, self.device))
+        self._hidden(tile.token_ids(), tile.positions(), [tap])
+        return tap.queries()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -83,13 +122,18 @@ class TargetModel:
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         return logits.float()
 
-    def _hidden(self, tile: Tile) -> torch.Tensor:
+    def _tile(self, tile: Tile) -> torch.Tensor:
         """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
+        groups: list[RowGroup] = [ExactRows.prepare(part, self.dtype, self.device) for part in tile.parts]
+        return self._hidden(tile.token_ids(), tile.positions(), groups)
+
+    def _hidden(self, token_ids: list[int], positions: list[int], groups: list[RowGroup]) -> torch.Tensor:
+        """Final hidden states of all rows of one forward: `[num_rows, hidden]`."""
         output = self.model.model(
-            input_ids=torch.tensor([tile.token_ids()], device=self.device),
-            position_ids=torch.tensor([tile.positions()], device=self.device),
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,
-            tile_rows=attention_rows(tile, self.dtype, self.device),
+            row_groups=groups,
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden

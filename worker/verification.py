@@ -1,10 +1,14 @@
-"""What one verified step tells its drafter."""
+"""How a draft tree is verified, and what one verified step tells its drafter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+from worker.tree import ROOT, DraftTree
 
 TOP_K = 8  # candidates of the target kept at every verified row
 
@@ -18,6 +22,7 @@ class Verification:
     row_token_ids: np.ndarray  # [num_rows] int64
     top_ids: np.ndarray | None  # [num_rows, TOP_K] int64, the target's best candidates after each row
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
+    hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
 
     @property
     def num_draft_tokens(self) -> int:
@@ -27,3 +32,28 @@ class Verification:
     def num_accepted_tokens(self) -> int:
         """Accepted draft tokens; never counts the bonus token."""
         return len(self.path)
+
+
+def walk(
+    tree: DraftTree,
+    logits: torch.Tensor,
+    draw: Callable[[torch.Tensor], int],
+    is_end: Callable[[int], bool] = lambda token_id: False,
+) -> tuple[list[int], list[int]]:
+    """Draw from the root on and follow the children that carry the drawn tokens, until one `is_end`.
+
+    `logits [num_rows, vocab] float32`, row 0 the root's. Returns the accepted nodes and the drawn tokens: those of
+    the path, then the bonus token. Every token is drawn from the given logits, so no drafter can bias it.
+    """
+    children = tree.children()
+    path: list[int] = []
+    drawn: list[int] = []
+    node: int | None = ROOT
+    has_ended = False
+    while node is not None and not has_ended:
+        drawn.append(draw(logits[node + 1]))
+        has_ended = is_end(drawn[-1])
+        node = children.get(node, {}).get(drawn[-1])
+        if node is not None:
+            path.append(node)
+    return path, drawn

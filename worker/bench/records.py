@@ -82,7 +82,17 @@ def _record(
 
 def write_json(path: Path, records: Many[DecodeRecord], settings: dict[str, Any], target: TargetModel) -> None:
     """Write `results` with the settings and the machine they were measured with."""
-    machine = {
+    document = {
+        "results": [record.model_dump() for record in records],
+        "settings": settings,
+        "machine": machine(target),
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def machine(target: TargetModel) -> dict[str, Any]:
+    """What figures depend on beside the settings: device, model and versions."""
+    return {
         "device": str(target.device) if target.device.type == "cpu" else torch.cuda.get_device_name(target.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "model_fingerprint": target.files.fingerprint,
@@ -93,8 +103,6 @@ def write_json(path: Path, records: Many[DecodeRecord], settings: dict[str, Any]
             "numpy": np.__version__,
         },
     }
-    document = {"results": [record.model_dump() for record in records], "settings": settings, "machine": machine}
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def render(records: Many[DecodeRecord]) -> Table:

@@ -87,7 +87,7 @@ def _continue(target: TargetModel, token_ids: list[int], num_tokens: int) -> lis
         max_tokens=num_tokens - len(token_ids), temperature=1.0, min_p=0.1, seed=SEED, ignore_eos=True
     )
     sequence = Sequence("bench-text", token_ids, sampling, target.vocab_size, target.device)
-    engine = Engine(target, create_drafter(DEFAULT_ENGINE, target.vocab_size))
+    engine = Engine(target, create_drafter(DEFAULT_ENGINE, target))
     engine.start(sequence)
     while sequence.finish_reason is None:
         engine.step()

@@ -3,60 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 
 if TYPE_CHECKING:
     from worker.drafters.base import Drafter
+    from worker.target import TargetModel
 
 __all__ = ["DEFAULT_ENGINE", "DRAFTERS", "ENGINE_NAMES", "DrafterFactory", "create_drafter"]
 
 
-def _autoregressive(vocab_size: int) -> Drafter:
+def _autoregressive(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.autoregressive import AutoregressiveDrafter
 
     return AutoregressiveDrafter()
 
 
-def _prompt_lookup(vocab_size: int) -> Drafter:
+def _prompt_lookup(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.prompt_lookup import PromptLookupDrafter
 
-    return PromptLookupDrafter(vocab_size)
+    return PromptLookupDrafter(target.vocab_size)
 
 
-def _suffix(vocab_size: int) -> Drafter:
+def _suffix(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.suffix import SuffixDrafter
 
     return SuffixDrafter()
 
 
-def _token_recycling(vocab_size: int) -> Drafter:
+def _token_recycling(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.token_recycling import TokenRecyclingDrafter
 
-    return TokenRecyclingDrafter(vocab_size)
+    return TokenRecyclingDrafter(target.vocab_size)
 
 
-def _token_recycling_static(vocab_size: int) -> Drafter:
+def _token_recycling_static(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.static_recycling import StaticTokenRecyclingDrafter
 
-    return StaticTokenRecyclingDrafter(vocab_size)
+    return StaticTokenRecyclingDrafter(target.vocab_size)
 
 
-def _token_recycling_static_80(vocab_size: int) -> Drafter:
+def _token_recycling_static_80(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.static_recycling import PaperTokenRecyclingDrafter
 
-    return PaperTokenRecyclingDrafter(vocab_size)
+    return PaperTokenRecyclingDrafter(target.vocab_size)
 
 
-def _token_recycling_no_noise(vocab_size: int) -> Drafter:
+def _token_recycling_no_noise(target: TargetModel, draft_model: Path) -> Drafter:
     from worker.drafters.token_recycling import TokenRecyclingDrafter
 
-    return TokenRecyclingDrafter(vocab_size, with_noise=False)
+    return TokenRecyclingDrafter(target.vocab_size, with_noise=False)
 
 
-DrafterFactory = Callable[[int], "Drafter"]
-"""Makes a drafter for a vocabulary of so many tokens."""
+def _tokenswift(target: TargetModel, draft_model: Path) -> Drafter:
+    from worker.drafters.tokenswift import TokenSwiftOptions, tokenswift
+
+    return tokenswift(target, draft_model, TokenSwiftOptions())
+
+
+def _tokenswift_paper(target: TargetModel, draft_model: Path) -> Drafter:
+    from worker.drafters.tokenswift import PAPER_OPTIONS, tokenswift
+
+    return tokenswift(target, draft_model, PAPER_OPTIONS)
+
+
+DrafterFactory = Callable[["TargetModel", "Path"], "Drafter"]
+"""Makes a drafter for a target, with a folder of trained parts."""
 
 DRAFTERS: dict[str, DrafterFactory] = {
     "autoregressive": _autoregressive,
@@ -66,11 +80,16 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "token-recycling-static": _token_recycling_static,
     "token-recycling-static-80": _token_recycling_static_80,
     "token-recycling-no-noise": _token_recycling_no_noise,
+    "tokenswift": _tokenswift,
+    "tokenswift-paper": _tokenswift_paper,
 }
 
 
-def create_drafter(name: str, vocab_size: int) -> Drafter:
-    """Make the drafter of an engine. Raises ValueError for an unknown name."""
+def create_drafter(name: str, target: TargetModel, draft_model: str | Path | None = None) -> Drafter:
+    """Make the drafter of an engine; `draft_model` is the folder of its trained parts, None the target's own folder.
+
+    Raises ValueError for an unknown name, ModelError where trained parts are missing or belong to another model.
+    """
     if name not in DRAFTERS:
         raise ValueError(f"unknown engine {name!r}; expected one of: {', '.join(DRAFTERS)}")
-    return DRAFTERS[name](vocab_size)
+    return DRAFTERS[name](target, Path(draft_model or target.files.path))

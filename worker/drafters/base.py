@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from worker.cache import FullKVCache
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import Verification
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A tree is wanted behind a sequence's end: at most `max_nodes` nodes, none deeper than `max_depth`."""
+
+    sequence: Sequence
+    max_nodes: int
+    max_depth: int
 
 
 class Drafter(ABC):
@@ -19,14 +30,22 @@ class Drafter(ABC):
     """
 
     needs_top_k: ClassVar[bool] = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
-    num_nodes: ClassVar[int | None] = None  # a tree size that belongs to the method; None: as many as pay
+    needs_hidden: ClassVar[bool] = False  # whether `Verification.hidden` must be filled
+    num_nodes: int | None = None  # a tree size that belongs to the method; None: as many as pay
 
-    def start(self, sequence: Sequence) -> None:  # noqa: B027
-        """Take in a new or resumed sequence, whose prompt and committed tokens are there already."""
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:  # noqa: B027
+        """Take in a new or resumed sequence, whose prompt and committed tokens are there already.
+
+        `cache` is the sequence's own; from the first `propose` on it holds every token but the last.
+        """
 
     @abstractmethod
     def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
+
+    def propose_all(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        """Propose for all sequences of a step; drafters that run a model do it for all at once."""
+        return [self.propose(request.sequence, request.max_nodes, request.max_depth) for request in requests]
 
     def learn(  # noqa: B027
         self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray

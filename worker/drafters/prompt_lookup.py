@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
 from worker.sequence import Sequence
 from worker.tree import DraftTree
@@ -55,7 +56,7 @@ class PromptLookupDrafter(Drafter):
         self._vocab_size = vocab_size
         self._indexes: dict[str, NGramIndex] = {}
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         index = self._indexes[sequence.sequence_id] = NGramIndex(self._vocab_size)
         index.catch_up(sequence)
 

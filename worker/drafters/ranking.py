@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from worker.sequence import Sequence
 
@@ -46,6 +47,23 @@ class CandidateRanker:
         return sorted(
             ((score - log_total, token) for score, token in zip(scores, token_ids, strict=True)), reverse=True
         )
+
+    def rank_logits(self, logits: torch.Tensor, first_depth: int, width: int) -> list[list[tuple[float, int]]]:
+        """Rank all tokens at consecutive depths, by guessed logits `[num_depths, vocab] float32` under their penalty.
+
+        Returns the best `width` of each depth: (log-confidence, token), best first.
+        """
+        logprobs = torch.log_softmax(logits, dim=-1)
+        if self._floor > -math.inf:
+            logprobs = logprobs.masked_fill(logprobs < logprobs.amax(dim=-1, keepdim=True) + self._floor, -math.inf)
+        if self._with_noise:
+            first = len(self._sequence) + first_depth - 1
+            noise = torch.stack([self._sequence.noise.row(first + i) for i in range(len(logits))])
+            logprobs = logprobs + self._temperature * noise
+        confidence = torch.log_softmax(logprobs / self._spread, dim=-1)
+        best = confidence.topk(width, dim=-1)
+        pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        return [list(zip(*pair, strict=True)) for pair in pairs]
 
     def _shifts(self, depth: int, token_ids: list[int]) -> list[float]:
         """T * G of the candidates at one depth."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
 from worker.drafters.best_first import grow_best_first
 from worker.drafters.ranking import CandidateRanker
@@ -23,7 +24,7 @@ class SuffixDrafter(Drafter):
     def __init__(self) -> None:
         self._automata: dict[str, SuffixAutomaton] = {}
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._automata[sequence.sequence_id] = SuffixAutomaton()
         self._catch_up(sequence)
 

@@ -1,0 +1,17 @@
+"""The options of commands that load a model in this process."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+DTYPE = click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+MODEL = click.option("--model", default="embedded", show_default=True, help="`embedded`, a folder, or a hub id.")
+THREADS = click.option("--threads", type=click.IntRange(1), help="CPU threads. [default: all cores]")
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,158 @@
+"""Two levels of speculation: the same tokens whatever the drafts see, one forward for all, resumable drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jobs.sampling import SamplingParams
+from worker.drafters import create_drafter
+from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.draft_plan import DraftPlan, PaperPlanner
+from worker.drafters.tokenswift import PAPER_OPTIONS, STRATEGIES, TokenSwiftOptions, tokenswift
+from worker.drafters.two_level import TwoLevelDrafter
+from worker.engine import Engine
+from worker.model_files import ModelError
+from worker.sequence import Sequence
+from worker.target import TargetModel
+from worker.text import TextCodec
+from worker.tree import DraftTree
+
+PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
+SAMPLERS = {
+    "T=0": {"temperature": 0.0},
+    "T=0.4, top-p 0.9": {"temperature": 0.4, "top_p": 0.9},
+    "T=1, min-p 0.1, penalty": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 128},
+    "T=1.2, eta, penalty": {"temperature": 1.2, "eta": 2e-4, "repetition_penalty": 1.15},
+}
+SMALL_BUDGET = 64  # so that a short text overflows it many times
+
+
+def new_sequence(target: TargetModel, sampler: str, num_tokens: int, name: str = "a", seed: int = 5) -> Sequence:
+    codec = TextCodec(target.files)
+    params = SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True, **SAMPLERS[sampler])  # type: ignore[arg-type]
+    return Sequence(name, codec.encode(PROMPT), params, target.vocab_size)
+
+
+def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
+    engine = Engine(target, drafter)
+    for sequence in sequences:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in sequences):
+        engine.step()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel) -> dict[str, list[int]]:
+    outputs = {}
+    for sampler in SAMPLERS:
+        sequence = new_sequence(target, sampler, 150)
+        run(target, create_drafter("autoregressive", target), sequence)
+        outputs[sampler] = sequence.output_ids.tolist()
+    return outputs
+
+
+@pytest.mark.parametrize("draft_rounds", [None, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_tokens_are_those_of_plain_decoding(
+    target: TargetModel, plain: dict[str, list[int]], sampler: str, strategy: str, draft_rounds: int | None
+) -> None:
+    options = TokenSwiftOptions(strategy=strategy, budget=SMALL_BUDGET, draft_rounds=draft_rounds)
+    sequence = new_sequence(target, sampler, 150)
+    run(target, tokenswift(target, target.files.path, options), sequence)
+    assert sequence.output_ids.tolist() == plain[sampler]
+
+
+def always(target: TargetModel, chain_length: int, strategy: str, **changes: int) -> TwoLevelDrafter:
+    """A drafter that always drafts chains of one length."""
+    options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
+    drafter = tokenswift(target, target.files.path, options)
+    planner = PaperPlanner(1)
+    planner._plan = DraftPlan(chain_length, 5, chain_length, chain_length)
+    drafter._planner = planner
+    return drafter
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampler: str) -> None:
+    """The forward with a partial cache is the target's own, tree mask, positions, noise and penalty included."""
+    drafter = always(target, 8, "full")
+    counters = run(target, drafter, new_sequence(target, sampler, 300)).counters
+    assert drafter.counters.num_round_tokens > 100
+    assert counters.acceptance_rate > 0.9
+
+
+def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel) -> None:
+    for strategy in STRATEGIES:
+        undisturbed, resumed = (always(target, 8, strategy, budget=SMALL_BUDGET) for _ in range(2))
+        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 400)
+        engine = Engine(target, undisturbed)
+        slot = engine.start(sequence)
+        while sequence.num_generated_tokens < 300:
+            engine.step()
+        resumed.start(sequence, slot.cache)
+        trees = [drafter.propose(sequence, 31, 20) for drafter in (undisturbed, resumed)]
+        assert trees[0] == trees[1]
+        ours, theirs = (drafter._tracked["a"].draft_cache for drafter in (undisturbed, resumed))
+        num_slots = ours._num_sequence_slots
+        assert theirs._num_sequence_slots == num_slots
+        assert ours._buffer[:, :, :, :num_slots].equal(theirs._buffer[:, :, :, :num_slots])
+        tables = [drafter._proposer._tables["a"] for drafter in (undisturbed, resumed)]  # type: ignore[attr-defined]
+        newest = int(sequence.token_ids[-1])
+        assert len(tables[0]) == len(tables[1])
+        assert tables[0].most_frequent(newest, 20) == tables[1].most_frequent(newest, 20)
+
+
+def test_sequences_of_a_batch_share_the_draft_forwards(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = always(target, 8, "summary")
+    sequences = [new_sequence(target, "T=1, min-p 0.1, penalty", 60, name, i) for i, name in enumerate("abc")]
+    group_counts = []
+    draft = target.draft
+    monkeypatch.setattr(target, "draft", lambda groups: group_counts.append(len(groups)) or draft(groups))
+    run(target, drafter, *sequences)
+    assert max(group_counts) == 3
+    assert group_counts.count(3) > group_counts.count(1)
+
+
+def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> None:
+    drafter = always(target, 8, "full")
+    sequences = [new_sequence(target, "T=0", 40, name, i) for i, name in enumerate("ab")]
+    engine = Engine(target, drafter)
+    for sequence in sequences:
+        engine.start(sequence)
+    for _ in range(3):
+        engine.step()
+    requests = [DraftRequest(sequence, 31, 8) for sequence in sequences]
+    assert drafter.propose_all(requests) == [drafter.propose_all([request])[0] for request in requests]
+
+
+def first_tree(target: TargetModel, **changes: object) -> DraftTree:
+    """The draft tree behind one step with the paper's options."""
+    drafter = tokenswift(target, target.files.path, replace(PAPER_OPTIONS, num_ngrams=0, **changes))  # type: ignore[arg-type]
+    sequence = new_sequence(target, "T=0", 50)
+    engine = Engine(target, drafter)
+    engine.start(sequence)
+    engine.step()
+    return drafter.propose(sequence, 127, 20)
+
+
+def test_the_papers_step_is_one_row_then_one_tree(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    draft = target.draft
+    monkeypatch.setattr(target, "draft", lambda groups: rows.append(len(groups[0])) or draft(groups))
+    depths = first_tree(target).depths()
+    assert rows == [1, 1]
+    assert [depths.count(depth) for depth in (1, 2, 3, 4, 5)] == [1, 3, 9, 27, 0]
+
+
+def test_the_first_digit_counts_candidates_for_the_drawn_token(target: TargetModel) -> None:
+    tree = first_tree(target, digits=(3, 3, 2))
+    assert [tree.depths().count(depth) for depth in (1, 2, 3, 4)] == [3, 9, 18, 0]
+
+
+def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:
+    with pytest.raises(ModelError, match=r"tree 1,3,3,3,3: the heads in .* are 3"):
+        tokenswift(target, target.files.path, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))

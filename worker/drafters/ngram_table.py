@@ -1,0 +1,137 @@
+"""The n-grams of a growing output, counted and ranked by frequency behind their first token (TokenSwift 3.2).
+
+Every distinct n-gram is an entry: where it stood first, how often it was seen. The entries that share a first token
+form a circular list, most frequent first, then most recent first; it begins and ends at that token's sentinel, an
+entry of count 0. The front of every run of equal counts is known, so counting an n-gram again is one move in its list:
+constant time. N-grams are found by a hash table with chains. All of it lies in flat arrays of 4-byte integers.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+_NONE = -1
+_FIRST_BITS = 32  # of a key of `_fronts`: the first token; the count stands above
+_INT_OBJECT_BYTES = 32
+
+
+class NgramTable:
+    """Which tokens followed each token, how often. A pure function of the tokens taken in, whatever the pieces."""
+
+    def __init__(self, size: int = 4) -> None:
+        """Count n-grams of `size` tokens. Raises ValueError where `size` leaves none behind the first."""
+        if size < 2:
+            raise ValueError(f"n-grams of {size} tokens: expected 2 or more")
+        self._size = size
+        self._tokens = array("i")
+        self._starts = array("i")  # where each entry's n-gram stood first; -1 for a sentinel
+        self._counts = array("i")
+        self._next = array("i")  # in the list of the first token
+        self._previous = array("i")
+        self._chain = array("i")  # the next entry of the same bucket
+        self._buckets = array("i", [_NONE]) * 64  # hash -> its first entry
+        self._fronts: dict[int, int] = {}  # count and first token -> the most recent entry of that count
+
+    def __len__(self) -> int:
+        """Number of tokens taken in."""
+        return len(self._tokens)
+
+    def num_bytes(self) -> int:
+        """Memory held by arrays and the dict, in bytes, integer objects included."""
+        entries = (self._starts, self._counts, self._next, self._previous, self._chain)
+        size = sum(sys.getsizeof(part) for part in (self._tokens, *entries, self._buckets))
+        return size + sys.getsizeof(self._fronts) + 2 * _INT_OBJECT_BYTES * len(self._fronts)
+
+    def extend(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Take in the next tokens (integers from 0 to 2^31 - 1), in amortised constant time each."""
+        for token_id in np.asarray(token_ids, dtype=np.int32).tolist():
+            self._tokens.append(token_id)
+            if len(self._tokens) >= self._size:
+                self._count_newest(self._tokens[-self._size :])
+
+    def most_frequent(self, first_token: int, k: int) -> list[tuple[tuple[int, ...], int]]:
+        """At most `k` of (the `size` - 1 tokens behind `first_token`, count), most frequent first, then most recent.
+
+        Takes O(k); empty where the token began no n-gram yet.
+        """
+        found: list[tuple[tuple[int, ...], int]] = []
+        sentinel = self._fronts.get(first_token, _NONE)
+        entry = self._next[sentinel] if sentinel != _NONE else _NONE
+        while entry != sentinel and len(found) < k:
+            start = self._starts[entry]
+            found.append((tuple(self._tokens[start + 1 : start + self._size]), self._counts[entry]))
+            entry = self._next[entry]
+        return found
+
+    def _count_newest(self, ngram: array[int]) -> None:
+        """Count the n-gram that ends with the newest token."""
+        first = ngram[0]
+        entry = self._find(ngram)
+        if entry == _NONE:
+            sentinel = self._fronts.get(first, _NONE)
+            if sentinel == _NONE:
+                sentinel = self._fronts[first] = self._new_entry(_NONE)
+                self._next[sentinel] = self._previous[sentinel] = sentinel
+            entry = self._new_entry(len(self._tokens) - self._size)
+            self._hash_in(entry, ngram)
+            self._insert_before(entry, self._fronts.get(1 << _FIRST_BITS | first, sentinel))
+        else:
+            self._promote(entry, first)
+        self._counts[entry] += 1
+        self._fronts[self._counts[entry] << _FIRST_BITS | first] = entry
+
+    def _promote(self, entry: int, first: int) -> None:
+        """Move an entry to the front of those seen once more often than it was."""
+        count = self._counts[entry]
+        key = count << _FIRST_BITS | first
+        front = self._fronts[key]
+        target = self._fronts.get((count + 1) << _FIRST_BITS | first, front)
+        following = self._next[entry]
+        if front == entry:
+            if self._counts[following] == count:
+                self._fronts[key] = following
+            else:
+                del self._fronts[key]
+        if target != entry:
+            self._next[self._previous[entry]] = following
+            self._previous[following] = self._previous[entry]
+            self._insert_before(entry, target)
+
+    def _insert_before(self, entry: int, target: int) -> None:
+        before = self._previous[target]
+        self._next[before] = self._previous[target] = entry
+        self._previous[entry], self._next[entry] = before, target
+
+    def _new_entry(self, start: int) -> int:
+        self._starts.append(start)
+        for part in (self._counts, self._next, self._previous):
+            part.append(0)
+        self._chain.append(_NONE)
+        return len(self._starts) - 1
+
+    def _find(self, ngram: array[int]) -> int:
+        entry = self._buckets[hash(tuple(ngram)) & len(self._buckets) - 1]
+        while entry != _NONE:
+            start = self._starts[entry]
+            if self._tokens[start : start + self._size] == ngram:
+                return entry
+            entry = self._chain[entry]
+        return _NONE
+
+    def _hash_in(self, entry: int, ngram: array[int]) -> None:
+        """Put a new entry into its bucket; where there are more entries than buckets, double these first."""
+        if entry >= len(self._buckets):
+            self._buckets = array("i", [_NONE]) * (2 * len(self._buckets))
+            for other, start in enumerate(self._starts[:entry]):
+                if start != _NONE:
+                    self._chain_up(other, self._tokens[start : start + self._size])
+        self._chain_up(entry, ngram)
+
+    def _chain_up(self, entry: int, ngram: array[int]) -> None:
+        bucket = hash(tuple(ngram)) & len(self._buckets) - 1
+        self._chain[entry] = self._buckets[bucket]
+        self._buckets[bucket] = entry
