@@ -6,6 +6,7 @@ have brought. More rows cost little in a short cache and much in a long one; the
 
 from __future__ import annotations
 
+import bisect
 import functools
 import time
 from dataclasses import dataclass
@@ -36,13 +37,18 @@ class StepCosts:
 
     def at(self, num_rows: int, length: int) -> float:
         """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
-        by_length = [float(np.interp(num_rows, ROW_COUNTS, row)) for row in self.seconds]
+        by_length = self._by_rows[min(num_rows, ROW_COUNTS[-1])]
         if len(self.lengths) == 1:
             return by_length[0]
-        i = min(int(np.searchsorted(self.lengths, length)), len(self.lengths) - 1)
-        i = max(i, 1)
+        i = max(1, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1))
         slope = (by_length[i] - by_length[i - 1]) / (self.lengths[i] - self.lengths[i - 1])
         return by_length[i - 1] + max(0.0, slope) * (length - self.lengths[i - 1])
+
+    @functools.cached_property
+    def _by_rows(self) -> list[list[float]]:
+        """Seconds for every number of rows and measured length: plain numbers, since plans ask at every step."""
+        numbers = range(ROW_COUNTS[-1] + 1)
+        return [[float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds] for number in numbers]
 
     def replay_seconds(self, start: int, end: int) -> float:
         """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""

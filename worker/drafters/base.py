@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -29,8 +28,8 @@ class Drafter(ABC):
     One instance serves all sequences of its worker; what it learns from one may help the next (hot start).
     """
 
-    needs_top_k: ClassVar[bool] = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
-    needs_hidden: ClassVar[bool] = False  # whether `Verification.hidden` must be filled
+    needs_top_k: bool = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
+    needs_hidden: bool = False  # whether `Verification.hidden` must be filled
     num_nodes: int | None = None  # a tree size that belongs to the method; None: as many as pay
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:  # noqa: B027

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import TypeVar
 
 from worker.tree import ROOT, DraftTree
 
-Expand = Callable[[int, int], list[tuple[float, int, int]]]
+Context = TypeVar("Context")
+Expand = Callable[[Context, int], list[tuple[float, int, Context]]]
 """(context, depth) -> candidates at that depth, best first: (log-confidence given the parent, token, next context)."""
 
 
-def grow_best_first(root_context: int, expand: Expand, max_nodes: int, max_depth: int) -> DraftTree:
+def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: int, max_depth: int) -> DraftTree:
     """Grow a tree of at most `max_nodes` nodes and depth at most `max_depth`.
 
     A context is whatever the drafter's `expand` looks candidates up with: a token, a state. Each node waits in the
@@ -20,10 +22,10 @@ def grow_best_first(root_context: int, expand: Expand, max_nodes: int, max_depth
     token_ids: list[int] = []
     parents: list[int] = []
     # (-log-confidence of the path, tie-breaker, parent, depth, siblings, place among them, that of the parent's path)
-    queue: list[tuple[float, int, int, int, list[tuple[float, int, int]], int, float]] = []
+    queue: list[tuple[float, int, int, int, list[tuple[float, int, Context]], int, float]] = []
     num_pushed = 0
 
-    def push(parent: int, depth: int, siblings: list[tuple[float, int, int]], place: int, path: float) -> None:
+    def push(parent: int, depth: int, siblings: list[tuple[float, int, Context]], place: int, path: float) -> None:
         nonlocal num_pushed
         if place < len(siblings):
             num_pushed += 1

@@ -99,7 +99,7 @@ class MeasuredPlanner:
         if is_tree != (is_close and length % EXPLORE_EVERY == 0):
             return DraftPlan(0, 0, 0, tree.num_nodes)
         num_round_nodes = self._trees.max_nodes(min(length, self._budget), num_sequences, 0.0)
-        return DraftPlan(TILE_ROWS, num_round_nodes, chain.num_nodes, self.max_nodes)
+        return DraftPlan(TILE_ROWS, num_round_nodes, chain.num_nodes, chain.num_nodes)
 
     def observe_tree(self, num_nodes: int, path: list[int]) -> None:
         self._trees.observe(num_nodes, path)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from worker.drafters.draft import Draft
 from worker.sequence import Sequence
 from worker.tree import DraftTree
+from worker.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Proposal:
 class Proposer(ABC):
     """Serves all sequences of one worker, as a `Drafter` does."""
 
+    needs_top_k: bool = False  # whether the target's candidates at every verified row are wanted
+
     @abstractmethod
     def start(self, sequence: Sequence) -> None:
         """Take in a new or resumed sequence."""
@@ -30,9 +35,21 @@ class Proposer(ABC):
         """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
 
     @abstractmethod
-    def update(self, sequence: Sequence) -> None:
-        """Take in what was committed to the sequence."""
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        """Learn from a full verification, after its tokens were committed to the sequence."""
+
+    def learn(  # noqa: B027
+        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        """As `Drafter.learn`."""
 
     @abstractmethod
     def stop(self, sequence: Sequence) -> None:
         """Forget a sequence."""
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """As `Drafter.state`."""
+        return {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:  # noqa: B027
+        """As `Drafter.restore`."""

@@ -53,14 +53,14 @@ class CandidateRanker:
 
         Returns the best `width` of each depth: (log-confidence, token), best first.
         """
-        logprobs = torch.log_softmax(logits, dim=-1)
+        scores = logits
         if self._floor > -math.inf:
-            logprobs = logprobs.masked_fill(logprobs < logprobs.amax(dim=-1, keepdim=True) + self._floor, -math.inf)
+            scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + self._floor, -math.inf)
         if self._with_noise:
             first = len(self._sequence) + first_depth - 1
             noise = torch.stack([self._sequence.noise.row(first + i) for i in range(len(logits))])
-            logprobs = logprobs + self._temperature * noise
-        confidence = torch.log_softmax(logprobs / self._spread, dim=-1)
+            scores = torch.add(scores, noise, alpha=self._temperature)
+        confidence = torch.log_softmax(scores / self._spread, dim=-1)
         best = confidence.topk(width, dim=-1)
         pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [list(zip(*pair, strict=True)) for pair in pairs]

@@ -41,12 +41,22 @@ class TokenRecyclingDrafter(Drafter):
         ranker = CandidateRanker(sequence, self._with_noise)
 
         def expand(pair: int, depth: int) -> list[tuple[float, int, int]]:
-            token = pair % self._vocab_size
-            ids, logprobs = mixed(self._tokens.row(token), self._pairs.row(pair))
-            next_pairs = token * self._vocab_size
-            return [(confidence, child, next_pairs + child) for confidence, child in ranker.rank(depth, ids, logprobs)]
+            ranked = ranker.rank(depth, *self.candidates(pair))
+            return [(confidence, child, self.next_pair(pair, child)) for confidence, child in ranked]
 
-        return grow_best_first(self._pair(sequence, len(sequence) - 1), expand, max_nodes, max_depth)
+        return grow_best_first(self.newest_pair(sequence), expand, max_nodes, max_depth)
+
+    def newest_pair(self, sequence: Sequence) -> int:
+        """The last two tokens of a sequence, as one integer."""
+        return self._pair(sequence, len(sequence) - 1)
+
+    def next_pair(self, pair: int, token_id: int) -> int:
+        """The pair that a token makes with the last one of `pair`."""
+        return pair % self._vocab_size * self._vocab_size + token_id
+
+    def candidates(self, pair: int) -> tuple[list[int], list[float]]:
+        """What may follow a pair: ids and log-probabilities, best first."""
+        return mixed(self._tokens.row(pair % self._vocab_size), self._pairs.row(pair))
 
     def learn(
         self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray

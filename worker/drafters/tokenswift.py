@@ -7,34 +7,35 @@ noise of the coming positions, and several rounds with the partial cache may com
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from worker.budget import measure_step_costs
 from worker.cache import CacheShape
 from worker.draft_cache import DraftCache
-from worker.drafters.digit_tree import digit_tree
+from worker.drafters.digit_tree import Ranked, Recycled, digit_tree
 from worker.drafters.draft import Draft
 from worker.drafters.draft_plan import MeasuredPlanner, PaperPlanner
 from worker.drafters.heads import DecodingHeads
 from worker.drafters.ngram_table import NgramTable
 from worker.drafters.proposer import Proposal, Proposer
 from worker.drafters.ranking import CandidateRanker
+from worker.drafters.token_recycling import TokenRecyclingDrafter
 from worker.drafters.two_level import TwoLevelDrafter
 from worker.model_files import ModelError
 from worker.partial_cache import PartialKVCache
 from worker.sequence import Sequence
 from worker.summary_cache import SummaryKVCache
 from worker.target import TargetModel
+from worker.verification import Verification
 
 TYPICAL_LOGIT = 10.0  # of a likely token: what the penalty takes from it decides whether an n-gram is held back
-
-Ranked = list[tuple[float, int]]
 
 
 @dataclass(frozen=True)
@@ -47,33 +48,51 @@ class TokenSwiftOptions:
     strategy: str = "summary"
     budget: int = 2048
     draft_rounds: int | None = None  # K; None: as many as pay
+    recycles: bool = True  # also what the target said at the rows it verified (token recycling)
 
 
-PAPER_OPTIONS = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1)
+PAPER_OPTIONS = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1, recycles=False)
 
 
 class TokenSwiftProposer(Proposer):
     """Heads and n-grams in one tree."""
 
-    def __init__(self, heads: DecodingHeads, options: TokenSwiftOptions) -> None:
+    def __init__(self, heads: DecodingHeads, options: TokenSwiftOptions, vocab_size: int) -> None:
+        self.needs_top_k = options.recycles
         self._heads = heads
         self._options = options
+        self._recycling = TokenRecyclingDrafter(vocab_size)
         self._tables: dict[str, NgramTable] = {}
 
     def start(self, sequence: Sequence) -> None:
-        self._tables[sequence.sequence_id] = NgramTable(self._options.ngram_size)
-        self.update(sequence)
+        self._tables[sequence.sequence_id] = table = NgramTable(self._options.ngram_size)
+        table.extend(sequence.output_ids)
 
     def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
         if max_nodes < 1 or max_depth < 1:
             return Proposal()
         digits = self._options.digits[1:]  # the first one is the newest token's own
         levels = self._levels(draft, draft.hidden, max(digits)) if digits and draft.hidden is not None else []
-        return Proposal(*digit_tree(levels, digits, self._ngrams(draft), max_nodes, max_depth))
+        recycled = self._recycled(draft) if self._options.recycles else None
+        return Proposal(*digit_tree(levels, digits, self._ngrams(draft), max_nodes, max_depth, recycled))
 
-    def update(self, sequence: Sequence) -> None:
+    def update(self, sequence: Sequence, verification: Verification) -> None:
         table = self._tables[sequence.sequence_id]
         table.extend(sequence.output_ids[len(table) :])
+        if self._options.recycles:
+            self._recycling.update(sequence, verification)
+
+    def learn(
+        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        self._recycling.learn(previous_ids, row_token_ids, top_ids, top_logprobs)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        return self._recycling.state(sequence) if self._options.recycles else {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        if self._options.recycles:
+            self._recycling.restore(sequence, state)
 
     def stop(self, sequence: Sequence) -> None:
         del self._tables[sequence.sequence_id]
@@ -82,6 +101,17 @@ class TokenSwiftProposer(Proposer):
         """Candidates of the heads behind the newest token, depth by depth."""
         logits = draft.sampler.penalised(self._heads.logits(hidden))  # [num_heads, vocab]
         return CandidateRanker(draft.sequence).rank_logits(logits, 1, width)
+
+    def _recycled(self, draft: Draft) -> Recycled:
+        """What the target said behind the same tokens before."""
+        ranker = CandidateRanker(draft.sequence)
+        newest = self._recycling.newest_pair(draft.sequence)
+
+        def candidates(path: tuple[int, ...]) -> Ranked:
+            pair = functools.reduce(self._recycling.next_pair, path, newest)
+            return ranker.rank(len(path) + 1, *self._recycling.candidates(pair))
+
+        return candidates
 
     def _ngrams(self, draft: Draft) -> list[Ranked]:
         """What followed the newest token most often, each token with its confidence behind those in front of it."""
@@ -130,13 +160,13 @@ def tokenswift(target: TargetModel, heads_folder: Path, options: TokenSwiftOptio
     if len(options.digits) > heads.num_heads + 1:
         digits = ",".join(map(str, options.digits))
         raise ModelError(f"tree {digits}: the heads in {heads_folder} are {heads.num_heads}, for that many digits + 1")
-    proposer = TokenSwiftProposer(heads, options)
+    proposer = TokenSwiftProposer(heads, options, target.vocab_size)
     planner = (
         MeasuredPlanner(measure_step_costs(target), options.budget)
         if options.draft_rounds is None
         else PaperPlanner(options.draft_rounds)
     )
-    new_cache = partial(STRATEGIES[options.strategy], target.cache_shape, options.budget)
+    new_cache = functools.partial(STRATEGIES[options.strategy], target.cache_shape, options.budget)
     return TwoLevelDrafter(target, proposer, new_cache, planner, options.digits[0])
 
 

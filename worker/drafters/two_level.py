@@ -69,6 +69,7 @@ class TwoLevelDrafter(Drafter):
         """`num_alternatives` candidates for the last drawn token go to the full verification."""
         self.counters = DraftCounters()
         self.num_nodes = planner.max_nodes
+        self.needs_top_k = proposer.needs_top_k
         self._target = target
         self._proposer = proposer
         self._new_draft_cache = new_draft_cache
@@ -90,13 +91,18 @@ class TwoLevelDrafter(Drafter):
             self._round(active)
         return [self._close(draft, request) for draft, request in zip(drafts, requests, strict=True)]
 
+    def learn(
+        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        self._proposer.learn(previous_ids, row_token_ids, top_ids, top_logprobs)
+
     def update(self, sequence: Sequence, verification: Verification) -> None:
         tracked = self._tracked[sequence.sequence_id]
         for token_id in verification.committed_ids:
             tracked.sampler.push(token_id)
         assert verification.hidden is not None
         tracked.hidden = verification.hidden[-1]
-        self._proposer.update(sequence)
+        self._proposer.update(sequence, verification)
         self._observe(tracked.whole, verification)
 
     def _observe(self, whole: WholeDraft, verification: Verification) -> None:
@@ -118,10 +124,11 @@ class TwoLevelDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
-        return self._planner.state()
+        """What planner and proposer have learned; all else follows from the tokens and is rebuilt from them."""
+        return self._planner.state() | self._proposer.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        self._proposer.restore(sequence, state)
         self._planner.restore(state)
 
     def _open(self, request: DraftRequest, num_sequences: int) -> Draft:
@@ -154,7 +161,7 @@ class TwoLevelDrafter(Drafter):
     def _close(self, draft: Draft, request: DraftRequest) -> DraftTree:
         """The chain, and below it what the proposer has to say."""
         started = time.perf_counter()
-        max_nodes = min(draft.plan.num_nodes, request.max_nodes)
+        max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), request.max_nodes)
         below = self._proposer.propose(draft, max_nodes - draft.num_tokens, draft.depth_left)
         whole = assemble(draft, below, self._num_alternatives, max_nodes)
         self._tracked[request.sequence.sequence_id].whole = whole
