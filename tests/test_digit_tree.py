@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from worker.drafters.digit_tree import Ranked, digit_tree, parse_digits
+from worker.drafters.digit_tree import Ranked, digit_tree
 from worker.tree import ROOT, DraftTree
 
 Paths = dict[tuple[int, ...], float]
@@ -108,14 +108,3 @@ def test_forty_nodes_and_twenty_ngrams_take_a_fraction_of_a_millisecond() -> Non
         assert len(digit_tree(levels, (1, 3, 3, 3), ngrams, 40, 9)[0]) == 40
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.3e-3
-
-
-def test_digits_are_read_from_text() -> None:
-    assert parse_digits("1,3,3,3") == (1, 3, 3, 3)
-    assert parse_digits(" 4, 12 ") == (4, 12)
-
-
-@pytest.mark.parametrize("text", ["", "1,,3", "1,0,3", "1,-3", "1;3", "a", "1.5"])
-def test_bad_digits_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^tree digits .*: expected positive whole numbers.* 1,3,3,3$"):
-        parse_digits(text)

@@ -80,7 +80,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain(target: TargetModel, codec: TextCodec) -> Plain:
-    return Plain(target, codec, num_tokens=300)
+    return Plain(target, codec, num_tokens=160)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -144,7 +144,7 @@ def interrupted(plain: Plain, engine_name: str, setting: str, num_tokens: int) -
 @pytest.mark.parametrize("setting", ["greedy", "sampled, filtered"])
 @pytest.mark.parametrize("engine_name", DRAFTERS)
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
-    for num_tokens in (1, 97, 299):
+    for num_tokens in (1, 97, 159):
         sequences = list(interrupted(plain, engine_name, setting, num_tokens))
         assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
 
@@ -162,7 +162,7 @@ def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
 
 
 def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) -> None:
-    [sequence, *_] = interrupted(plain, "suffix", "greedy", 300)
+    [sequence, *_] = interrupted(plain, "suffix", "greedy", 160)
     assert decode(plain.target, "suffix", [sequence]) == plain.outputs("greedy")[:1]
     assert sequence.finish_reason == "length"
 

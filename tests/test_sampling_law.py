@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.drafters.digit_tree import digit_tree, parse_digits
+from worker.drafters.digit_tree import digit_tree
 from worker.drafters.ngram_table import NgramTable
 from worker.sampling import TokenSampler, penalise, process
 from worker.sequence import Sequence
@@ -47,7 +47,7 @@ def paper_tree() -> DraftTree:
         [best, *((math.log(count / len(text)), token) for token in behind)]
         for behind, count in table.most_frequent(best[1], 20)
     ]
-    return digit_tree(levels, parse_digits("1,3,3,3"), ngrams, max_nodes=100, max_depth=4)[0]
+    return digit_tree(levels, (1, 3, 3, 3), ngrams, max_nodes=100, max_depth=4)[0]
 
 
 PAPER_TREE = paper_tree()

@@ -28,14 +28,6 @@ class _Context(NamedTuple):
     in_digits: bool
 
 
-def parse_digits(text: str) -> tuple[int, ...]:
-    """Children per node and depth, from a text such as "1,3,3,3". Raises ValueError with one line for the user."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"tree digits {text!r}: expected positive whole numbers with commas between, such as 1,3,3,3")
-    return tuple(int(part) for part in parts)
-
-
 def digit_tree(
     levels: list[Ranked],
     digits: tuple[int, ...],

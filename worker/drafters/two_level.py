@@ -37,7 +37,6 @@ class DraftCounters:
 
     num_rounds: int = 0  # forwards with a partial cache, counted for each sequence
     num_round_tokens: int = 0  # what they drew
-    num_draft_depth: int = 0  # depths of all drafts verified, the gamma + 1 of the papers' acceptance rates
     num_ngram_accepted_tokens: int = 0  # accepted tokens that token reuse alone proposed
     seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "propose": 0.0, "check": 0.0})
 
@@ -107,7 +106,6 @@ class TwoLevelDrafter(Drafter):
 
     def _observe(self, whole: WholeDraft, verification: Verification) -> None:
         """Count what was drafted and accepted, and let the planner know."""
-        self.counters.num_draft_depth += whole.depth
         self.counters.num_ngram_accepted_tokens += sum(whole.is_reused[node] for node in verification.path)
         self.counters.num_rounds += len(whole.rounds)
         for round_ in whole.rounds:

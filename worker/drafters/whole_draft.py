@@ -19,10 +19,6 @@ class WholeDraft:
     chain_length: int = 0
     rounds: list[Round] = field(default_factory=list)
 
-    @property
-    def depth(self) -> int:
-        return max(self.tree.depths(), default=0)
-
 
 def assemble(draft: Draft, below: Proposal, num_alternatives: int, max_nodes: int) -> WholeDraft:
     """Chain, proposal below its newest token, and the same proposal below the other candidates for that token."""
