@@ -23,6 +23,7 @@ class RunManifest(BaseModel):
     model: str
     model_fingerprint: str
     engine: str
+    draft_model: str | None = None  # folder of the engine's trained parts; None: beside the model's weights
     dtype: str
     device: str
     num_threads: int = Field(ge=1)

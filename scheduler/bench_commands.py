@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from scheduler.model_options import DEVICE, DTYPE, MODEL, THREADS, num_cores
+from scheduler.model_options import DEVICE, DRAFT_MODEL, DTYPE, MODEL, THREADS, num_cores
 from worker.bench.ablation_catalogue import ABLATIONS
 from worker.drafters.names import DEFAULT_ENGINE
 
@@ -28,6 +28,7 @@ def bench() -> None:
 
 @bench.command()
 @MODEL
+@DRAFT_MODEL
 @click.option(
     "--engines", default=f"autoregressive,{DEFAULT_ENGINE}", show_default=True, help="Names, comma-separated."
 )
@@ -101,6 +102,7 @@ def checkpoints(positions: str, threads: int | None, **options: Any) -> None:
 
 @bench.command()
 @MODEL
+@DRAFT_MODEL
 @click.option("--engine", default=DEFAULT_ENGINE, show_default=True)
 @click.option("--tokens", "max_tokens", type=int, default=100_000, show_default=True, help="To generate.")
 @click.option("--prefill", type=int, default=4096, show_default=True, help="Tokens of text to go on from.")
@@ -159,6 +161,7 @@ def ablation() -> None:
 
 @ablation.command()
 @MODEL
+@DRAFT_MODEL
 @click.option("--table", type=click.Choice(list(ABLATIONS)), required=True, help="Of the paper. 15 also gives 16.")
 @click.option(
     "--engine",

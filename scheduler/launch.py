@@ -28,7 +28,7 @@ from scheduler.fleet import Fleet
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display, open_display
 from worker.config import EngineConfig
-from worker.drafters.names import check_parts
+from worker.drafters.parts import check_parts
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LaunchOptions:
     num_slots: int = 1
     address: str | None = None  # of a running cluster; None for an embedded Ray
     engine: str | None = None  # None for the run's own
-    draft_model: str | None = None  # None: beside the model's weights
+    draft_model: str | None = None  # None for the run's own
     max_attempts: int = 5
     checkpoint: str = "state"  # as in `EngineConfig`, like the next four
     checkpoint_tokens: int = 1024
@@ -124,12 +124,14 @@ def _drive(
 
 def _engine_config(manifest: RunManifest, options: LaunchOptions) -> EngineConfig:
     """What the run's workers run with. Raises ModelError where the engine's trained parts are missing."""
-    check_parts(options.engine or manifest.engine, manifest.model, options.draft_model)
+    engine = options.engine or manifest.engine
+    draft_model = options.draft_model or manifest.draft_model
+    check_parts(engine, manifest.model, manifest.model_fingerprint, draft_model)
     return EngineConfig.model_validate(
         {
             "model": manifest.model,
-            "engine": options.engine or manifest.engine,
-            "draft_model": options.draft_model and os.path.abspath(options.draft_model),
+            "engine": engine,
+            "draft_model": draft_model and os.path.abspath(draft_model),
             "dtype": manifest.dtype,
             "device": manifest.device,
             "num_threads": manifest.num_threads,

@@ -20,7 +20,7 @@ WORKERS = [
     click.option(
         "--draft-model",
         type=click.Path(exists=True, file_okay=False),
-        help="Folder with the engine's trained parts. [default: beside the model's weights]",
+        help="Folder with the engine's trained parts. [default: the run's, else beside the model's weights]",
     ),
     click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
     click.option(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import click
 
 DTYPE = click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 MODEL = click.option("--model", default="embedded", show_default=True, help="`embedded`, a folder, or a hub id.")
+DRAFT_MODEL = click.option(
+    "--draft-model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with the engine's trained parts. [default: beside the model's weights]",
+)
 THREADS = click.option("--threads", type=click.IntRange(1), help="CPU threads. [default: all cores]")
 
 

@@ -55,6 +55,7 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
 
     settings = Settings(
         **{name: options.pop(name) for name in ("model", "engine", "dtype", "device", "seed")},
+        draft_model=options["draft_model"],
         num_threads=threads,
         num_workers=options["workers"],
         address=options["address"],

@@ -23,6 +23,7 @@ class Settings:
 
     model: str | None = None
     engine: str | None = None
+    draft_model: str | None = None
     dtype: str | None = None
     device: str | None = None
     num_threads: int | None = None
@@ -85,6 +86,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         model=_place(settings.model or defaults.model),
         model_fingerprint="",
         engine=settings.engine or defaults.engine,
+        draft_model=settings.draft_model and os.path.abspath(settings.draft_model),
         dtype=settings.dtype or defaults.dtype,
         device=settings.device if settings.device not in (None, "auto") else detected,
         num_threads=settings.num_threads or max(1, num_cores // settings.num_workers),

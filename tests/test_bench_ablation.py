@@ -60,7 +60,7 @@ def made_up(table: str) -> list[LongResult]:
                 speedup=arm + index / 10,
                 alpha=arm + index / 10 + 0.01,
                 beta=arm + index / 10 + 0.02,
-                mean_acceptance_length=1.0,
+                tokens_per_step=1.0,
                 mean_draft_depth=4.0,
                 rounds_per_step=1.0,
                 step_ms={},

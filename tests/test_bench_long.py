@@ -127,7 +127,7 @@ def test_alpha_is_accepted_over_drafted_depth(
 
 def test_plain_decoding_drafts_nothing(make_options: Callable[..., LongBenchOptions]) -> None:
     [*_, record] = run_long_bench(make_options(engine="autoregressive")).records
-    assert (record.total.alpha, record.total.beta, record.total.mean_acceptance_length) == (None, None, 1.0)
+    assert (record.total.alpha, record.total.beta, record.total.tokens_per_step) == (None, None, 1.0)
     assert 0.1 < record.total.speedup < 10
 
 

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
 
 
 NO_CACHE: Any = None
-TABLE: Any = SimpleNamespace(vocab_size=VOCAB, files=SimpleNamespace(path=None))  # what drafters without weights need
+TABLE: Any = SimpleNamespace(vocab_size=VOCAB, files=SimpleNamespace(path=Path()))  # what drafters without weights need
 
 
 class TableTarget:

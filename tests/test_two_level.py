@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from jobs.sampling import SamplingParams
 from worker.drafters import create_drafter
@@ -66,12 +68,14 @@ def test_the_tokens_are_those_of_plain_decoding(
     assert sequence.output_ids.tolist() == plain[sampler]
 
 
-def always(target: TargetModel, chain_length: int, strategy: str, **changes: int) -> TwoLevelDrafter:
-    """A drafter that always drafts chains of one length."""
+def always(
+    target: TargetModel, chain_length: int, strategy: str, num_nodes: int | None = None, **changes: int
+) -> TwoLevelDrafter:
+    """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
     options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, target.files.path, options)
     planner = PaperPlanner(1)
-    planner._plan = DraftPlan(chain_length, 5, chain_length, chain_length)
+    planner._plan = DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length)
     drafter._planner = planner
     return drafter
 
@@ -87,13 +91,14 @@ def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampl
 
 def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel) -> None:
     for strategy in STRATEGIES:
-        undisturbed, resumed = (always(target, 8, strategy, budget=SMALL_BUDGET) for _ in range(2))
-        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 400)
+        undisturbed, resumed = (always(target, 8, strategy, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
+        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 500)
         engine = Engine(target, undisturbed)
         slot = engine.start(sequence)
-        while sequence.num_generated_tokens < 300:
+        while sequence.num_generated_tokens < 400:
             engine.step()
         resumed.start(sequence, slot.cache)
+        resumed.restore(sequence, undisturbed.state(sequence))
         trees = [drafter.propose(sequence, 31, 20) for drafter in (undisturbed, resumed)]
         assert trees[0] == trees[1]
         ours, theirs = (drafter._tracked["a"].draft_cache for drafter in (undisturbed, resumed))
@@ -104,6 +109,82 @@ def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel)
         newest = int(sequence.token_ids[-1])
         assert len(tables[0]) == len(tables[1])
         assert tables[0].most_frequent(newest, 20) == tables[1].most_frequent(newest, 20)
+
+
+def test_a_summarised_cache_gives_plain_decoding_s_tokens(target: TargetModel) -> None:
+    """Long enough for summaries: most of the text is one slot per chunk."""
+    plain, drafted = (new_sequence(target, "T=1, min-p 0.1, penalty", 500) for _ in range(2))
+    run(target, create_drafter("autoregressive", target), plain)
+    drafter = always(target, 8, "summary", budget=SMALL_BUDGET)
+    counters = run(target, drafter, drafted).counters
+    assert drafter._tracked["a"].draft_cache.bias is not None
+    assert drafted.output_ids.tolist() == plain.output_ids.tolist()
+    assert counters.acceptance_rate > 0.4
+
+
+def test_queries_are_those_of_the_target_at_that_position(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=0", 100)
+    engine = Engine(target, create_drafter("autoregressive", target))
+    slot = engine.start(sequence)
+    while sequence.num_generated_tokens < 60:
+        engine.step()
+    position = 40
+    before = slot.cache.kv(0, slot.cache.length).copy()
+    module = target.model.model.layers[3].self_attn
+    seen: list[torch.Tensor] = []
+    hook = module.q_proj.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0, 0]))
+    with slot.cache.replayed(position) as cache:
+        queries = target.queries(cache, int(sequence.token_ids[position]))
+    hook.remove()
+    unrotated = seen[0].view(queries.shape[1], queries.shape[2], -1)  # rotation keeps the length of every vector
+    torch.testing.assert_close(queries[3].float().norm(dim=-1), unrotated.float().norm(dim=-1), rtol=0.02, atol=0.02)
+    assert np.array_equal(before, slot.cache.kv(0, slot.cache.length)), "committed positions keep their bits"
+
+
+def test_committed_positions_keep_their_bits_where_a_machine_is_not_exact(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=0", 100)
+    drafter = always(target, 8, "dynamic", budget=SMALL_BUDGET)
+    engine = Engine(target, drafter)
+    slot = engine.start(sequence)
+    while sequence.num_generated_tokens < 60:
+        engine.step()
+    for layer in range(target.cache_shape.num_layers):
+        for part in slot.cache.layer(layer):
+            part[:, : slot.cache.length] += 0.01  # as if another kernel had made them
+    before = slot.cache.kv(0, slot.cache.length).copy()
+    drafter.stop(sequence)
+    drafter.start(sequence, slot.cache)
+    drafter.propose(sequence, 31, 20)
+    assert np.array_equal(before, slot.cache.kv(0, slot.cache.length))
+
+
+@pytest.mark.parametrize("damage", ["plan_means", "recycling_ids"])
+def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: str) -> None:
+    drafter = tokenswift(target, target.files.path, TokenSwiftOptions())
+    sequence = new_sequence(target, "T=0", 60)
+    run(target, drafter, sequence)
+    state = drafter.state(sequence)
+    before = {name: array.copy() for name, array in state.items()}
+    unfit = {name: array.copy() for name, array in state.items()} | {"plan_means": np.array([2.0, 0.5, 0.5])}
+    unfit[damage] = np.array([np.inf, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"draft plan|recycling matrix"):
+        drafter.restore(sequence, unfit)
+    assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.2])
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("cut", [{"min_p": 0.1}, {"top_p": 0.9}, {"top_k": 20}, {"eta": 2e-4}], ids=str)
+def test_every_sampler_gives_plain_decoding_s_tokens(
+    target: TargetModel, temperature: float, penalty: float, cut: dict[str, float]
+) -> None:
+    params = SamplingParams(
+        max_tokens=60, seed=5, ignore_eos=True, temperature=temperature, repetition_penalty=penalty, **cut
+    )
+    sequences = [Sequence("a", TextCodec(target.files).encode(PROMPT), params, target.vocab_size) for _ in range(2)]
+    run(target, create_drafter("autoregressive", target), sequences[0])
+    run(target, always(target, 6, "dynamic", budget=SMALL_BUDGET), sequences[1])
+    assert sequences[1].output_ids.tolist() == sequences[0].output_ids.tolist()
 
 
 def test_sequences_of_a_batch_share_the_draft_forwards(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:

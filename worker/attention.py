@@ -53,6 +53,27 @@ class ExactRows:
         return _attend(query, keys, values, self, scaling)
 
 
+class QueryTap:
+    """A group of one row that keeps the queries of every layer on its way."""
+
+    def __init__(self, rows: RowGroup) -> None:
+        self._rows = rows
+        self._queries: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        self._queries.append(query[0].clone())
+        return self._rows.attend(layer, query, key, value, scaling)
+
+    def queries(self) -> torch.Tensor:
+        """`[num_layers, num_kv_heads, group, head_dim]`."""
+        return torch.stack(self._queries)
+
+
 def attend_in_groups(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_rows, head_dim]

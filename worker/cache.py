@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,13 @@ class FullKVCache:
         view = copy.copy(self)
         view.roll_back(length)
         return view
+
+    @contextlib.contextmanager
+    def replayed(self, length: int) -> Iterator[FullKVCache]:
+        """The cache as it was at `length`, to run its next token again; what is committed there keeps its bits."""
+        committed = self._buffer[..., length, :].clone()
+        yield self.prefix(length)
+        self._buffer[..., length, :] = committed
 
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""

@@ -74,8 +74,8 @@ class Engine:
         sequence.finish_reason = slot.stop_rule.now()  # a resumed sequence may have lost only its result
         if sequence.num_generated_tokens == 0:
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self.drafter.start(sequence, slot.cache)  # first, since it may fail: then nothing of the sequence is kept
         self._slots[sequence.sequence_id] = slot
-        self.drafter.start(sequence, slot.cache)
         return slot
 
     def stop(self, sequence: Sequence) -> None:

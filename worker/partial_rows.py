@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention import RowGroup
 from worker.draft_cache import DraftCache
 from worker.tree import ROOT, DraftTree
 
@@ -51,24 +50,3 @@ def _mask(cache: DraftCache, tree: DraftTree) -> torch.Tensor:
     if cache.bias is not None:
         mask[:, : len(cache.bias)] = cache.bias
     return mask
-
-
-class QueryTap:
-    """A group of one row that keeps the queries of every layer on its way."""
-
-    def __init__(self, rows: RowGroup) -> None:
-        self._rows = rows
-        self._queries: list[torch.Tensor] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        self._queries.append(query[0].clone())
-        return self._rows.attend(layer, query, key, value, scaling)
-
-    def queries(self) -> torch.Tensor:
-        """`[num_layers, num_kv_heads, group, head_dim]`."""
-        return torch.stack(self._queries)

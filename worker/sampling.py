@@ -91,6 +91,10 @@ class PenaltyWindow:
         fork._recent, fork._counts, fork.seen = self._recent.copy(), self._counts.copy(), self.seen.clone()
         return fork
 
+    def holds(self, token_id: int) -> bool:
+        """Whether a token lies in the window."""
+        return self._counts.get(token_id, 0) > 0
+
     def push(self, token_id: int) -> None:
         """Take in the next token; the one that leaves the window is forgotten."""
         self._recent.append(token_id)
@@ -139,4 +143,4 @@ class TokenSampler:
 
     def is_penalised(self, token_id: int) -> bool:
         """Whether a token lies in the penalty window."""
-        return self._window is not None and bool(self._window.seen[token_id])
+        return self._window is not None and self._window.holds(token_id)

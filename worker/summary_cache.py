@@ -28,7 +28,7 @@ class SummaryKVCache(DraftCache):
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
         num_chunks = max_length // CHUNK_SIZE
         num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE + NUM_RECENT + CHUNK_SIZE + PERIOD
-        super().__init__(shape, max(self._first_build, num_whole + num_chunks))
+        super().__init__(shape, min(max_length, max(self._first_build, num_whole + num_chunks)))
         size = (shape.num_layers, shape.num_kv_heads, num_chunks, shape.head_dim)
         self._mean_keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self._mean_values = torch.empty_like(self._mean_keys)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from worker.attention import ATTENTION_NAME, ExactRows, RowGroup
+from worker.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
 from worker.cache import CacheShape, FullKVCache
 from worker.model_files import ModelError, ModelFiles
-from worker.partial_rows import PartialRows, QueryTap
+from worker.partial_rows import PartialRows
 from worker.tiles import SequenceRows, Tile, chain_rows, pack_tiles, tree_rows
 from worker.tree import DraftTree
 

@@ -39,6 +39,7 @@ class AblationOptions(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int = Field(default=1, ge=1)
     text: Path | None = None
+    draft_model: Path | None = None
     json_path: Path | None = None
 
     @property
@@ -74,7 +75,7 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
     results: list[LongResult] = []
     for number, arm in enumerate(arms, 1):
         report(f"arm {number} of {len(arms)}: {arm.label}")
-        drafter = tokenswift(target, files.path, options.tokenswift_options(arm))
+        drafter = tokenswift(target, options.draft_model or files.path, options.tokenswift_options(arm))
         results.append(generate_long(options.arm_options(arm), target, drafter, report))
         if options.json_path is not None:
             settings = options.model_dump(mode="json", exclude={"json_path"})

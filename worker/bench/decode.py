@@ -33,6 +33,7 @@ class DecodeBenchOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = "embedded"
+    draft_model: Path | None = None
     engines: tuple[str, ...]
     positions: tuple[int, ...]
     num_tokens: int = Field(default=256, ge=NUM_ROUNDS)
@@ -132,7 +133,7 @@ def _contestants(
         ignore_eos=True,
     )
     for name in options.engines:
-        drafter = create_drafter(name, target)
+        drafter = create_drafter(name, target, options.draft_model)
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
         contestant = EngineContestant(name, target, drafter, sequence, cache)
         state = drafters[name].state(sequence)
@@ -145,7 +146,7 @@ def _contestants(
 
 def _warm_drafters(target: TargetModel, options: DecodeBenchOptions) -> dict[str, Drafter]:
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
-    drafters = {name: create_drafter(name, target) for name in options.engines}
+    drafters = {name: create_drafter(name, target, options.draft_model) for name in options.engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
         other_job = own_tokens(target, num_tokens)

@@ -34,6 +34,7 @@ class LongBenchOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = "embedded"
+    draft_model: Path | None = None
     engine: str = DEFAULT_ENGINE
     sampling: SamplingParams
     prefill: int = Field(default=4096, ge=1)
@@ -100,7 +101,7 @@ def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None
         if options.plot_path is not None:
             plot(result, options.title(), options.plot_path)
 
-    return generate_long(options, target, create_drafter(options.engine, target), report, save)
+    return generate_long(options, target, create_drafter(options.engine, target, options.draft_model), report, save)
 
 
 def generate_long(

@@ -107,7 +107,6 @@ class LongGeneration:
             num_tokens=self.num_tokens,
             seconds=self._seconds,
             num_steps=counters.num_steps,
-            num_drafts=counters.num_drafts,
             num_accepted_tokens=counters.num_accepted_tokens,
             num_draft_depth=self._engine.num_draft_depth,
             num_ngram_accepted_tokens=draft.num_ngram_accepted_tokens if draft else None,

@@ -24,7 +24,6 @@ class Mark(BaseModel):
     num_tokens: int
     seconds: float
     num_steps: int
-    num_drafts: int
     num_accepted_tokens: int
     num_draft_depth: int  # summed over the drafts: the most tokens that could have been accepted
     num_ngram_accepted_tokens: int | None  # None for a drafter without token reuse
@@ -51,7 +50,7 @@ class Figures(BaseModel):
     speedup: float
     alpha: float | None
     beta: float | None
-    mean_acceptance_length: float
+    tokens_per_step: float  # the bonus token and steps without a draft included
     mean_draft_depth: float  # per step
     rounds_per_step: float
     step_ms: dict[str, float]  # per step and phase
@@ -62,7 +61,6 @@ class Figures(BaseModel):
         """What happened from one mark to a later one, and what plain decoding takes there."""
         num_tokens = last.num_tokens - first.num_tokens
         num_steps = last.num_steps - first.num_steps
-        num_drafts = last.num_drafts - first.num_drafts
         accepted = last.num_accepted_tokens - first.num_accepted_tokens
         depth = last.num_draft_depth - first.num_draft_depth
         ngrams = _difference(first.num_ngram_accepted_tokens, last.num_ngram_accepted_tokens)
@@ -78,7 +76,7 @@ class Figures(BaseModel):
             speedup=round(plain_seconds / seconds, RATE_DIGITS),
             alpha=round(accepted / depth, RATE_DIGITS) if depth else None,
             beta=round(ngrams / depth, RATE_DIGITS) if depth and ngrams is not None else None,
-            mean_acceptance_length=round(1 + (accepted / num_drafts if num_drafts else 0.0), RATE_DIGITS),
+            tokens_per_step=round(num_tokens / num_steps, RATE_DIGITS),
             mean_draft_depth=round(depth / num_steps, RATE_DIGITS),
             rounds_per_step=round((last.num_rounds - first.num_rounds) / num_steps, RATE_DIGITS),
             step_ms=_per_step(first.step_seconds, last.step_seconds, num_steps),

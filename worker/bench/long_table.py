@@ -8,7 +8,7 @@ from rich.table import Table
 
 from worker.bench.long_records import Figures, LongResult
 
-RATES = ("speed-up", "alpha", "beta", "accept.\nlength")
+RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
 
 
 def render(result: LongResult) -> Group:
@@ -58,7 +58,7 @@ def _per_step(result: LongResult) -> Table:
 
 
 def _rates(figures: Figures) -> tuple[str, ...]:
-    length = f"{figures.mean_acceptance_length:.2f}"
+    length = f"{figures.tokens_per_step:.2f}"
     return f"{figures.speedup:.2f}x", number(figures.alpha), number(figures.beta), length
 
 

@@ -44,33 +44,34 @@ def digit_tree(
     confidence (the sum from the root), none deeper than `max_depth`, parents before children. The second result
     says of every node whether an n-gram alone proposed it.
     """
-    branches = _prefix_tree(ngrams)
-    used = _cut(levels, digits)
-    only_ngrams: dict[tuple[int, ...], bool] = {(): False}  # of every path looked at
+    sources = _Sources(_cut(levels, digits), _prefix_tree(ngrams), recycled)
+    tree = grow_best_first(_Context((), _TOP, True), sources.expand, max_nodes, max_depth)
+    return tree, [path in sources.only_ngrams for path in _paths(tree)]
 
-    def expand(context: _Context, depth: int) -> list[tuple[float, int, _Context]]:
+
+class _Sources:
+    """What may follow a node by digits, n-grams and recycled candidates."""
+
+    def __init__(self, levels: list[Ranked], branches: Branches, recycled: Recycled | None) -> None:
+        self._levels = levels
+        self._branches = branches
+        self._recycled = recycled
+        self.only_ngrams: set[tuple[int, ...]] = set()  # paths that nothing else proposed
+
+    def expand(self, context: _Context, depth: int) -> list[tuple[float, int, _Context]]:
+        """Candidates below a node, best first, each with the highest confidence that a source has in it."""
         path, node, in_digits = context
-        level = dict(_by_token(used[depth - 1])) if in_digits and depth <= len(used) else {}
-        branch = branches[node]
-        others = dict(_by_token(recycled(path))) if recycled else {}
-        found = [
-            (max(source[token] for source in (level, others) if token in source), token)
-            for token in level.keys() | others.keys()
-            if token not in branch
-        ]
-        for token, (confidence, _) in branch.items():
-            found.append((max(confidence, level.get(token, confidence), others.get(token, confidence)), token))
-            only_ngrams[(*path, token)] = only_ngrams[path] or (token not in level and token not in others)
-        for _, token in found:
-            only_ngrams.setdefault((*path, token), False)
-        nodes = {token: child for token, (_, child) in branch.items()}
-        return [
-            (confidence, token, _Context((*path, token), nodes.get(token, _OUTSIDE), token in level))
-            for confidence, token in sorted(found, reverse=True)
-        ]
-
-    tree = grow_best_first(_Context((), _TOP, True), expand, max_nodes, max_depth)
-    return tree, [only_ngrams.get(path, False) for path in _paths(tree)]
+        level = dict(_by_token(self._levels[depth - 1])) if in_digits and depth <= len(self._levels) else {}
+        others = dict(_by_token(self._recycled(path))) if self._recycled else {}
+        branch = self._branches[node]
+        confidences = {token: confidence for token, (confidence, _) in branch.items()}
+        for source in (level, others):
+            for token, confidence in source.items():
+                confidences[token] = max(confidence, confidences.get(token, confidence))
+        is_only = path in self.only_ngrams
+        self.only_ngrams |= {(*path, t) for t in branch if is_only or (t not in level and t not in others)}
+        ranked = sorted(((confidence, token) for token, confidence in confidences.items()), reverse=True)
+        return [(c, t, _Context((*path, t), branch[t][1] if t in branch else _OUTSIDE, t in level)) for c, t in ranked]
 
 
 def _by_token(ranked: Ranked) -> Iterator[tuple[int, float]]:

@@ -13,6 +13,7 @@ from worker.tiles import TILE_ROWS
 
 PRIOR_CHAIN_ACCEPTANCE = 0.97 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
 PRIOR_ROUND_TOKENS = 1.5
+PRIOR_PROPOSE_SECONDS = 0.001
 WORTH_A_LOOK = 0.7  # of the better way's rate: below it the other way is not tried again
 
 
@@ -41,6 +42,9 @@ class Planner(Protocol):
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """One round drew `num_tokens` for one sequence."""
 
+    def observe_proposal(self, seconds: float) -> None:
+        """A tree was proposed for the full verification in so many seconds."""
+
     def observe_chain(self, num_tokens: int, path: list[int]) -> None:
         """A chain was verified in full."""
 
@@ -68,6 +72,9 @@ class PaperPlanner:
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         pass
 
+    def observe_proposal(self, seconds: float) -> None:
+        pass
+
     def observe_chain(self, num_tokens: int, path: list[int]) -> None:
         pass
 
@@ -89,16 +96,18 @@ class MeasuredPlanner:
         self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE)
         self._round_tokens = PRIOR_ROUND_TOKENS
         self._round_seconds = costs.at(4, budget)
+        self._propose_seconds = PRIOR_PROPOSE_SECONDS
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
         token_seconds = self._round_seconds / self._round_tokens
-        tree = self._trees.best(length, num_sequences, 0.0)
+        proposing = num_sequences * self._propose_seconds
+        tree = self._trees.best(length, num_sequences, proposing)
         chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
         is_tree = tree.rate >= chain.rate
         is_close = min(tree.rate, chain.rate) > WORTH_A_LOOK * max(tree.rate, chain.rate)
         if is_tree != (is_close and length % EXPLORE_EVERY == 0):
             return DraftPlan(0, 0, 0, tree.num_nodes)
-        num_round_nodes = self._trees.max_nodes(min(length, self._budget), num_sequences, 0.0)
+        num_round_nodes = self._trees.max_nodes(min(length, self._budget), num_sequences, proposing)
         return DraftPlan(TILE_ROWS, num_round_nodes, chain.num_nodes, chain.num_nodes)
 
     def observe_tree(self, num_nodes: int, path: list[int]) -> None:
@@ -108,17 +117,23 @@ class MeasuredPlanner:
         self._round_tokens += LEARNING_RATE * (num_tokens - self._round_tokens)
         self._round_seconds += LEARNING_RATE * (seconds - self._round_seconds)
 
+    def observe_proposal(self, seconds: float) -> None:
+        self._propose_seconds += LEARNING_RATE * (seconds - self._propose_seconds)
+
     def observe_chain(self, num_tokens: int, path: list[int]) -> None:
         self._chains.observe(num_tokens, path)
 
     def state(self) -> dict[str, np.ndarray]:
-        round_ = np.array([self._round_tokens, self._round_seconds])
-        return {"plan_trees": self._trees.state(), "plan_chains": self._chains.state(), "plan_round": round_}
+        means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds])
+        return {"plan_trees": self._trees.state(), "plan_chains": self._chains.state(), "plan_means": means}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         missing = self.state().keys() - state.keys()
-        if missing or state["plan_round"].shape != (2,) or not (state["plan_round"] > 0).all():
-            raise ValueError(f"draft plan: expected two positive numbers and two budgets; missing: {sorted(missing)}")
+        if missing:
+            raise ValueError(f"draft plan: the state lacks {', '.join(sorted(missing))}")
+        means = state["plan_means"]
+        if means.shape != (3,) or not (np.isfinite(means) & (means > 0)).all():
+            raise ValueError(f"draft plan: found means {means.tolist()}, expected three positive numbers")
         trees = self._trees.state()
         self._trees.restore(state["plan_trees"])
         try:
@@ -126,4 +141,4 @@ class MeasuredPlanner:
         except ValueError:
             self._trees.restore(trees)
             raise
-        self._round_tokens, self._round_seconds = state["plan_round"].tolist()
+        self._round_tokens, self._round_seconds, self._propose_seconds = means.tolist()

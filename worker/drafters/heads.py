@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import linear
 
+from worker.drafters.parts import FINGERPRINT
 from worker.model_files import HEADS_FILE, ModelError
 from worker.target import TargetModel
 
 __all__ = ["HEADS_FILE", "DecodingHeads", "head_states", "save_heads"]
 
 TENSOR = "heads.weight"  # [num_heads, hidden, hidden]
-FINGERPRINT = "model_fingerprint"  # in the file's header: of the model that the heads were trained for
 
 
 def head_states(weight: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.Tensor]:

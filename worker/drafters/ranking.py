@@ -63,7 +63,7 @@ class CandidateRanker:
         confidence = torch.log_softmax(scores / self._spread, dim=-1)
         best = confidence.topk(width, dim=-1)
         pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        return [list(zip(*pair, strict=True)) for pair in pairs]
+        return [[entry for entry in zip(*pair, strict=True) if entry[0] > -math.inf] for pair in pairs]
 
     def _shifts(self, depth: int, token_ids: list[int]) -> list[float]:
         """T * G of the candidates at one depth."""

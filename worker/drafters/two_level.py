@@ -77,9 +77,10 @@ class TwoLevelDrafter(Drafter):
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        self._proposer.start(sequence)
         sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
-        self._tracked[sequence.sequence_id] = _Tracked(cache, self._new_draft_cache(sequence), sampler)
+        tracked = _Tracked(cache, self._new_draft_cache(sequence), sampler)
+        self._proposer.start(sequence)
+        self._tracked[sequence.sequence_id] = tracked
 
     def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         return self.propose_all([DraftRequest(sequence, max_nodes, max_depth)])[0]
@@ -116,6 +117,7 @@ class TwoLevelDrafter(Drafter):
             self._planner.observe_chain(whole.chain_length, [n for n in verification.path if n < whole.chain_length])
         else:
             self._planner.observe_tree(verification.num_draft_tokens, verification.path)
+            self._planner.observe_proposal(whole.propose_seconds)
 
     def stop(self, sequence: Sequence) -> None:
         self._proposer.stop(sequence)
@@ -126,8 +128,13 @@ class TwoLevelDrafter(Drafter):
         return self._planner.state() | self._proposer.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
-        self._proposer.restore(sequence, state)
+        before = self._planner.state()
         self._planner.restore(state)
+        try:
+            self._proposer.restore(sequence, state)
+        except ValueError:
+            self._planner.restore(before)
+            raise
 
     def _open(self, request: DraftRequest, num_sequences: int) -> Draft:
         """A draft without tokens; its partial cache follows the full one where rounds are to come."""
@@ -160,18 +167,23 @@ class TwoLevelDrafter(Drafter):
         """The chain, and below it what the proposer has to say."""
         started = time.perf_counter()
         max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), request.max_nodes)
-        below = self._proposer.propose(draft, max_nodes - draft.num_tokens, draft.depth_left)
-        whole = assemble(draft, below, self._num_alternatives, max_nodes)
+        num_trees = self._num_alternatives if draft.num_tokens else 1  # the same one below each candidate
+        room = (max_nodes - draft.num_tokens - (num_trees - 1)) // num_trees
+        below = self._proposer.propose(draft, room, draft.depth_left)
+        seconds = time.perf_counter() - started
+        whole = assemble(draft, below, num_trees, max_nodes, seconds)
         self._tracked[request.sequence.sequence_id].whole = whole
-        self.counters.seconds["propose"] += time.perf_counter() - started
+        self.counters.seconds["propose"] += seconds
         return whole.tree
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
         """Hidden state `[hidden]` of the row in front of the newest token, where no verification left it."""
         last = cache.length - 1
-        rows = tree_rows(cache.prefix(last), int(sequence.token_ids[last]), DraftTree())
-        return self._target.verify([rows])[0].hidden[0]
+        with cache.replayed(last) as before:
+            rows = tree_rows(before, int(sequence.token_ids[last]), DraftTree())
+            return self._target.verify([rows])[0].hidden[0]
 
     def _queries(self, sequence: Sequence, position: int) -> torch.Tensor:
         cache = self._tracked[sequence.sequence_id].cache
-        return self._target.queries(cache.prefix(position), int(sequence.token_ids[position]))
+        with cache.replayed(position) as before:
+            return self._target.queries(before, int(sequence.token_ids[position]))

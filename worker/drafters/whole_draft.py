@@ -18,9 +18,10 @@ class WholeDraft:
     is_reused: list[bool] = field(default_factory=list)  # for each node: proposed by token reuse alone
     chain_length: int = 0
     rounds: list[Round] = field(default_factory=list)
+    propose_seconds: float = 0.0  # of the tree below the chain
 
 
-def assemble(draft: Draft, below: Proposal, num_alternatives: int, max_nodes: int) -> WholeDraft:
+def assemble(draft: Draft, below: Proposal, num_alternatives: int, max_nodes: int, seconds: float) -> WholeDraft:
     """Chain, proposal below its newest token, and the same proposal below the other candidates for that token."""
     chain = draft.chain
     tree = DraftTree.chain(chain)
@@ -32,7 +33,7 @@ def assemble(draft: Draft, below: Proposal, num_alternatives: int, max_nodes: in
             tree.parents.append(len(chain) - 2)
             is_reused.append(False)
             _graft(tree, is_reused, below, len(tree) - 1, max_nodes)
-    return WholeDraft(tree, is_reused, len(chain), draft.rounds)
+    return WholeDraft(tree, is_reused, len(chain), draft.rounds, seconds)
 
 
 def _graft(tree: DraftTree, is_reused: list[bool], below: Proposal, parent: int, max_nodes: int) -> None:
