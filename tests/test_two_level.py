@@ -50,7 +50,7 @@ def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
 def plain(target: TargetModel) -> dict[str, list[int]]:
     outputs = {}
     for sampler in SAMPLERS:
-        sequence = new_sequence(target, sampler, 150)
+        sequence = new_sequence(target, sampler, 100)
         run(target, create_drafter("autoregressive", target), sequence)
         outputs[sampler] = sequence.output_ids.tolist()
     return outputs
@@ -63,7 +63,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     target: TargetModel, plain: dict[str, list[int]], sampler: str, strategy: str, draft_rounds: int | None
 ) -> None:
     options = TokenSwiftOptions(strategy=strategy, budget=SMALL_BUDGET, draft_rounds=draft_rounds)
-    sequence = new_sequence(target, sampler, 150)
+    sequence = new_sequence(target, sampler, 100)
     run(target, tokenswift(target, target.files.path, options), sequence)
     assert sequence.output_ids.tolist() == plain[sampler]
 
