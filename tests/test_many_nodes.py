@@ -131,7 +131,7 @@ def test_a_worker_that_is_asked_to_end_hands_its_jobs_back_whole(
 
 def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: Path) -> None:
     findings = tmp_path / "chaos.json"
-    size = ["--jobs", "2", "--tokens", "600", "--kills", "2", "--slots", "1", "--checkpoint-tokens", "64"]
+    size = ["--jobs", "2", "--tokens", "1500", "--kills", "2", "--slots", "1", "--checkpoint-tokens", "64"]
     where = ["--address", cluster.address, "--run", str(tmp_path / "runs"), "--json", str(findings)]
     command = swiftbatch("chaos", *size, *where)
     process = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
