@@ -85,7 +85,7 @@ def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampl
     """The forward with a partial cache is the target's own, tree mask, positions, noise and penalty included."""
     drafter = always(target, 8, "full")
     counters = run(target, drafter, new_sequence(target, sampler, 300)).counters
-    assert drafter.counters.num_round_tokens > 100
+    assert drafter.counters.num_rounds > 30
     assert counters.acceptance_rate > 0.9
 
 

@@ -21,14 +21,16 @@ from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 from worker.model_files import ModelFiles, locate_model
 from worker.target import TargetModel
 
+NUM_PLAIN_TOKENS = 24  # of one window
+
 Report = Callable[[str], None]
 
 
 class LongBenchOptions(BaseModel):
     """What is to be measured: `sampling.max_tokens` tokens behind `prefill` tokens of text.
 
-    A record every `every` tokens; every `plain_every` tokens plain decoding of `num_plain_tokens`, which are counted
-    neither as output nor in the time.
+    A record every `every` tokens; every `plain_every` tokens plain decoding of
+    `NUM_PLAIN_TOKENS`, which are counted neither as output nor in the time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,7 +42,6 @@ class LongBenchOptions(BaseModel):
     prefill: int = Field(default=4096, ge=1)
     every: int = Field(default=20_000, ge=1)
     plain_every: int = Field(default=2500, ge=1)
-    num_plain_tokens: int = Field(default=24, ge=1)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int = Field(default=1, ge=1)
@@ -65,7 +66,7 @@ class LongBenchOptions(BaseModel):
 
     def plain_stops(self) -> list[int]:
         """Numbers of tokens at which plain decoding is timed, the last time over the last tokens."""
-        last = max(0, self.num_tokens - self.num_plain_tokens)
+        last = max(0, self.num_tokens - NUM_PLAIN_TOKENS)
         grid = {*range(0, last, self.plain_every), *self.record_stops(), last}
         return sorted(stop for stop in grid if stop <= last)
 
@@ -113,7 +114,7 @@ def generate_long(
 ) -> LongResult:
     """Generate with a given drafter; `save` gets the figures so far at every record. Raises BenchError."""
     generation = LongGeneration(options.engine, target, drafter, _prompt(options, target), options.sampling)
-    plain = PlainWindows(target, options.num_plain_tokens)
+    plain = PlainWindows(target, NUM_PLAIN_TOKENS)
     plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
     num_recorded = 0
     for stop in sorted(plain_stops | record_stops):

@@ -36,7 +36,6 @@ class DraftCounters:
     """What drafting did so far; times in seconds."""
 
     num_rounds: int = 0  # forwards with a partial cache, counted for each sequence
-    num_round_tokens: int = 0  # what they drew
     num_ngram_accepted_tokens: int = 0  # accepted tokens that token reuse alone proposed
     seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "propose": 0.0, "check": 0.0})
 
@@ -110,7 +109,6 @@ class TwoLevelDrafter(Drafter):
         self.counters.num_ngram_accepted_tokens += sum(whole.is_reused[node] for node in verification.path)
         self.counters.num_rounds += len(whole.rounds)
         for round_ in whole.rounds:
-            self.counters.num_round_tokens += len(round_.path) + 1
             self._planner.observe_tree(round_.num_nodes, round_.path)
             self._planner.observe_round(len(round_.path) + 1, round_.seconds)
         if whole.chain_length:
