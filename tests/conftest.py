@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.store import Store
 from worker.drafters.heads import save_heads
-from worker.model_files import ModelFiles, locate_model
+from worker.model_files import DRAFT_FOLDER, ModelFiles, locate_model
 from worker.target import TargetModel
 from worker.training.tokenizer import train_tokenizer
 
@@ -52,7 +52,7 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer Llama, three random heads and a tokenizer of 300 entries."""
+    """A folder with a random two-layer Llama, its parts (heads, draft model) and a tokenizer of 300 entries."""
     folder = tmp_path_factory.mktemp("tiny-model")
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     torch.manual_seed(0)
@@ -70,8 +70,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.15,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for path in (folder, folder / DRAFT_FOLDER):
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        model.model.layers = model.model.layers[:1]  # the draft model is the target without its second layer
+        model.config.num_hidden_layers = 1
     save_heads(folder, 0.02 * torch.randn(3, 64, 64), locate_model(str(folder)).fingerprint)
     return folder
 

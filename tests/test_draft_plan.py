@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from worker.budget import ROW_COUNTS, StepCosts
-from worker.drafters.draft_plan import MeasuredPlanner, PaperPlanner
+from worker.drafters.draft_plan import FixedPlanner, MeasuredPlanner
+from worker.drafters.tokenswift import whole_trees
 
 BUDGET = 2048
 LENGTHS = (64, 8192, 49_152)
@@ -67,7 +68,7 @@ def test_what_was_learned_goes_into_another_planner() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_papers_plan_is_always_the_same(rounds: int) -> None:
-    planner = PaperPlanner(rounds)
+    planner = FixedPlanner(whole_trees(rounds))
     assert planner.plan(100, 1, 63) == planner.plan(100_000, 4, 5)
     assert planner.plan(100, 1, 63).num_rounds == rounds
     assert planner.state() == {}

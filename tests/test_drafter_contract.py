@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,11 @@ class TestEveryDrafter:
             check_structure(drafter.propose(generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
             generation.step(drafter)
 
-    def test_state_goes_into_a_fresh_drafter(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+    def test_state_goes_into_a_fresh_drafter(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
+        monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
         drafter, generation = self.warm(tiny_target, name, params)
         fresh = create_drafter(name, tiny_target)
         fresh.start(generation.sequence, generation.cache)

@@ -14,7 +14,7 @@ from worker.drafters import create_drafter
 from worker.drafters.heads import save_heads
 from worker.drafters.names import ENGINE_NAMES
 from worker.drafters.parts import TRAINED_PARTS, check_parts
-from worker.model_files import HEADS_FILE, ModelError, locate_model
+from worker.model_files import DRAFT_FOLDER, HEADS_FILE, ModelError, locate_model
 from worker.target import TargetModel
 
 
@@ -36,6 +36,34 @@ def test_a_part_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) ->
     save_heads(tmp_path, torch.zeros(3, 64, 64), "another")
     with pytest.raises(ModelError, match="belongs to a model with fingerprint another"):
         check_parts("tokenswift", str(tiny_model), locate_model(str(tiny_model)).fingerprint, str(tmp_path))
+
+
+def test_a_draft_model_beside_the_weights_or_in_a_named_folder_is_taken(tiny_model: Path, tmp_path: Path) -> None:
+    check_parts("triforce", str(tiny_model), "", None)
+    check_parts("triforce", str(tiny_model), "", str(tiny_model / DRAFT_FOLDER))
+    check_parts("triforce", str(tiny_model), "", str(tiny_model))
+
+
+def test_a_missing_draft_model_says_how_to_train_it(tiny_model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
+    with pytest.raises(ModelError, match=r"engine triforce: no draft model in .*bare/draft; train it .*train draft"):
+        check_parts("triforce", str(bare), "", None)
+
+
+@pytest.mark.parametrize("change", ["size", "tokens"])
+def test_a_draft_model_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path, change: str) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model / DRAFT_FOLDER, other)
+    name, old, new = {
+        "size": ("config.json", '"vocab_size": 289', '"vocab_size": 288'),
+        "tokens": ("tokenizer.json", '"the"', '"eht"'),
+    }[change]
+    text = (other / name).read_text()
+    assert old in text
+    (other / name).write_text(text.replace(old, new))
+    with pytest.raises(ModelError, match=r"draft model .*other: its vocabulary .* is not that of"):
+        check_parts("triforce", str(tiny_model), "", str(other))
 
 
 @pytest.mark.parametrize("content", [b"", b"123", b"x" * 100, b"\x02" + bytes(7) + b"{}"])

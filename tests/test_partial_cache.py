@@ -4,47 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draft_cache_parts import BUDGET, PERIOD, PROMPT, SHAPE, check_copies, follow, queries, random_cache
 
-from worker.cache import CacheShape, FullKVCache
+from worker.cache import FullKVCache
 from worker.draft_cache import NUM_PINNED
 from worker.partial_cache import PartialKVCache, importance
-
-SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
-BUDGET = 40
-PROMPT = 25
-PERIOD = BUDGET - NUM_PINNED
 
 
 @pytest.fixture
 def full() -> FullKVCache:
-    cache = FullKVCache(SHAPE, 400)
-    generator = torch.Generator().manual_seed(0)
-    for layer in range(SHAPE.num_layers):
-        for part in cache.layer(layer):
-            part.copy_(torch.randn(part.shape, generator=generator))
-    return cache
-
-
-def queries(position: int) -> torch.Tensor:
-    return torch.randn(SHAPE.num_layers, SHAPE.num_kv_heads, 2, 4, generator=torch.Generator().manual_seed(position))
-
-
-def follow(partial: PartialKVCache, full: FullKVCache, length: int) -> None:
-    full.roll_back(0)
-    full.advance(length)
-    partial.follow(full, queries)
-
-
-def check_copies(partial: PartialKVCache, full: FullKVCache, num_slots: int) -> None:
-    """Every slot holds the keys and values of the position it names."""
-    for layer in range(SHAPE.num_layers):
-        key = torch.zeros(SHAPE.num_kv_heads, 0, SHAPE.head_dim)
-        keys, values = partial.append(layer, key, key)
-        assert keys.shape[1] == num_slots
-        for head in range(SHAPE.num_kv_heads):
-            positions = partial.positions[layer, head, :num_slots]
-            assert torch.equal(keys[head], full.layer(layer)[0][head, positions])
-            assert torch.equal(values[head], full.layer(layer)[1][head, positions])
+    return random_cache()
 
 
 def test_everything_is_held_as_long_as_it_fits(full: FullKVCache) -> None:

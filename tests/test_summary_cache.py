@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker.cache import CacheShape, FullKVCache
+from worker.chunk_means import chunk_scores
 from worker.draft_cache import NUM_PINNED
-from worker.summary_cache import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache, chunk_scores
+from worker.summary_cache import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
 MAX_LENGTH = 4000

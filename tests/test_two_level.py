@@ -11,7 +11,7 @@ import torch
 from jobs.sampling import SamplingParams
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.draft_plan import DraftPlan, PaperPlanner
+from worker.drafters.draft_plan import DraftPlan, FixedPlanner
 from worker.drafters.tokenswift import PAPER_OPTIONS, STRATEGIES, TokenSwiftOptions, tokenswift
 from worker.drafters.two_level import TwoLevelDrafter
 from worker.engine import Engine
@@ -74,9 +74,7 @@ def always(
     """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
     options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, target.files.path, options)
-    planner = PaperPlanner(1)
-    planner._plan = DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length)
-    drafter._planner = planner
+    drafter._planner = FixedPlanner(DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length))
     return drafter
 
 
@@ -165,7 +163,7 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
     run(target, drafter, sequence)
     state = drafter.state(sequence)
     before = {name: array.copy() for name, array in state.items()}
-    unfit = {name: array.copy() for name, array in state.items()} | {"plan_means": np.array([2.0, 0.5, 0.5])}
+    unfit = {name: array.copy() for name, array in state.items()} | {"plan_means": np.array([2.0, 0.5, 0.5, 0.0])}
     unfit[damage] = np.array([np.inf, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"draft plan|recycling matrix"):
         drafter.restore(sequence, unfit)

@@ -46,10 +46,7 @@ class ExactRows:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Write keys and values to their slots; attend to the shared prefix and to each row's gathered tail."""
-        keys, values = self.rows.cache.layer(layer)
-        slots = slice(self.rows.first_slot, self.rows.first_slot + len(self.rows))
-        keys[:, slots] = key
-        values[:, slots] = value
+        keys, values = self.rows.cache.write(layer, self.rows.first_slot, key, value)
         return _attend(query, keys, values, self, scaling)
 
 

@@ -37,21 +37,28 @@ class FullKVCache:
     Untouched pages of the buffer cost no memory.
     """
 
-    def __init__(self, shape: CacheShape, max_length: int) -> None:
+    def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
+        """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
+        size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.head_dim)
         self.length = 0
-        self._buffer = torch.empty(
-            shape.num_layers,
-            2,
-            shape.num_kv_heads,
-            max_length + MAX_TREE_NODES,
-            shape.head_dim,
-            dtype=shape.dtype,
-            device=shape.device,
-        )
+        self._buffer = torch.empty(size, dtype=shape.dtype, device=shape.device) if buffer is None else buffer
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each `[num_kv_heads, capacity, head_dim]`."""
+        """Keys and values of one layer on the device, each `[num_kv_heads, capacity, head_dim]`."""
+        return self.stored(index)
+
+    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where they are kept, for those who copy few and new positions; here it is the device as well."""
         return self._buffer[index, 0], self._buffer[index, 1]
+
+    def write(
+        self, layer: int, first_slot: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
+        slots = slice(first_slot, first_slot + key.shape[1])
+        self._buffer[layer, 0, :, slots] = key
+        self._buffer[layer, 1, :, slots] = value
+        return self.layer(layer)
 
     def commit(self, path: list[int]) -> None:
         """Commit the root's row and the accepted nodes `path`; roll back all other nodes."""

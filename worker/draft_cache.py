@@ -66,5 +66,16 @@ class DraftCache(ABC):
         """Copy consecutive positions to consecutive slots, in all layers."""
         slots = slice(first_slot, first_slot + positions.stop - positions.start)
         for layer in range(self.shape.num_layers):
-            for part, source in enumerate(full.layer(layer)):
+            for part, source in enumerate(full.stored(layer)):
                 self._buffer[layer, part, :, slots] = source[:, positions]
+
+    def _gather(self, full: FullKVCache, layer: int, positions: torch.Tensor, first_slot: int) -> None:
+        """Copy each head's own `positions [num_kv_heads, num_rows]` of one layer to consecutive slots."""
+        rows = positions[..., None].expand(-1, -1, self.shape.head_dim)
+        slots = slice(first_slot, first_slot + positions.shape[1])
+        for part, source in enumerate(full.stored(layer)):
+            self._buffer[layer, part, :, slots] = source.gather(1, rows.to(source.device))
+
+    def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
+        """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
+        return full.stored(layer)[0][:, positions].to(self.shape.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 EMBEDDED = Path(__file__).parent / "embedded"
 HEADS_FILE = "tokenswift_heads.safetensors"  # may lie beside the weights; only drafts with it, so no part of the model
+DRAFT_FOLDER = "draft"  # may lie beside the weights too: a small model with the same vocabulary
 
 
 class ModelError(ValueError):

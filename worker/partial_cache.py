@@ -15,16 +15,21 @@ from worker.draft_cache import NUM_PINNED, DraftCache, Queries
 class PartialKVCache(DraftCache):
     """At most `budget` positions, chosen for each layer and head. It is built at fixed positions."""
 
-    def __init__(self, shape: CacheShape, budget: int, first_build: int, last_fed: int | None = None) -> None:
-        """Choose by importance from position `first_build` on, if that is above the budget.
+    def __init__(
+        self, shape: CacheShape, budget: int, first_build: int, last_fed: int | None = None, period: int | None = None
+    ) -> None:
+        """Choose by importance from position `first_build` on, if that is above the budget, and every `period` anew.
 
-        Positions from `last_fed` on stay out for ever (the paper's static cache); None: all go in.
+        Positions from `last_fed` on stay out for ever (the paper's static cache); None: all go in. Without a period it
+        is built when all chosen positions are overwritten.
         """
         self._budget = max(budget, NUM_PINNED + 1)
         super().__init__(shape, self._budget)
+        self._period = min(period or self._budget, self._budget - NUM_PINNED)
         self._first_build = max(first_build, self._budget)
         self._last_fed = last_fed
         self._built_at: int | None = None
+        self._first_new = 0  # position that overwrites the last slot
         self._num_fed = 0  # positions of the sequence that it has seen
         self.positions = torch.full((shape.num_layers, shape.num_kv_heads, self._budget), -1, device=shape.device)
 
@@ -33,12 +38,22 @@ class PartialKVCache(DraftCache):
         if end < self._first_build:
             self._append(full, end)
         else:
-            period = self._budget - NUM_PINNED
-            built_at = self._first_build + (end - self._first_build) // period * period
+            built_at = self._first_build + (end - self._first_build) // self._period * self._period
             if built_at != self._built_at:
-                self._build(full, built_at, queries(built_at))
+                self._build(full, built_at, queries)
             self._replace(full, end)
         self._num_sequence_slots = min(self._num_fed, self._budget)
+
+    def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
+        """Positions for the slots behind the pinned ones, `[num_layers, num_kv_heads, budget - NUM_PINNED]`.
+
+        They lie below `length`, in falling order of importance; also returns how many positions were looked at.
+        """
+        importances = [
+            importance(self._keys(full, layer, slice(NUM_PINNED, length)), query)
+            for layer, query in enumerate(queries(length))
+        ]
+        return NUM_PINNED + torch.stack(importances).topk(self._budget - NUM_PINNED, dim=-1).indices, length
 
     def _append(self, full: FullKVCache, end: int) -> None:
         """As long as all positions fit, they lie in order."""
@@ -46,29 +61,26 @@ class PartialKVCache(DraftCache):
         self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
         self._num_fed = end
 
-    def _build(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
-        """Choose the most important of the first `length` positions, in every layer and head."""
-        num_chosen = self._budget - NUM_PINNED
+    def _build(self, full: FullKVCache, built_at: int, queries: Queries) -> None:
+        """Fill all slots anew."""
+        chosen, num_seen = self._choose(full, built_at, queries)
+        self.positions[:, :, :NUM_PINNED] = torch.arange(NUM_PINNED, device=self.shape.device)
+        self.positions[:, :, NUM_PINNED:] = chosen
         for layer in range(self.shape.num_layers):
-            keys, values = full.layer(layer)
-            scores = importance(keys[:, NUM_PINNED:length], queries[layer])
-            self.positions[layer, :, :NUM_PINNED] = torch.arange(NUM_PINNED, device=self.shape.device)
-            self.positions[layer, :, NUM_PINNED:] = NUM_PINNED + scores.topk(num_chosen, dim=-1).indices
-            rows = self.positions[layer, :, :, None].expand(-1, -1, self.shape.head_dim)
-            self._buffer[layer, 0, :, : self._budget] = keys.gather(1, rows)
-            self._buffer[layer, 1, :, : self._budget] = values.gather(1, rows)
-        self._built_at = self._num_fed = length
+            self._gather(full, layer, self.positions[layer], 0)
+        self._built_at = built_at
+        self._first_new = self._num_fed = num_seen
 
     def _replace(self, full: FullKVCache, end: int) -> None:
         """Overwrite the least important slots with the positions up to `end`."""
         if end == self._num_fed:
             return
-        assert self._built_at is not None
         new = torch.arange(self._num_fed, end, device=self.shape.device)
-        slots = self._budget - 1 - (new - self._built_at)
+        slots = self._budget - 1 - (new - self._first_new)
         for layer in range(self.shape.num_layers):
-            for part, source in enumerate(full.layer(layer)):
-                self._buffer[layer, part, :, slots] = source[:, new]
+            for part, source in enumerate(full.stored(layer)):
+                rows = source[:, self._num_fed : end].to(self.shape.device)
+                self._buffer[layer, part, :, slots] = rows
         self.positions[:, :, slots] = new
         self._num_fed = end
 

@@ -15,62 +15,68 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_ENGINE", "DRAFTERS", "ENGINE_NAMES", "DrafterFactory", "create_drafter"]
 
 
-def _autoregressive(target: TargetModel, draft_model: Path) -> Drafter:
+def _autoregressive(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.autoregressive import AutoregressiveDrafter
 
     return AutoregressiveDrafter()
 
 
-def _prompt_lookup(target: TargetModel, draft_model: Path) -> Drafter:
+def _prompt_lookup(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.prompt_lookup import PromptLookupDrafter
 
     return PromptLookupDrafter(target.vocab_size)
 
 
-def _suffix(target: TargetModel, draft_model: Path) -> Drafter:
+def _suffix(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.suffix import SuffixDrafter
 
     return SuffixDrafter()
 
 
-def _token_recycling(target: TargetModel, draft_model: Path) -> Drafter:
+def _token_recycling(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.token_recycling import TokenRecyclingDrafter
 
     return TokenRecyclingDrafter(target.vocab_size)
 
 
-def _token_recycling_static(target: TargetModel, draft_model: Path) -> Drafter:
+def _token_recycling_static(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.static_recycling import StaticTokenRecyclingDrafter
 
     return StaticTokenRecyclingDrafter(target.vocab_size)
 
 
-def _token_recycling_static_80(target: TargetModel, draft_model: Path) -> Drafter:
+def _token_recycling_static_80(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.static_recycling import PaperTokenRecyclingDrafter
 
     return PaperTokenRecyclingDrafter(target.vocab_size)
 
 
-def _token_recycling_no_noise(target: TargetModel, draft_model: Path) -> Drafter:
+def _token_recycling_no_noise(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.token_recycling import TokenRecyclingDrafter
 
     return TokenRecyclingDrafter(target.vocab_size, with_noise=False)
 
 
-def _tokenswift(target: TargetModel, draft_model: Path) -> Drafter:
+def _tokenswift(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.tokenswift import TokenSwiftOptions, tokenswift
 
-    return tokenswift(target, draft_model, TokenSwiftOptions())
+    return tokenswift(target, draft_model or target.files.path, TokenSwiftOptions())
 
 
-def _tokenswift_paper(target: TargetModel, draft_model: Path) -> Drafter:
+def _tokenswift_paper(target: TargetModel, draft_model: Path | None) -> Drafter:
     from worker.drafters.tokenswift import PAPER_OPTIONS, tokenswift
 
-    return tokenswift(target, draft_model, PAPER_OPTIONS)
+    return tokenswift(target, draft_model or target.files.path, PAPER_OPTIONS)
 
 
-DrafterFactory = Callable[["TargetModel", "Path"], "Drafter"]
-"""Makes a drafter for a target, with a folder of trained parts."""
+def _triforce(target: TargetModel, draft_model: Path | None) -> Drafter:
+    from worker.drafters.triforce import TriForceOptions, triforce
+
+    return triforce(target, draft_model, TriForceOptions())
+
+
+DrafterFactory = Callable[["TargetModel", "Path | None"], "Drafter"]
+"""Makes a drafter for a target, with a folder of trained parts, or None for those beside its weights."""
 
 DRAFTERS: dict[str, DrafterFactory] = {
     "autoregressive": _autoregressive,
@@ -82,6 +88,7 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "token-recycling-no-noise": _token_recycling_no_noise,
     "tokenswift": _tokenswift,
     "tokenswift-paper": _tokenswift_paper,
+    "triforce": _triforce,
 }
 
 
@@ -92,4 +99,4 @@ def create_drafter(name: str, target: TargetModel, draft_model: str | Path | Non
     """
     if name not in DRAFTERS:
         raise ValueError(f"unknown engine {name!r}; expected one of: {', '.join(DRAFTERS)}")
-    return DRAFTERS[name](target, Path(draft_model or target.files.path))
+    return DRAFTERS[name](target, None if draft_model is None else Path(draft_model))

@@ -42,7 +42,7 @@ class Planner(Protocol):
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """One round drew `num_tokens` for one sequence."""
 
-    def observe_proposal(self, seconds: float) -> None:
+    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
         """A tree was proposed for the full verification in so many seconds."""
 
     def observe_chain(self, num_tokens: int, path: list[int]) -> None:
@@ -55,13 +55,13 @@ class Planner(Protocol):
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
 
 
-class PaperPlanner:
-    """Always `num_rounds` rounds (the paper: 1) and whole trees; the first round's forward has one row."""
+class FixedPlanner:
+    """Always the same plan."""
 
     max_nodes = MAX_TREE_NODES
 
-    def __init__(self, num_rounds: int) -> None:
-        self._plan = DraftPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)
+    def __init__(self, plan: DraftPlan) -> None:
+        self._plan = plan
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
         return self._plan
@@ -72,7 +72,7 @@ class PaperPlanner:
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         pass
 
-    def observe_proposal(self, seconds: float) -> None:
+    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
         pass
 
     def observe_chain(self, num_tokens: int, path: list[int]) -> None:
@@ -90,8 +90,10 @@ class MeasuredPlanner:
 
     max_nodes = TILE_ROWS - 1
 
-    def __init__(self, costs: StepCosts, budget: int) -> None:
+    def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
+        """`budget` slots in a partial cache; proposing takes `node_seconds` for every node, and what is measured."""
         self._budget = budget
+        self._node_seconds = node_seconds
         self._trees = NodeBudget(costs)
         self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE)
         self._round_tokens = PRIOR_ROUND_TOKENS
@@ -101,14 +103,14 @@ class MeasuredPlanner:
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
         token_seconds = self._round_seconds / self._round_tokens
         proposing = num_sequences * self._propose_seconds
-        tree = self._trees.best(length, num_sequences, proposing)
+        tree = self._trees.best(length, num_sequences, proposing, self._node_seconds)
         chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
         is_tree = tree.rate >= chain.rate
         is_close = min(tree.rate, chain.rate) > WORTH_A_LOOK * max(tree.rate, chain.rate)
         if is_tree != (is_close and length % EXPLORE_EVERY == 0):
             return DraftPlan(0, 0, 0, tree.num_nodes)
-        num_round_nodes = self._trees.max_nodes(min(length, self._budget), num_sequences, proposing)
-        return DraftPlan(TILE_ROWS, num_round_nodes, chain.num_nodes, chain.num_nodes)
+        checked = self._trees.best(min(length, self._budget), num_sequences, proposing, self._node_seconds)
+        return DraftPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
 
     def observe_tree(self, num_nodes: int, path: list[int]) -> None:
         self._trees.observe(num_nodes, path)
@@ -117,14 +119,15 @@ class MeasuredPlanner:
         self._round_tokens += LEARNING_RATE * (num_tokens - self._round_tokens)
         self._round_seconds += LEARNING_RATE * (seconds - self._round_seconds)
 
-    def observe_proposal(self, seconds: float) -> None:
-        self._propose_seconds += LEARNING_RATE * (seconds - self._propose_seconds)
+    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
+        beside_nodes = max(0.0, seconds - num_nodes * self._node_seconds)
+        self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 
     def observe_chain(self, num_tokens: int, path: list[int]) -> None:
         self._chains.observe(num_tokens, path)
 
     def state(self) -> dict[str, np.ndarray]:
-        means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds])
+        means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds])
         return {"plan_trees": self._trees.state(), "plan_chains": self._chains.state(), "plan_means": means}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
@@ -132,8 +135,8 @@ class MeasuredPlanner:
         if missing:
             raise ValueError(f"draft plan: the state lacks {', '.join(sorted(missing))}")
         means = state["plan_means"]
-        if means.shape != (3,) or not (np.isfinite(means) & (means > 0)).all():
-            raise ValueError(f"draft plan: found means {means.tolist()}, expected three positive numbers")
+        if means.shape != (4,) or not (np.isfinite(means) & (means >= 0)).all() or means[0] < 1:
+            raise ValueError(f"draft plan: found means {means.tolist()}, expected tokens of a round and three times")
         trees = self._trees.state()
         self._trees.restore(state["plan_trees"])
         try:
@@ -141,4 +144,4 @@ class MeasuredPlanner:
         except ValueError:
             self._trees.restore(trees)
             raise
-        self._round_tokens, self._round_seconds, self._propose_seconds = means.tolist()
+        self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds = means.tolist()

@@ -10,5 +10,6 @@ ENGINE_NAMES = (
     "token-recycling-no-noise",
     "tokenswift",
     "tokenswift-paper",
+    "triforce",
 )
 DEFAULT_ENGINE = "token-recycling"

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
-from worker.model_files import HEADS_FILE, ModelError, model_folder
+from worker.model_files import DRAFT_FOLDER, HEADS_FILE, ModelError, ModelFiles, locate_model, model_folder
 
 FINGERPRINT = "model_fingerprint"  # in a part's safetensors header: of the model that it was trained for
-TRAINED_PARTS = {"tokenswift": HEADS_FILE, "tokenswift-paper": HEADS_FILE}
 
 
 def check_parts(engine: str, model: str, model_fingerprint: str, draft_model: str | None) -> None:
-    """Raise ModelError, with what to do, where an engine's part is missing or another model's."""
-    if engine not in TRAINED_PARTS:
-        return
-    path = Path(draft_model or model_folder(model)) / TRAINED_PARTS[engine]
-    advice = (
-        f"train it with `swiftbatch train tokenswift --model {model} --data DIR --output DIR` "
-        "and name that folder with --draft-model"
-    )
+    """Raise ModelError, with what to do, where an engine's part is missing or does not fit the model."""
+    if engine in TRAINED_PARTS:
+        TRAINED_PARTS[engine](engine, model, model_fingerprint, draft_model)
+
+
+def draft_folder(model_path: Path, draft_model: Path | None) -> Path:
+    """Folder of a target's draft model: the one named, or `draft` in it or beside the target's own weights."""
+    inside = (draft_model or model_path) / DRAFT_FOLDER
+    return inside if draft_model is None or inside.is_dir() else draft_model
+
+
+def _check_heads(engine: str, model: str, model_fingerprint: str, draft_model: str | None) -> None:
+    path = Path(draft_model or model_folder(model)) / HEADS_FILE
+    advice = _advice("tokenswift", model)
     if not path.is_file():
         raise ModelError(f"engine {engine}: no file {path}; {advice}")
     found = trained_for(path)
@@ -29,6 +35,37 @@ def check_parts(engine: str, model: str, model_fingerprint: str, draft_model: st
             f"engine {engine}: {path} belongs to a model with fingerprint {found[:12]}, {model} has "
             f"{model_fingerprint[:12]}; {advice}"
         )
+
+
+def _check_draft_model(engine: str, model: str, model_fingerprint: str, draft_model: str | None) -> None:
+    target = locate_model(model)
+    folder = draft_folder(target.path, None if draft_model is None else Path(draft_model))
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"engine {engine}: no draft model in {folder}; {_advice('draft', model)}")
+    check_vocabulary(target, locate_model(str(folder)))
+
+
+def check_vocabulary(target: ModelFiles, draft: ModelFiles) -> None:
+    """Raise ModelError where a draft model's tokens are not the target's."""
+    if draft.vocab_size == target.vocab_size and _tokens(draft.path) in (None, _tokens(target.path)):
+        return
+    raise ModelError(
+        f"draft model {draft.path}: its vocabulary ({draft.vocab_size:,} tokens) is not that of {target.name} "
+        f"({target.vocab_size:,} tokens); a draft model needs the same one: {_advice('draft', target.name)}"
+    )
+
+
+def _tokens(folder: Path) -> object:
+    """Tokens and their ids as `tokenizer.json` has them; None where there is no such file."""
+    path = folder / "tokenizer.json"
+    return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
+
+
+def _advice(kind: str, model: str) -> str:
+    return (
+        f"train it with `swiftbatch train {kind} --model {model} --data DIR --output DIR` "
+        "and name that folder with --draft-model"
+    )
 
 
 def trained_for(path: Path) -> str:
@@ -40,3 +77,11 @@ def trained_for(path: Path) -> str:
         return str(header["__metadata__"][FINGERPRINT])
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ModelError(f"{path}: no safetensors file with a `{FINGERPRINT}`; train it anew") from error
+
+
+TRAINED_PARTS: dict[str, Callable[[str, str, str, str | None], None]] = {
+    "tokenswift": _check_heads,
+    "tokenswift-paper": _check_heads,
+    "triforce": _check_draft_model,
+}
+"""How the parts of an engine are checked; engines that are not here have none."""

@@ -25,6 +25,8 @@ class Proposer(ABC):
     """Serves all sequences of one worker, as a `Drafter` does."""
 
     needs_top_k: bool = False  # whether the target's candidates at every verified row are wanted
+    needs_hidden: bool = False  # whether the target's hidden states are
+    node_seconds: float = 0.0  # that every proposed node takes
 
     @abstractmethod
     def start(self, sequence: Sequence) -> None:
@@ -33,6 +35,10 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
         """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
+
+    def propose_all(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
+        """Propose for several sequences, each with the limits of `propose`; what runs a model shares its forwards."""
+        return [self.propose(draft, *limit) for draft, limit in zip(drafts, limits, strict=True)]
 
     @abstractmethod
     def update(self, sequence: Sequence, verification: Verification) -> None:

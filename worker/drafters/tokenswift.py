@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from worker.budget import measure_step_costs
-from worker.cache import CacheShape
+from worker.cache import MAX_TREE_NODES, CacheShape
 from worker.draft_cache import DraftCache
-from worker.drafters.draft_plan import MeasuredPlanner, PaperPlanner
+from worker.drafters.draft_plan import DraftPlan, FixedPlanner, MeasuredPlanner
 from worker.drafters.heads import DecodingHeads
 from worker.drafters.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift_proposer import TokenSwiftProposer
@@ -49,10 +49,15 @@ def tokenswift(target: TargetModel, heads_folder: Path, options: TokenSwiftOptio
     planner = (
         MeasuredPlanner(measure_step_costs(target), options.budget)
         if options.draft_rounds is None
-        else PaperPlanner(options.draft_rounds)
+        else FixedPlanner(whole_trees(options.draft_rounds))
     )
     new_cache = functools.partial(STRATEGIES[options.strategy], target.cache_shape, options.budget)
     return TwoLevelDrafter(target, proposer, new_cache, planner, options.digits[0])
+
+
+def whole_trees(num_rounds: int) -> DraftPlan:
+    """The paper's plan: whole trees; the first round's forward has one row."""
+    return DraftPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)
 
 
 def _dynamic(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:

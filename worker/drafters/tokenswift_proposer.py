@@ -29,6 +29,8 @@ TYPICAL_LOGIT = 10.0  # of a likely token: what the penalty takes from it decide
 class TokenSwiftProposer(Proposer):
     """One tree from all sources, whichever of them proposes a node."""
 
+    needs_hidden = True
+
     def __init__(
         self,
         heads: DecodingHeads,

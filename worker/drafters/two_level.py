@@ -36,6 +36,8 @@ class DraftCounters:
     """What drafting did so far; times in seconds."""
 
     num_rounds: int = 0  # forwards with a partial cache, counted for each sequence
+    num_checked_nodes: int = 0  # proposed nodes that rounds checked
+    num_agreed_nodes: int = 0  # those that the target with a partial cache drew as well
     num_ngram_accepted_tokens: int = 0  # accepted tokens that token reuse alone proposed
     seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "propose": 0.0, "check": 0.0})
 
@@ -51,10 +53,17 @@ class _Tracked:
     whole: WholeDraft = field(default_factory=WholeDraft)
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """How large a whole draft may be."""
+
+    max_nodes: int
+    num_trees: int  # the chain's and one for every other candidate for its last token
+    num_below: int  # nodes of each
+
+
 class TwoLevelDrafter(Drafter):
     """Proposer, target with partial caches, and a planner for the number of rounds and nodes."""
-
-    needs_hidden = True
 
     def __init__(
         self,
@@ -68,6 +77,7 @@ class TwoLevelDrafter(Drafter):
         self.counters = DraftCounters()
         self.num_nodes = planner.max_nodes
         self.needs_top_k = proposer.needs_top_k
+        self.needs_hidden = proposer.needs_hidden
         self._target = target
         self._proposer = proposer
         self._new_draft_cache = new_draft_cache
@@ -88,7 +98,7 @@ class TwoLevelDrafter(Drafter):
         drafts = [self._open(request, len(requests)) for request in requests]
         while active := [draft for draft in drafts if draft.wants_round]:
             self._round(active)
-        return [self._close(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+        return self._close(drafts, requests)
 
     def learn(
         self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
@@ -99,8 +109,7 @@ class TwoLevelDrafter(Drafter):
         tracked = self._tracked[sequence.sequence_id]
         for token_id in verification.committed_ids:
             tracked.sampler.push(token_id)
-        assert verification.hidden is not None
-        tracked.hidden = verification.hidden[-1]
+        tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
         self._proposer.update(sequence, verification)
         self._observe(tracked.whole, verification)
 
@@ -109,13 +118,15 @@ class TwoLevelDrafter(Drafter):
         self.counters.num_ngram_accepted_tokens += sum(whole.is_reused[node] for node in verification.path)
         self.counters.num_rounds += len(whole.rounds)
         for round_ in whole.rounds:
+            self.counters.num_checked_nodes += round_.num_nodes
+            self.counters.num_agreed_nodes += len(round_.path)
             self._planner.observe_tree(round_.num_nodes, round_.path)
             self._planner.observe_round(len(round_.path) + 1, round_.seconds)
         if whole.chain_length:
             self._planner.observe_chain(whole.chain_length, [n for n in verification.path if n < whole.chain_length])
         else:
             self._planner.observe_tree(verification.num_draft_tokens, verification.path)
-            self._planner.observe_proposal(whole.propose_seconds)
+            self._planner.observe_proposal(verification.num_draft_tokens, whole.propose_seconds)
 
     def stop(self, sequence: Sequence) -> None:
         self._proposer.stop(sequence)
@@ -143,14 +154,15 @@ class TwoLevelDrafter(Drafter):
             tracked.draft_cache.follow(tracked.cache, lambda position: self._queries(sequence, position))
             self.counters.seconds["follow"] += time.perf_counter() - started
         max_depth = min(request.max_depth, request.max_nodes)
-        if tracked.hidden is None and tracked.cache.length > 0:
+        if self.needs_hidden and tracked.hidden is None and tracked.cache.length > 0:
             tracked.hidden = self._last_hidden(sequence, tracked.cache)
         return Draft(sequence, tracked.sampler, tracked.draft_cache, tracked.hidden, plan, max_depth)
 
     def _round(self, drafts: list[Draft]) -> None:
         """Propose below every draft's newest token and let the target with the partial caches draw there."""
         started = time.perf_counter()
-        proposals = [self._proposer.propose(d, d.num_round_nodes, d.depth_left - 1) for d in drafts]
+        limits = [(draft.num_round_nodes, draft.depth_left - 1) for draft in drafts]
+        proposals = self._proposer.propose_all(drafts, limits)
         proposed = time.perf_counter()
         rows = [draft.rows(proposal.tree) for draft, proposal in zip(drafts, proposals, strict=True)]
         outputs = self._target.draft(rows)
@@ -161,18 +173,23 @@ class TwoLevelDrafter(Drafter):
         for draft, proposal, path in zip(drafts, proposals, paths, strict=True):
             draft.rounds.append(Round(len(proposal.tree), path, (ended - started) / len(drafts)))
 
-    def _close(self, draft: Draft, request: DraftRequest) -> DraftTree:
-        """The chain, and below it what the proposer has to say."""
+    def _close(self, drafts: list[Draft], requests: list[DraftRequest]) -> list[DraftTree]:
+        """The chains, and below them what the proposer has to say."""
         started = time.perf_counter()
+        sizes = [self._sizes(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+        limits = [(size.num_below, draft.depth_left) for size, draft in zip(sizes, drafts, strict=True)]
+        proposals = self._proposer.propose_all(drafts, limits)
+        seconds = time.perf_counter() - started
+        self.counters.seconds["propose"] += seconds
+        for draft, below, size in zip(drafts, proposals, sizes, strict=True):
+            whole = assemble(draft, below, size.num_trees, size.max_nodes, seconds / len(drafts))
+            self._tracked[draft.sequence.sequence_id].whole = whole
+        return [self._tracked[request.sequence.sequence_id].whole.tree for request in requests]
+
+    def _sizes(self, draft: Draft, request: DraftRequest) -> _Sizes:
         max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), request.max_nodes)
         num_trees = self._num_alternatives if draft.num_tokens else 1  # the same one below each candidate
-        room = (max_nodes - draft.num_tokens - (num_trees - 1)) // num_trees
-        below = self._proposer.propose(draft, room, draft.depth_left)
-        seconds = time.perf_counter() - started
-        whole = assemble(draft, below, num_trees, max_nodes, seconds)
-        self._tracked[request.sequence.sequence_id].whole = whole
-        self.counters.seconds["propose"] += seconds
-        return whole.tree
+        return _Sizes(max_nodes, num_trees, (max_nodes - draft.num_tokens - (num_trees - 1)) // num_trees)
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
         """Hidden state `[hidden]` of the row in front of the newest token, where no verification left it."""

@@ -1,0 +1,82 @@
+"""A little model whose law can be written down, and the chi-square gate that verified tokens must pass."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.sampling import TokenSampler, penalise, process
+from worker.sequence import Sequence
+from worker.tree import DraftTree
+from worker.verification import walk
+
+VOCAB = 6
+NUM_TRIALS = 12_000
+PROMPT = [1]
+# Logits of the next token after each token: a little model whose exact law can be written down.
+TABLE = torch.tensor(
+    [[math.sin(3.0 * row + 1.7 * column) * 1.5 + 0.4 for column in range(VOCAB)] for row in range(VOCAB)]
+)
+# Three likely continuations, each with children, one of them a repetition: room to be biased in.
+TREE = DraftTree([3, 0, 2, 3, 4, 2, 5, 1], [-1, -1, -1, 0, 0, 1, 1, 2])
+PLAIN = SamplingParams(max_tokens=100)
+
+Verifier = Callable[[Sequence, DraftTree], list[int]]
+
+
+def p_value(statistic: float, degrees: int) -> float:
+    """Upper tail of the chi-square law (Wilson and Hilferty 1931), good to a few percent down to 1e-8."""
+    spread = 2.0 / (9.0 * degrees)
+    z = ((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
+    """Probability of every pair of first two tokens, from the definition."""
+
+    def law(history: list[int]) -> torch.Tensor:
+        seen = torch.zeros(VOCAB, dtype=torch.bool)
+        seen[history] = True
+        scores = penalise(TABLE[history[-1]], seen, params.repetition_penalty)
+        return torch.softmax(process(scores, params).double(), dim=-1)
+
+    first = law(PROMPT)
+    return {
+        (a, b): float(first[a] * law([*PROMPT, a])[b])
+        for a in range(VOCAB)
+        if first[a] > 0
+        for b in range(VOCAB)
+        if law([*PROMPT, a])[b] > 0
+    }
+
+
+def rows_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
+    """The target's logits at the root and at every node, `[num_rows, vocab]`."""
+    return TABLE[[int(sequence.token_ids[-1]), *tree.token_ids]]
+
+
+def ours(sequence: Sequence, tree: DraftTree) -> list[int]:
+    return walk(tree, rows_of(sequence, tree), TokenSampler(sequence, VOCAB).draw)[1]
+
+
+def plain_steps(verifier: Verifier, tree: DraftTree, params: SamplingParams, seed: int) -> tuple[int, int]:
+    """Two tokens: one verified step, and plain decoding for what it did not commit."""
+    sequence = Sequence("s", PROMPT, params.model_copy(update={"seed": seed}), VOCAB)
+    sequence.extend(verifier(sequence, tree)[:2])
+    if sequence.num_generated_tokens < 2:
+        sequence.extend(ours(sequence, DraftTree())[:1])
+    return int(sequence.output_ids[0]), int(sequence.output_ids[1])
+
+
+def gate(verifier: Verifier, params: SamplingParams, tree: DraftTree = TREE) -> float:
+    """The p-value of `NUM_TRIALS` pairs against the exact law; 0 where a pair has no probability at all."""
+    law = exact_law(params)
+    counts = Counter(plain_steps(verifier, tree, params, seed) for seed in range(NUM_TRIALS))
+    if set(counts) - set(law):
+        return 0.0
+    statistic = sum((counts[pair] - NUM_TRIALS * p) ** 2 / (NUM_TRIALS * p) for pair, p in law.items())
+    return p_value(statistic, len(law) - 1)
