@@ -86,3 +86,26 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
 
     recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
     train_heads(model, data, output, recipe, click.echo)
+
+
+@train.command()
+@MODEL
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="JSONL files with `text`, or a folder.")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
+@click.option("--steps", "num_steps", type=click.IntRange(1), default=1500, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
+    """Train a small draft model for the engine `triforce`; the model itself stays as it is.
+
+    It learns the model's distributions along the books in *train*.jsonl and along what the model itself says behind
+    parts of them; how often both draw the same token is measured on *test*.jsonl. Beside the model's weights, in a
+    folder `draft`, it is found without --draft-model.
+
+    \b
+    Example:
+      swiftbatch train draft --model my-model --data books --output my-model/draft
+    """
+    from worker.training.draft import train_draft
+    from worker.training.draft_recipe import draft_recipe
+
+    train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)

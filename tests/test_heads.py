@@ -212,10 +212,13 @@ def test_the_command_trains_and_says_what_it_does_not_measure(tiny_model: Path, 
     assert (output / HEADS_FILE).is_file()
 
 
-def test_data_without_tokens_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
-    with pytest.raises(CorpusError, match="are empty; expected text"):
+@pytest.mark.parametrize(("text", "num_tokens"), [("", 0), ("the lazy dog.", 4)])
+def test_texts_too_short_for_the_heads_are_named(tiny_model: Path, tmp_path: Path, text: str, num_tokens: int) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    problem = f"too short, the longest has {num_tokens} tokens; expected 5 or more in at least one"
+    with pytest.raises(CorpusError, match=problem) as caught:
         train_heads(str(tiny_model), tmp_path, tmp_path / "heads", FAST, lambda line: None)
+    assert "\n" not in str(caught.value)
 
 
 def test_own_texts_are_sampled_as_asked(tiny_model: Path) -> None:

@@ -35,6 +35,11 @@ class HeadRecipe:
     num_own_tokens: int = 512  # of each own text
     seed: int = 0
 
+    @property
+    def num_needed_tokens(self) -> int:
+        """Tokens that a text needs at least, so that every head has one to predict."""
+        return self.num_heads + 2
+
     def rate(self, step: int) -> float:
         """Share of the learning rate at a step (from 0): linear warm-up, then half a cosine down to 0."""
         if step < self.num_warmup_steps:

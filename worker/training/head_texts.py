@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,30 +48,40 @@ def load_target(files: ModelFiles) -> TargetModel:
 
 def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> TextStates:
     """The beginnings of the training books, or the target's own texts behind random stretches of them."""
-    texts = book_texts(data, "*train*.jsonl", target.files, recipe.num_book_tokens)
+    texts = book_texts(data, "*train*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
     if recipe.num_own_texts:
-        texts = _learned_texts(target, texts, recipe)
+        texts = learned_texts(target, texts, recipe)
     return text_states(target, texts, recipe.num_heads)
 
 
-def held_out_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> Iterator[tuple[str, TextStates]]:
-    """Test books, and what the target says behind their beginnings, by name."""
-    books = book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens)
-    yield "test books", text_states(target, books, recipe.num_heads)
+def held_out_texts(
+    target: TargetModel, data: Path, recipe: HeadRecipe, report: Callable[[str], None]
+) -> dict[str, list[Text]]:
+    """Test books, and what the target says behind their beginnings, by name; none where `data` has no test books."""
+    if not any(data.rglob("*test*.jsonl")):
+        report(f"{data}: no *test*.jsonl; the accuracy is not measured")
+        return {}
+    books = book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
     beginnings = [Text(book.token_ids[: recipe.num_prompt_tokens]) for book in books]
     prompts = _stretches(beginnings, recipe.num_prompt_tokens)
-    for name, sampling in OWN_SAMPLING.items():
-        own = own_texts(target, prompts, recipe.own_sampling(sampling))
-        yield f"own text, {name}", text_states(target, own, recipe.num_heads)
+    own = {
+        f"own text, {name}": own_texts(target, prompts, recipe.own_sampling(sampling))
+        for name, sampling in OWN_SAMPLING.items()
+    }
+    return {"test books": books, **own}
 
 
-def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int) -> list[Text]:
-    """The first `num_tokens` tokens of each book. Raises CorpusError where no book has any."""
+def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int) -> list[Text]:
+    """The first `num_tokens` tokens of each book that has `num_needed`. Raises CorpusError where none has."""
     codec = TextCodec(files)
     encoded = [codec.encode(book[: num_tokens * CHARACTERS_PER_TOKEN]) for book in read_books(data, pattern)]
-    texts = [Text(token_ids[:num_tokens]) for token_ids in encoded if token_ids]
+    texts = [Text(token_ids[:num_tokens]) for token_ids in encoded if len(token_ids) >= num_needed]
     if not texts:
-        raise CorpusError(f"{data}: the books in {pattern} are empty; expected text")
+        longest = max(map(len, encoded), default=0)
+        raise CorpusError(
+            f"{data}: the books in {pattern} are too short, the longest has {longest} tokens; "
+            f"expected {num_needed} or more in at least one"
+        )
     return texts
 
 
@@ -104,13 +114,13 @@ def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextS
     for text in track(texts, "hidden states", transient=True):
         kept = torch.tensor(text.token_ids[text.first_row :])
         token_ids.append(kept)
-        hidden.append(_hidden(target, text.token_ids)[text.first_row :].cpu())
+        hidden.append(hidden_states(target, text.token_ids)[text.first_row :].cpu())
         rows.append(torch.arange(start, start + max(0, len(kept) - num_heads - 1)))
         start += len(kept)
     return TextStates(torch.cat(token_ids), torch.cat(hidden), torch.cat(rows))
 
 
-def _learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
+def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
     """Own texts behind random stretches of books, a share of them for each way of sampling."""
     stretches = _stretches(books, recipe.num_prompt_tokens)
     drawn = np.random.default_rng(recipe.seed).integers(len(stretches), size=recipe.num_own_texts)
@@ -132,7 +142,7 @@ def _stretches(books: list[Text], length: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _hidden(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
+def hidden_states(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
     """Final hidden states along one text: `[num_tokens, hidden]`."""
     ids = torch.tensor([token_ids], device=target.device)
     hidden: torch.Tensor = target.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]

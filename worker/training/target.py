@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,37 +40,44 @@ def train_target(data: Path, output: Path, recipe: Recipe, report: Callable[[str
     Where `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside it.
     """
     books = list(read_books(data))
-    report(f"{len(books)} books, {sum(map(len, books)):,} characters")
     tokenizer = train_tokenizer(books, VOCAB_SIZE)
     encoded = encode_books(books, tokenizer)
-    report(f"{sum(map(len, encoded)):,} tokens")
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(embedded_config(tokenizer.eos_token_id))
-    report(f"{model.num_parameters():,} parameters")
+    report(f"{len(books)} books, {sum(map(len, encoded)):,} tokens; {model.num_parameters():,} parameters")
     output.mkdir(parents=True, exist_ok=True)
+    sampler = WindowSampler(encoded, recipe.seed)
     with (output / "train_log.jsonl").open("w", encoding="utf-8") as log:
-        for phase, records in run_phases(model, WindowSampler(encoded, recipe.seed), recipe):
+        for phase, records in run_phases(model, recipe, lambda phase: _add_gradients(model, sampler, phase)):
             for record in records:
-                log.write(json.dumps(asdict(record)) + "\n")
-                log.flush()
+                write_record(log, record)
             save_target(model, tokenizer, output)
             report(f"phase {phase.name}: loss {record.loss:.3f}, {record.num_tokens:,} tokens, {record.seconds:,.0f} s")
+    counts = {
+        "num_parameters": model.num_parameters(),
+        "num_books": len(books),
+        "num_characters": sum(map(len, books)),
+        "num_corpus_tokens": sum(map(len, encoded)),
+    }
     for test_file in sorted(data.rglob("*test*.jsonl"))[:1]:
         evaluation = evaluate_target(output, test_file, max_stretches=NUM_TEST_STRETCHES)
-        counts = {
-            "num_parameters": model.num_parameters(),
-            "num_books": len(books),
-            "num_characters": sum(map(len, books)),
-            "num_corpus_tokens": sum(map(len, encoded)),
-        }
         write_card(output, recipe, model.config, counts, evaluation)
         report(f"{evaluation.bits_per_byte:.3f} bits per byte; loss by position {evaluation.loss_by_position}")
 
 
+def write_record(log: IO[str], record: Any) -> None:
+    """Append a dataclass to a training log, where it can be read at once."""
+    log.write(json.dumps(asdict(record)) + "\n")
+    log.flush()
+
+
 def run_phases(
-    model: LlamaForCausalLM, sampler: WindowSampler, recipe: Recipe
+    model: LlamaForCausalLM, recipe: Recipe, add_gradients: Callable[[Phase], float]
 ) -> Iterator[tuple[Phase, Iterator[StepRecord]]]:
-    """Yield each phase with the lazy stream of its steps; consuming the stream trains the model."""
+    """Yield each phase with the lazy stream of its steps; consuming the stream trains the model.
+
+    `add_gradients` adds those of one step's batch to the model's, and returns its loss in nats per token.
+    """
     optimizers = make_optimizers(model, recipe)
     num_steps = sum(phase.num_steps for phase in recipe.phases)
     schedule = rate_schedule(recipe, num_steps)
@@ -81,8 +89,11 @@ def run_phases(
 
         def steps(phase: Phase) -> Iterator[StepRecord]:
             for _ in range(phase.num_steps):
-                loss = train_step(model, sampler, phase, optimizers, recipe.gradient_clip)
-                for scheduler in schedulers:
+                loss = add_gradients(phase)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
+                for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
                     scheduler.step()
                 progress.update(task, advance=1, loss=loss, description=phase.name)
                 yield state.record(phase, loss)
@@ -105,14 +116,8 @@ class _Clock:
         return StepRecord(phase.name, self.step, self.num_tokens, loss, round(time.monotonic() - self.start, 2))
 
 
-def train_step(
-    model: LlamaForCausalLM,
-    sampler: WindowSampler,
-    phase: Phase,
-    optimizers: list[torch.optim.Optimizer],
-    gradient_clip: float,
-) -> float:
-    """Take one step on a fresh batch and return its loss in nats per token."""
+def _add_gradients(model: LlamaForCausalLM, sampler: WindowSampler, phase: Phase) -> float:
+    """Add the gradients of a fresh batch and return its loss in nats per token."""
     windows = sampler.batch(phase.batch_size, phase.length).to(model.device)  # [batch, length + 1]
     positions = sampler.positions(phase.batch_size, phase.length, phase.position_span).to(model.device)
     with torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -126,10 +131,6 @@ def train_step(
         logits = model.lm_head(hidden)  # [batch, length, vocab]
     loss = cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), gradient_clip)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())
 
 

@@ -8,10 +8,9 @@ predict is what the target says, and a distribution says more of it than the one
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +22,8 @@ from worker.model_files import locate_model
 from worker.target import TargetModel
 from worker.training.head_accuracy import chunk_rows, head_accuracy
 from worker.training.head_recipe import HeadRecipe
-from worker.training.head_texts import TextStates, held_out_states, load_target, training_states
+from worker.training.head_texts import TextStates, held_out_texts, load_target, text_states, training_states
+from worker.training.target import write_record
 
 LOG = "tokenswift_log.jsonl"
 
@@ -57,27 +57,22 @@ def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report
     target = load_target(files)
     states = training_states(target, data, recipe)
     report(f"{len(states.rows):,} rows to learn from, {recipe.num_step_rows:,} of them per step")
-    held_out = dict(held_out_states(target, data, recipe)) if any(data.rglob("*test*.jsonl")) else {}
-    if not held_out:
-        report(f"{data}: no *test*.jsonl; the accuracy is not measured")
+    texts = held_out_texts(target, data, recipe, report)
+    held_out = {name: text_states(target, part, recipe.num_heads) for name, part in texts.items()}
     size = target.model.config.hidden_size
     weight = torch.zeros(recipe.num_heads, size, size, device=target.device, requires_grad=True)
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOG).open("w", encoding="utf-8") as log:
 
-        def write(record: StepRecord | AccuracyRecord) -> None:
-            log.write(json.dumps(asdict(record)) + "\n")
-            log.flush()
-
         def measure(when: str) -> None:
-            for name, texts in held_out.items():
-                accuracy = AccuracyRecord(when, name, len(texts.rows), head_accuracy(target, weight.detach(), texts))
-                write(accuracy)
+            for name, part in held_out.items():
+                accuracy = AccuracyRecord(when, name, len(part.rows), head_accuracy(target, weight.detach(), part))
+                write_record(log, accuracy)
                 report(f"{when} training, {name}: " + _in_words(accuracy))
 
         measure("before")
         for record in run_steps(target, weight, states, recipe):
-            write(record)
+            write_record(log, record)
         save_heads(output, weight, files.fingerprint)
         report(f"{record.step} steps in {record.seconds:,.0f} s, nats per token {record.losses}")
         measure("after")
