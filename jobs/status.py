@@ -24,6 +24,7 @@ class RunManifest(BaseModel):
     model_fingerprint: str
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: beside the model's weights
+    kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: str
     device: str
     num_threads: int = Field(ge=1)

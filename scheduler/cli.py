@@ -26,6 +26,7 @@ USER_ERRORS = (  # their text is one line for the user
     ("scheduler.driver", "DriverError"),
     ("scheduler.submission", "StrictError"),
     ("worker.bench.text", "BenchError"),
+    ("worker.kv_room", "KVRoomError"),
     ("worker.model_files", "ModelError"),
     ("worker.training.corpus", "CorpusError"),
 )

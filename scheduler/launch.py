@@ -29,6 +29,7 @@ from scheduler.job_queue import JobQueue
 from scheduler.progress import Display, open_display
 from worker.config import EngineConfig
 from worker.drafters.parts import check_parts
+from worker.kv_room import check_folder
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class LaunchOptions:
     address: str | None = None  # of a running cluster; None for an embedded Ray
     engine: str | None = None  # None for the run's own
     draft_model: str | None = None  # None for the run's own
+    kv_offload: str | None = None  # None for the run's own
     max_attempts: int = 5
     checkpoint: str = "state"  # as in `EngineConfig`, like the next four
     checkpoint_tokens: int = 1024
@@ -66,8 +68,8 @@ class Outcome:
 def launch(run: Run, options: LaunchOptions) -> Outcome:
     """Run what is unfinished, and write the output files, also after an interruption.
 
-    Raises ClusterError, DriverError, MetricsError, ModelError, RunTakenError and StoreError, each with one line for
-    the user.
+    Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError, each with
+    one line for the user.
     """
     counters = DriverCounters()
     run = Run.open(run.store.uri, Retries(options.store_retry_seconds, counters.count_store_retry))
@@ -123,15 +125,22 @@ def _drive(
 
 
 def _engine_config(manifest: RunManifest, options: LaunchOptions) -> EngineConfig:
-    """What the run's workers run with. Raises ModelError where the engine's trained parts are missing."""
+    """What the run's workers run with.
+
+    Raises ModelError where the engine's trained parts are missing, KVRoomError where caches can't be kept in a folder.
+    """
     engine = options.engine or manifest.engine
     draft_model = options.draft_model or manifest.draft_model
+    kv_offload = options.kv_offload or manifest.kv_offload
     check_parts(engine, manifest.model, manifest.model_fingerprint, draft_model)
+    if options.address is None:  # a cluster's workers look for themselves
+        check_folder(kv_offload)
     return EngineConfig.model_validate(
         {
             "model": manifest.model,
             "engine": engine,
             "draft_model": draft_model and os.path.abspath(draft_model),
+            "kv_offload": kv_offload and os.path.abspath(kv_offload),
             "dtype": manifest.dtype,
             "device": manifest.device,
             "num_threads": manifest.num_threads,

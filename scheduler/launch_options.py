@@ -22,6 +22,12 @@ WORKERS = [
         type=click.Path(exists=True, file_okay=False),
         help="Folder with the engine's trained parts. [default: the run's, else beside the model's weights]",
     ),
+    click.option(
+        "--kv-offload",
+        type=click.Path(),
+        metavar="DIR",
+        help="Keep caches in files there (GPU: in pinned memory), not on the device. [default: the run's, else off]",
+    ),
     click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
     click.option(
         "--max-attempts",

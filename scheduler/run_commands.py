@@ -56,6 +56,7 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
     settings = Settings(
         **{name: options.pop(name) for name in ("model", "engine", "dtype", "device", "seed")},
         draft_model=options["draft_model"],
+        kv_offload=options["kv_offload"],
         num_threads=threads,
         num_workers=options["workers"],
         address=options["address"],

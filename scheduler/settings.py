@@ -24,6 +24,7 @@ class Settings:
     model: str | None = None
     engine: str | None = None
     draft_model: str | None = None
+    kv_offload: str | None = None
     dtype: str | None = None
     device: str | None = None
     num_threads: int | None = None
@@ -87,6 +88,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         model_fingerprint="",
         engine=settings.engine or defaults.engine,
         draft_model=settings.draft_model and os.path.abspath(settings.draft_model),
+        kv_offload=settings.kv_offload and os.path.abspath(settings.kv_offload),
         dtype=settings.dtype or defaults.dtype,
         device=settings.device if settings.device not in (None, "auto") else detected,
         num_threads=settings.num_threads or max(1, num_cores // settings.num_workers),

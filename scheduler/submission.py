@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from jobs.job import Job, JobRecord
 from jobs.reader import Reject, read_jobs
-from jobs.run import Run
+from jobs.run import Run, RunManifest
 from scheduler.settings import Settings, kept_or_new_manifest, with_model
 from scheduler.takeover import refuse_if_taken
+from worker.kv_room import KVRoom, bytes_per_position, check_folder, place_of_caches
 from worker.model_files import ModelFiles, locate_model
 from worker.text import TextCodec
 
@@ -42,14 +43,14 @@ def submit_file(
 ) -> Submission:
     """Add the file's jobs to the run at `run_uri`, which is made if there is none.
 
-    Raises InputFileError, StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
-    `refuse_if_taken`) and StoreError, each with one line for the user.
+    Raises InputFileError, KVRoomError (for the folder of `--kv-offload`), StrictError, ModelError, RunError
+    (RunTakenError while a driver holds it, see `refuse_if_taken`) and StoreError, each with one line for the user.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
     jobs, rejects = read_jobs(path, manifest.seed)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
-    records, refused = make_records(jobs, files)
+    records, refused = make_records(jobs, files, _kv_room(manifest, files, settings))
     rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(path, rejects)
@@ -62,19 +63,34 @@ def submit_file(
     return Submission(run, records, rejects)
 
 
-def make_records(jobs: Sequence[tuple[int, Job]], files: ModelFiles) -> tuple[list[JobRecord], list[Reject]]:
-    """Count each prompt's tokens; a job that does not fit the model's positions is a reject."""
+def make_records(
+    jobs: Sequence[tuple[int, Job]], files: ModelFiles, room: KVRoom | None = None
+) -> tuple[list[JobRecord], list[Reject]]:
+    """Count each prompt's tokens; a job that does not fit the model's positions, or the caches' room, is a reject."""
     codec = TextCodec(files)
     records, rejects = [], []
     for line_number, job in jobs:
         try:
             num_prompt_tokens = len(codec.encode_job(job))
             _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
+            if room is not None:
+                room.refuse_too_long(num_prompt_tokens + job.sampling.max_tokens)
         except ValueError as error:
             rejects.append(Reject(line_number, job.custom_id, str(error)))
         else:
             records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
     return records, rejects
+
+
+def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
+    """Where this machine's workers keep caches; None where that can't be known here. Raises KVRoomError."""
+    if settings.address is not None:
+        return None
+    kv_offload = settings.kv_offload or manifest.kv_offload
+    check_folder(kv_offload)
+    place = place_of_caches(manifest.device, kv_offload)
+    num_bytes = bytes_per_position(files.path, manifest.dtype)
+    return None if place is None or num_bytes is None else KVRoom(place, num_bytes)
 
 
 def _refuse_too_long(num_prompt_tokens: int, max_tokens: int, files: ModelFiles) -> None:

@@ -17,6 +17,7 @@ class EngineConfig(BaseModel):
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
     draft_model: str | None = None  # folder with the engine's trained parts; None: they lie beside the model's weights
+    kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int = Field(default=1, ge=1)

@@ -20,6 +20,7 @@ from worker.checkpointing import Checkpointing
 from worker.config import EngineConfig
 from worker.drafters import create_drafter
 from worker.engine import Engine
+from worker.kv_room import check_folder
 from worker.model_files import locate_model
 from worker.numerics import describe_numerics, exactness_of
 from worker.resume import Resumer
@@ -41,13 +42,14 @@ class WorkerSession:
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         torch.set_num_threads(config.num_threads)
+        check_folder(config.kv_offload)
         files = locate_model(config.model)
         counters = EngineCounters()
         self._config = config
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         self._checkpoints = CheckpointStore(self._run.store)
         self._codec = TextCodec(files)
-        target = TargetModel.load(files, config.dtype, config.device)
+        target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
         self.numerics = describe_numerics(target, config.num_threads)
         drafter = create_drafter(config.engine, target, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.decode, counters)

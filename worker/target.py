@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from worker.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
 from worker.cache import CacheShape, FullKVCache
+from worker.kv_room import KVRoom, place_of_caches
 from worker.model_files import ModelError, ModelFiles
+from worker.offloaded_cache import OffloadedKVCache
 from worker.partial_rows import PartialRows
 from worker.tiles import SequenceRows, Tile, chain_rows, pack_tiles, tree_rows
 from worker.tree import DraftTree
@@ -39,7 +41,8 @@ class RowOutputs:
 class TargetModel:
     """Weights on one device, and the forwards over rows of any number of sequences."""
 
-    def __init__(self, model: Any, files: ModelFiles) -> None:
+    def __init__(self, model: Any, files: ModelFiles, kv_offload: str | None = None) -> None:
+        """With `kv_offload`, a folder, caches live outside the device."""
         config = model.config
         self.files = files
         self.model = model
@@ -50,11 +53,12 @@ class TargetModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype, self.device)
+        self._kv_offload = kv_offload
         # float32 linear layers give a row other bits at another row count (measured); bf16 ones up to 32 rows don't.
         self._pad_rows = self.dtype == torch.float32
 
     @classmethod
-    def load(cls, files: ModelFiles, dtype: str, device: str) -> TargetModel:
+    def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
         """Load safetensors weights from a folder; nothing is unpickled and no remote code is run."""
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -67,11 +71,15 @@ class TargetModel:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"model {files.name}: cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(model.to(resolve_device(device)).eval().requires_grad_(False), files)
+        return cls(model.to(resolve_device(device)).eval().requires_grad_(False), files, kv_offload)
 
     def new_cache(self, max_length: int) -> FullKVCache:
-        """An empty cache for a sequence of at most `max_length` tokens."""
-        return FullKVCache(self.cache_shape, max_length)
+        """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room."""
+        if place := place_of_caches(self.device.type, self._kv_offload):
+            KVRoom(place, self.cache_shape.bytes_per_position()).refuse_too_long(max_length)
+        if self._kv_offload is None:
+            return FullKVCache(self.cache_shape, max_length)
+        return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
 
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> list[RowOutputs]:

@@ -1,0 +1,75 @@
+"""Where key-value caches are kept, and whether one has room there; without torch, since the driver asks too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEMORY = "the memory of this machine"
+GB = 1e9
+ITEM_SIZES = {"bfloat16": 2, "float32": 4}
+
+
+class KVRoomError(ValueError):
+    """A key-value cache has no place. The message is one line for the user."""
+
+
+def check_folder(kv_offload: str | None) -> None:
+    """Raise KVRoomError where that is no folder, or one in which no file can be made."""
+    if kv_offload is None:
+        return
+    try:
+        tempfile.TemporaryFile(dir=kv_offload).close()
+    except OSError as error:
+        raise KVRoomError(
+            f"--kv-offload {kv_offload}: {error.strerror or error}; expected a folder that can be written"
+        ) from None
+
+
+def place_of_caches(device: str, kv_offload: str | None) -> str | None:
+    """The folder that caches lie in, or `MEMORY`; None for a GPU's own memory, which nobody here knows."""
+    if device == "cpu":
+        return kv_offload or MEMORY
+    return MEMORY if kv_offload else None
+
+
+def bytes_per_position(model: Path, dtype: str) -> int | None:
+    """What one position takes in the cache of a model folder; None where its config does not say."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
+    num_layers = config.get("num_hidden_layers")
+    if not (num_layers and num_kv_heads and head_dim):
+        return None
+    return int(2 * num_layers * num_kv_heads * head_dim * ITEM_SIZES[dtype])
+
+
+@dataclass(frozen=True)
+class KVRoom:
+    """A place of caches, and what a position takes there."""
+
+    place: str  # a folder, or `MEMORY`
+    bytes_per_position: int
+
+    def refuse_too_long(self, num_positions: int) -> None:
+        """Raise KVRoomError where a cache of so many positions takes more than there is left."""
+        needed, free = num_positions * self.bytes_per_position, self.free_bytes()
+        if needed > free:
+            raise KVRoomError(
+                f"max_tokens: cannot allocate the key-value cache: {num_positions:,} positions need "
+                f"{needed / GB:,.2f} GB, {self.place} has {free / GB:,.2f} GB left; "
+                "use fewer max_tokens, or --kv-offload with a folder that has more"
+            )
+
+    def free_bytes(self) -> int:
+        """Bytes that are left in the folder's file system, or those that programs may still take of the memory."""
+        if self.place != MEMORY:
+            return shutil.disk_usage(self.place).free
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        [kibibytes] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        return kibibytes * 1024
