@@ -1,4 +1,4 @@
-"""Commands that measure: decode, checkpoints, long, ablation."""
+"""Commands that measure speed: decode, checkpoints, long; ablations have a file of their own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from typing import Any
 
 import click
 
+from scheduler.ablation_commands import ablation
+from scheduler.bench_options import JSON, PLOT, SEED
 from scheduler.model_options import DEVICE, DRAFT_MODEL, DTYPE, MODEL, THREADS, num_cores
-from worker.bench.ablation_catalogue import ABLATIONS
 from worker.drafters.names import DEFAULT_ENGINE
-
-JSON = click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures."
-)
 
 
 @click.group()
@@ -37,7 +34,7 @@ def bench() -> None:
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--min-p", type=float, default=0.1, show_default=True)
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
 @JSON
 @click.option("--against", type=click.Choice(["transformers"]), help="Also time this implementation.")
@@ -116,10 +113,10 @@ def checkpoints(positions: str, threads: int | None, **options: Any) -> None:
 @click.option("--eta", type=float, default=0.0, show_default=True)
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True)
 @click.option("--penalty-window", type=int, default=1024, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
 @JSON
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the curves.")
+@PLOT
 @DTYPE
 @DEVICE
 @THREADS
@@ -149,52 +146,7 @@ def long(threads: int | None, **options: Any) -> None:
     Console().print(render(run_long_bench(bench_options, lambda line: click.echo(line, err=True))))
 
 
-@bench.group()
-def ablation() -> None:
-    """Measure what the parts of an engine bring.
-
-    \b
-    Example:
-      swiftbatch bench ablation tokenswift --table 5
-    """
-
-
-@ablation.command()
-@MODEL
-@DRAFT_MODEL
-@click.option("--table", type=click.Choice(list(ABLATIONS)), required=True, help="Of the paper. 15 also gives 16.")
-@click.option(
-    "--engine",
-    type=click.Choice(["tokenswift-paper", "tokenswift"]),
-    default="tokenswift-paper",
-    show_default=True,
-    help="What the arms change: K = 1 and whole trees, or as many rounds and nodes as pay.",
-)
-@click.option("--tokens", "num_tokens", type=int, default=20_000, show_default=True, help="To generate with each arm.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
-@JSON
-@DTYPE
-@DEVICE
-@THREADS
-def tokenswift(threads: int | None, **options: Any) -> None:
-    """Repeat an ablation of the TokenSwift paper; its five lengths are fifths of `--tokens`.
-
-    \b
-    Example:
-      swiftbatch bench ablation tokenswift --table 5 --tokens 20000 --json table5.json
-    """
-    from pydantic import ValidationError
-    from rich.console import Console
-
-    from jobs.reasons import reasons
-    from worker.bench.ablation import AblationOptions, run_ablation
-
-    try:
-        ablation_options = AblationOptions.model_validate(options | {"num_threads": threads or num_cores()})
-    except ValidationError as error:
-        raise click.UsageError(reasons(error, AblationOptions)) from None
-    Console().print(run_ablation(ablation_options, lambda line: click.echo(line, err=True)))
+bench.add_command(ablation)
 
 
 def _split(text: str) -> tuple[str, ...]:

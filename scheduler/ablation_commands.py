@@ -1,0 +1,97 @@
+"""Commands that repeat the tables of papers: what the parts of an engine bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from scheduler.bench_options import JSON, PLOT, SEED
+from scheduler.model_options import DEVICE, DRAFT_MODEL, DTYPE, MODEL, THREADS, num_cores
+from worker.bench.ablation_catalogue import ABLATIONS
+from worker.bench.triforce_catalogue import PROMPT_TABLES
+
+
+@click.group()
+def ablation() -> None:
+    """Measure what the parts of an engine bring.
+
+    \b
+    Example:
+      swiftbatch bench ablation tokenswift --table 5
+    """
+
+
+@ablation.command()
+@MODEL
+@DRAFT_MODEL
+@click.option("--table", type=click.Choice(list(ABLATIONS)), required=True, help="Of the paper. 15 also gives 16.")
+@click.option(
+    "--engine",
+    type=click.Choice(["tokenswift-paper", "tokenswift"]),
+    default="tokenswift-paper",
+    show_default=True,
+    help="What the arms change: K = 1 and whole trees, or as many rounds and nodes as pay.",
+)
+@click.option("--tokens", "num_tokens", type=int, default=20_000, show_default=True, help="To generate with each arm.")
+@SEED
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
+@JSON
+@DTYPE
+@DEVICE
+@THREADS
+def tokenswift(threads: int | None, **options: Any) -> None:
+    """Repeat an ablation of the TokenSwift paper; its five lengths are fifths of `--tokens`.
+
+    \b
+    Example:
+      swiftbatch bench ablation tokenswift --table 5 --tokens 20000 --json table5.json
+    """
+    from pydantic import ValidationError
+    from rich.console import Console
+
+    from jobs.reasons import reasons
+    from worker.bench.ablation import AblationOptions, run_ablation
+
+    try:
+        ablation_options = AblationOptions.model_validate(options | {"num_threads": threads or num_cores()})
+    except ValidationError as error:
+        raise click.UsageError(reasons(error, AblationOptions)) from None
+    Console().print(run_ablation(ablation_options, lambda line: click.echo(line, err=True)))
+
+
+@ablation.command()
+@MODEL
+@DRAFT_MODEL
+@click.option("--table", type=click.Choice(list(PROMPT_TABLES)), required=True, help="Table or figure of the paper.")
+@click.option("--prefill", type=int, default=32_768, show_default=True, help="Tokens of text to go on from.")
+@click.option("--tokens", "num_tokens", type=int, default=256, show_default=True, help="To generate with each arm.")
+@SEED
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Whole books to read.")
+@click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches there.")
+@JSON
+@PLOT
+@DTYPE
+@DEVICE
+@THREADS
+def triforce(threads: int | None, **options: Any) -> None:
+    """Repeat a table or figure of the TriForce paper, behind prompts of `--prefill` tokens (table 4: in all).
+
+    Every arm goes on from the same prompt, next to plain decoding, and must say the same tokens.
+
+    \b
+    Example:
+      swiftbatch bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.json
+    """
+    from pydantic import ValidationError
+    from rich.console import Console
+
+    from jobs.reasons import reasons
+    from worker.bench.prompt_ablation import PromptAblationOptions, run_prompt_ablation
+
+    try:
+        ablation_options = PromptAblationOptions.model_validate(options | {"num_threads": threads or num_cores()})
+    except ValidationError as error:
+        raise click.UsageError(reasons(error, PromptAblationOptions)) from None
+    Console().print(run_prompt_ablation(ablation_options, lambda line: click.echo(line, err=True)))

@@ -1,0 +1,64 @@
+"""The arms behind prompts that are in their caches: each next to plain decoding, and with the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jobs.sampling import SamplingParams
+from worker.bench.long_prompts import ReadPrompt
+from worker.bench.prompt_generation import PromptFigures, PromptGeneration
+from worker.bench.text import BenchError
+from worker.bench.triforce_catalogue import TOP_P, Arm
+from worker.drafters.autoregressive import AutoregressiveDrafter
+from worker.drafters.base import Drafter
+from worker.target import TargetModel
+
+NUM_TURNS = 8  # a generation and plain decoding take turns, so that a busy moment of the machine hits both
+
+
+class PromptArms:
+    """Runs arms one after the other from the same state."""
+
+    def __init__(
+        self, target: TargetModel, read: list[ReadPrompt], num_tokens: int, num_plain_tokens: int, seed: int
+    ) -> None:
+        """`num_tokens` behind each prompt, `num_plain_tokens` of them with plain decoding as well."""
+        self.target = target
+        self._read = read
+        self._num_tokens = num_tokens
+        self._num_plain_tokens = num_plain_tokens
+        self._seed = seed
+        self._known: dict[float, list[np.ndarray]] = {}  # by temperature, what was said first, of each sequence
+
+    def run(self, arm: Arm, drafter: Drafter) -> PromptFigures:
+        """Generate with the arm's drafter and plainly, in turn. Raises BenchError where they do not say the same."""
+        plain = self._start(AutoregressiveDrafter(), arm.temperature, self._num_plain_tokens)
+        generation = self._start(drafter, arm.temperature, self._num_tokens)
+        for turn in range(1, NUM_TURNS + 1):
+            plain.run_to(self._num_plain_tokens * turn // NUM_TURNS)
+            generation.run_to(self._num_tokens * turn // NUM_TURNS)
+        self._compare(plain, arm.temperature)
+        self._compare(generation, arm.temperature)
+        return PromptFigures.of(generation, plain, self._read[0].prompt.expected_ids)
+
+    def _start(self, drafter: Drafter, temperature: float, num_tokens: int) -> PromptGeneration:
+        top_p = TOP_P if temperature > 0 else 1.0
+        sampling = SamplingParams(
+            max_tokens=num_tokens, temperature=temperature, top_p=top_p, seed=self._seed, ignore_eos=True
+        )
+        return PromptGeneration(self.target, drafter, self._read, sampling)
+
+    def _compare(self, generation: PromptGeneration, temperature: float) -> None:
+        """With plain decoding's tokens, and beyond them with those of the first arm at this temperature."""
+        known = self._known.setdefault(temperature, generation.token_ids)
+        for number, (before, now) in enumerate(zip(known, generation.token_ids, strict=True)):
+            num_common = min(len(before), len(now))
+            differs = np.nonzero(before[:num_common] != now[:num_common])[0]
+            if len(differs):
+                raise BenchError(
+                    f"sequence {number}, token {differs[0]} at T = {temperature:g}: found {now[differs[0]]}, expected "
+                    f"{before[differs[0]]} as said before from the same state; see whether `swiftbatch doctor` says "
+                    "`exact` on this machine"
+                )
+        if len(generation.token_ids[0]) > len(known[0]):
+            self._known[temperature] = generation.token_ids
