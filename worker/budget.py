@@ -25,6 +25,7 @@ NODE_CHOICES = (1, 3, 5, 7, 11, 15, 23, 31)
 
 PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # of node i, before anything was seen
 LEARNING_RATE = 0.02
+PRIOR_STEPS = 8  # that the prior counts for: short generations learn faster than at the final rate
 EXPLORE_EVERY = 24  # steps between two looks at one size more
 
 
@@ -112,7 +113,8 @@ class NodeBudget:
         accepted = np.zeros(TILE_ROWS)
         accepted[[node for node in path if node < TILE_ROWS]] = 1.0
         seen = slice(0, min(num_draft_tokens, TILE_ROWS))
-        self._acceptance[seen] += LEARNING_RATE * (accepted[seen] - self._acceptance[seen])
+        rate = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
+        self._acceptance[seen] += rate * (accepted[seen] - self._acceptance[seen])
 
     def max_nodes(self, length: int, num_sequences: int, overhead: float) -> int:
         """Nodes for each of `num_sequences` sequences that share a forward, at `length` cached tokens.

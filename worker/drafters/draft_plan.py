@@ -11,7 +11,7 @@ from worker.budget import EXPLORE_EVERY, LEARNING_RATE, NodeBudget, StepCosts
 from worker.cache import MAX_TREE_NODES
 from worker.tiles import TILE_ROWS
 
-PRIOR_CHAIN_ACCEPTANCE = 0.97 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
+PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
 PRIOR_ROUND_TOKENS = 1.5
 PRIOR_PROPOSE_SECONDS = 0.001
 WORTH_A_LOOK = 0.7  # of the better way's rate: below it the other way is not tried again
