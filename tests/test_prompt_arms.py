@@ -30,6 +30,7 @@ from worker.offloaded_cache import OffloadedKVCache
 from worker.sequence import Sequence
 from worker.target import TargetModel
 from worker.tree import DraftTree
+from worker.verification import Verification
 
 PREFILL = 300
 NUM_TOKENS = 40
@@ -80,16 +81,20 @@ class Oracle(Drafter):
 
 
 class Vandal(Drafter):
-    """Damages what stands behind the prompt in its cache, so that the target says something else."""
+    """Damages what stands behind the prompt in its cache from a token on at which plain decoding's turn comes."""
+
+    first_damaged = 15
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._cache = cache
 
     def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        if sequence.num_generated_tokens > 10:
+        return DraftTree()
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        if sequence.num_generated_tokens >= self.first_damaged:
             for layer in range(2):
                 self._cache.stored(layer)[1][:, sequence.num_prompt_tokens : self._cache.length] = 30.0
-        return DraftTree()
 
 
 def arms_behind(read: list[ReadPrompt], target: TargetModel, num_plain_tokens: int = NUM_TOKENS) -> PromptArms:
@@ -137,7 +142,7 @@ def test_wrong_tokens_stop_the_run_and_never_lead_plain_decoding_astray(
     with pytest.raises(BenchError, match=r"sequence 0, token \d+ at T = 1: found \d+, expected \d+") as caught:
         arms_behind(read, tiny_target).run(ARM, Vandal())
     _, index, _, found, expected = (int(number) for number in re.findall(r"\d+", str(caught.value)))
-    assert 10 < index < NUM_TOKENS
+    assert Vandal.first_damaged <= index < NUM_TOKENS
     assert expected == plain_ids(read, tiny_target)[0][index] != found
     assert "\n" not in str(caught.value)
 
