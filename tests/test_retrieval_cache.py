@@ -90,6 +90,12 @@ def test_new_positions_overwrite_the_chunks_that_matter_least(full: FullKVCache)
     assert cache.positions[0, 0, -5:].tolist() == list(range(built_at + 4, built_at - 1, -1))
 
 
+def test_positions_behind_the_last_whole_chunk_are_held(full: FullKVCache) -> None:
+    cache = KINDS["large chunks"]()
+    follow(cache, full, 99)  # built at 98, where four chunks of 17 are whole
+    assert set(range(NUM_PINNED + 4 * 17, 99)) <= set(cache.positions[1, 1].tolist())
+
+
 def test_a_chunk_that_was_left_out_comes_back_when_it_is_asked_for(full: FullKVCache) -> None:
     cache = KINDS["retrieval"]()
     needle = slice(NUM_PINNED + 3 * CHUNK, NUM_PINNED + 4 * CHUNK)
