@@ -44,3 +44,10 @@ def test_measured_costs_rise_with_rows_and_length(target: TargetModel) -> None:
     costs = measure_step_costs(target)
     assert costs.seconds.shape == (3, len(ROW_COUNTS))
     assert costs.at(32, 40_000) > costs.at(1, 40_000) > costs.at(1, 100) > 0
+
+
+def test_a_short_generation_is_not_led_by_the_prior() -> None:
+    budget = NodeBudget(StepCosts((64,), np.ones((1, 6))))
+    for _ in range(20):
+        budget.observe(8, [])
+    assert budget.state()[0] < 0.25  # the prior says 0.6; at the final rate alone it would still be 0.4
