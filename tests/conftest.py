@@ -22,12 +22,14 @@ from s3_server import S3Server, running_s3_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.store import Store
+from worker.drafters.griffin_model import GriffinConfig, GriffinModel
+from worker.drafters.griffin_weights import save_griffin
 from worker.drafters.heads import save_heads
 from worker.model_files import DRAFT_FOLDER, ModelFiles, locate_model
 from worker.target import TargetModel
 from worker.training.tokenizer import train_tokenizer
 
-NUM_THREADS = 2
+NUM_THREADS = min(2, len(os.sched_getaffinity(0)))  # more threads than cores are ten times slower
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained(path)
         model.model.layers = model.model.layers[:1]  # the draft model is the target without its second layer
         model.config.num_hidden_layers = 1
-    save_heads(folder, 0.02 * torch.randn(3, 64, 64), locate_model(str(folder)).fingerprint)
+    fingerprint = locate_model(str(folder)).fingerprint
+    save_heads(folder, 0.02 * torch.randn(3, 64, 64), fingerprint)
+    save_griffin(folder, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
     return folder
 
 

@@ -103,7 +103,7 @@ def test_the_probe_finds_attention_whose_rows_depend_on_their_neighbours(
 def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
     embedded_targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded_targets["float32"], "_pad_rows", False)
+    monkeypatch.setattr(embedded_targets["float32"], "pads_rows", False)
     assert probe_rows(embedded_targets["float32"], num_rows=300, seed=1).num_differing > 0
 
 

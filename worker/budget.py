@@ -51,6 +51,14 @@ class StepCosts:
         numbers = range(ROW_COUNTS[-1] + 1)
         return [[float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds] for number in numbers]
 
+    def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
+        """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached.
+
+        Linear layers are shared by all rows; attention to its own cache is each sequence's own.
+        """
+        own = self.at(num_rows, length) - self.at(num_rows, 0)
+        return self.at(num_rows * num_sequences, 0) + num_sequences * own
+
     def replay_seconds(self, start: int, end: int) -> float:
         """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
         num_tiles = max(0, end - start) / TILE_ROWS
@@ -133,13 +141,9 @@ class NodeBudget:
         rates = []
         for nodes in choices:
             proposing = overhead + nodes * num_sequences * node_seconds
-            rates.append(gains[nodes - 1] / (self._seconds(nodes + 1, length, num_sequences) + proposing))
+            forward = self._costs.forward_seconds(nodes + 1, length, num_sequences)
+            rates.append(gains[nodes - 1] / (forward + proposing))
         best = int(np.argmax(rates))
         if self._num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1:
             best = min(best + 1, len(choices) - 1)
         return BudgetChoice(choices[best], num_sequences * float(rates[best]))
-
-    def _seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
-        """A whole forward: linear layers are shared by all rows, attention to its own cache is each sequence's own."""
-        own = self._costs.at(num_rows, length) - self._costs.at(num_rows, 0)
-        return self._costs.at(num_rows * num_sequences, 0) + num_sequences * own

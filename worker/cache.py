@@ -102,11 +102,12 @@ class FullKVCache:
         return view
 
     @contextlib.contextmanager
-    def replayed(self, length: int) -> Iterator[FullKVCache]:
-        """The cache as it was at `length`, to run its next token again; what is committed there keeps its bits."""
-        committed = self._buffer[..., length, :].clone()
+    def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
+        """The cache as it was at `length`, to run its next tokens again; what is committed there keeps its bits."""
+        again = slice(length, length + num_positions)
+        committed = self._buffer[..., again, :].clone()
         yield self.prefix(length)
-        self._buffer[..., length, :] = committed
+        self._buffer[..., again, :] = committed
 
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""

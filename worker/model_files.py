@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EMBEDDED = Path(__file__).parent / "embedded"
-HEADS_FILE = "tokenswift_heads.safetensors"  # may lie beside the weights; only drafts with it, so no part of the model
+HEADS_FILE = "tokenswift_heads.safetensors"
+GRIFFIN_FILE = "griffin.safetensors"
+DRAFT_FILES = (HEADS_FILE, GRIFFIN_FILE)  # may lie beside the weights; only drafts with them, so no part of the model
 DRAFT_FOLDER = "draft"  # may lie beside the weights too: a small model with the same vocabulary
 
 
@@ -34,7 +36,7 @@ def locate_model(model: str) -> ModelFiles:
     """
     path = model_folder(model)
     config = _read_config(model, path)
-    weights = sorted(file for file in path.glob("*.safetensors") if file.name != HEADS_FILE)
+    weights = sorted(file for file in path.glob("*.safetensors") if file.name not in DRAFT_FILES)
     if not weights:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
     return ModelFiles(model, path, _fingerprint(path, weights), *_sizes(model, config))

@@ -55,7 +55,7 @@ class TargetModel:
         self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype, self.device)
         self._kv_offload = kv_offload
         # float32 linear layers give a row other bits at another row count (measured); bf16 ones up to 32 rows don't.
-        self._pad_rows = self.dtype == torch.float32
+        self.pads_rows = self.dtype == torch.float32
 
     @classmethod
     def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
@@ -85,7 +85,7 @@ class TargetModel:
     def verify(self, groups: list[SequenceRows]) -> list[RowOutputs]:
         """Run the rows of several sequences, row-exactly; returns each one's outputs."""
         hidden, logits = [], []
-        for tile in pack_tiles(groups, self._pad_rows):
+        for tile in pack_tiles(groups, self.pads_rows):
             states = self._tile(tile)
             logits.append(self.logits(states)[: tile.num_rows])
             hidden.append(states[: tile.num_rows])
@@ -97,7 +97,7 @@ class TargetModel:
     def append(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
         """Append one tile of known tokens to a cache; returns hidden states of those taken, `[num_rows, hidden]`."""
         rows = chain_rows(cache, token_ids)
-        [tile] = pack_tiles([rows], self._pad_rows)
+        [tile] = pack_tiles([rows], self.pads_rows)
         hidden = self._tile(tile)[: len(rows)]
         cache.advance(len(rows))
         return hidden
@@ -119,7 +119,7 @@ class TargetModel:
         Its keys and values go to the slot behind the cache, where the same token's have the same bits.
         """
         rows = tree_rows(cache, token_id, DraftTree())
-        [tile] = pack_tiles([rows], self._pad_rows)
+        [tile] = pack_tiles([rows], self.pads_rows)
         tap = QueryTap(ExactRows.prepare(rows, self.dtype, self.device))
         self._hidden(tile.token_ids(), tile.positions(), [tap])
         return tap.queries()

@@ -75,6 +75,18 @@ def _triforce(target: TargetModel, draft_model: Path | None) -> Drafter:
     return triforce(target, draft_model, TriForceOptions())
 
 
+def _griffin(target: TargetModel, draft_model: Path | None) -> Drafter:
+    from worker.drafters.griffin import GriffinOptions, griffin
+
+    return griffin(target, draft_model or target.files.path, GriffinOptions())
+
+
+def _griffin_paper(target: TargetModel, draft_model: Path | None) -> Drafter:
+    from worker.drafters.griffin import GRIFFIN_PAPER_OPTIONS, griffin
+
+    return griffin(target, draft_model or target.files.path, GRIFFIN_PAPER_OPTIONS)
+
+
 DrafterFactory = Callable[["TargetModel", "Path | None"], "Drafter"]
 """Makes a drafter for a target, with a folder of trained parts, or None for those beside its weights."""
 
@@ -89,6 +101,8 @@ DRAFTERS: dict[str, DrafterFactory] = {
     "tokenswift": _tokenswift,
     "tokenswift-paper": _tokenswift_paper,
     "triforce": _triforce,
+    "griffin": _griffin,
+    "griffin-paper": _griffin_paper,
 }
 
 

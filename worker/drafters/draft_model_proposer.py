@@ -78,5 +78,5 @@ class _Tree:
         self._depth_left -= 1
 
     def _siblings(self, logits: torch.Tensor) -> list[int]:
-        [ranked] = CandidateRanker(self._sequence).rank_logits(self._sampler.penalised(logits)[None], 1, self._width)
+        [ranked] = CandidateRanker(self._sequence).rank_logits(self._sampler.penalised(logits)[None], [1], self._width)
         return [token_id for _, token_id in ranked]

@@ -11,5 +11,7 @@ ENGINE_NAMES = (
     "tokenswift",
     "tokenswift-paper",
     "triforce",
+    "griffin",
+    "griffin-paper",
 )
 DEFAULT_ENGINE = "token-recycling"

@@ -7,7 +7,15 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from worker.model_files import DRAFT_FOLDER, HEADS_FILE, ModelError, ModelFiles, locate_model, model_folder
+from worker.model_files import (
+    DRAFT_FOLDER,
+    GRIFFIN_FILE,
+    HEADS_FILE,
+    ModelError,
+    ModelFiles,
+    locate_model,
+    model_folder,
+)
 
 FINGERPRINT = "model_fingerprint"  # in a part's safetensors header: of the model that it was trained for
 
@@ -25,8 +33,16 @@ def draft_folder(model_path: Path, draft_model: Path | None) -> Path:
 
 
 def _check_heads(engine: str, model: str, model_fingerprint: str, draft_model: str | None) -> None:
-    path = Path(draft_model or model_folder(model)) / HEADS_FILE
-    advice = _advice("tokenswift", model)
+    _check_file(engine, "tokenswift", HEADS_FILE, model, model_fingerprint, draft_model)
+
+
+def _check_griffin(engine: str, model: str, model_fingerprint: str, draft_model: str | None) -> None:
+    _check_file(engine, "griffin", GRIFFIN_FILE, model, model_fingerprint, draft_model)
+
+
+def _check_file(engine: str, kind: str, name: str, model: str, model_fingerprint: str, draft_model: str | None) -> None:
+    path = Path(draft_model or model_folder(model)) / name
+    advice = _advice(kind, model)
     if not path.is_file():
         raise ModelError(f"engine {engine}: no file {path}; {advice}")
     found = trained_for(path)
@@ -83,5 +99,7 @@ TRAINED_PARTS: dict[str, Callable[[str, str, str, str | None], None]] = {
     "tokenswift": _check_heads,
     "tokenswift-paper": _check_heads,
     "triforce": _check_draft_model,
+    "griffin": _check_griffin,
+    "griffin-paper": _check_griffin,
 }
 """How the parts of an engine are checked; engines that are not here have none."""

@@ -8,6 +8,7 @@ The spread stands for the error of the guess; these values accepted most of thos
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -48,17 +49,17 @@ class CandidateRanker:
             ((score - log_total, token) for score, token in zip(scores, token_ids, strict=True)), reverse=True
         )
 
-    def rank_logits(self, logits: torch.Tensor, first_depth: int, width: int) -> list[list[tuple[float, int]]]:
-        """Rank all tokens at consecutive depths, by guessed logits `[num_depths, vocab] float32` under their penalty.
+    def rank_logits(self, logits: torch.Tensor, depths: Iterable[int], width: int) -> list[list[tuple[float, int]]]:
+        """Rank all tokens for nodes at the given depths, by guessed logits `[num_rows, vocab] float32` after penalty.
 
-        Returns the best `width` of each depth: (log-confidence, token), best first.
+        Returns the best `width` of each row: (log-confidence, token), best first.
         """
         scores = logits
         if self._floor > -math.inf:
             scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + self._floor, -math.inf)
         if self._with_noise:
-            first = len(self._sequence) + first_depth - 1
-            noise = torch.stack([self._sequence.noise.row(first + i) for i in range(len(logits))])
+            root = len(self._sequence) - 1
+            noise = torch.stack([self._sequence.noise.row(root + depth) for depth in depths])
             scores = torch.add(scores, noise, alpha=self._temperature)
         confidence = torch.log_softmax(scores / self._spread, dim=-1)
         best = confidence.topk(width, dim=-1)

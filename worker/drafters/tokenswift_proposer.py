@@ -86,7 +86,7 @@ class TokenSwiftProposer(Proposer):
         if not self._digits or draft.hidden is None:
             return []
         logits = draft.sampler.penalised(self._heads.logits(draft.hidden))  # [num_heads, vocab]
-        return CandidateRanker(draft.sequence).rank_logits(logits, 1, max(self._digits))
+        return CandidateRanker(draft.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
 
     def _recycled(self, draft: Draft, recycling: TokenRecyclingDrafter) -> Recycled:
         """What the target said behind the same tokens before."""

@@ -50,5 +50,5 @@ def _alternatives(draft: Draft, num_alternatives: int) -> list[int]:
     if num_alternatives <= 1 or draft.logits is None:
         return []
     ranker = CandidateRanker(draft.sequence)
-    [ranked] = ranker.rank_logits(draft.logits[None], 0, num_alternatives)
+    [ranked] = ranker.rank_logits(draft.logits[None], [0], num_alternatives)
     return [token_id for _, token_id in ranked if token_id != draft.newest][: num_alternatives - 1]
