@@ -11,7 +11,8 @@ from scheduler.bench_commands import bench
 from scheduler.chaos.command import chaos
 from scheduler.read_commands import results, status, tail
 from scheduler.run_commands import cancel, resume, submit
-from scheduler.tool_commands import doctor, train
+from scheduler.tool_commands import doctor
+from scheduler.train_commands import train
 
 INTERRUPTED = 130
 USER_ERROR = 2

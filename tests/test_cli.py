@@ -87,9 +87,9 @@ COMMANDS = dict(walk(main, ("swiftbatch",)))
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
     runs = {"submit", "status", "tail", "results", "resume", "cancel"}
-    ablations = {"bench ablation tokenswift", "bench ablation triforce"}
+    ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {"bench decode", "bench checkpoints", "bench long"} | ablations
-    trainings = {"train target", "train tokenswift", "train draft"}
+    trainings = {"train target", "train tokenswift", "train draft", "train griffin"}
     assert names == runs | benches | trainings | {"doctor", "chaos"}
 
 

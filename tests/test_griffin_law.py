@@ -25,7 +25,7 @@ def dynamic_tree(sequence: Sequence) -> DraftTree:
     while (level := tree.next_level()) is not None:
         tokens = level[1].token_ids[level[2] :]
         tree.add_level(DraftOutputs(torch.zeros(len(tokens), 1), GUESS[tokens]))
-    return tree.best(4)
+    return tree.best(4)[0]
 
 
 def griffin_step(sequence: Sequence, tree: DraftTree) -> list[int]:

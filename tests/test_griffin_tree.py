@@ -55,7 +55,7 @@ def drawn_path(params: SamplingParams, length: int) -> list[int]:
 
 @pytest.mark.parametrize("params", [PARAMS, GREEDY, PARAMS.model_copy(update={"seed": 11})])
 def test_the_path_that_will_be_drawn_is_the_best_one_where_the_guess_is_right(params: SamplingParams) -> None:
-    children, node, found = grow(params).best(1000).children(), -1, []
+    children, node, found = grow(params).best(1000)[0].children(), -1, []
     while node in children:
         token_id, node = next(iter(children[node].items()))  # the likeliest
         found.append(token_id)
@@ -66,19 +66,19 @@ def test_the_path_that_will_be_drawn_is_the_best_one_where_the_guess_is_right(pa
 def test_a_tree_has_at_most_its_depth_width_and_nodes() -> None:
     tree = grow(PARAMS, max_depth=3, width=3)
     assert tree.num_levels == 3
-    whole = tree.best(1000)
+    whole = tree.best(1000)[0]
     assert len(whole) == 3 + 9 + 9  # of the second level's nine, three were expanded
     assert max(whole.depths()) == 3
     assert max(len(children) for children in whole.children().values()) == 3
     for max_nodes in (0, 1, 2, 7, 20):
-        small = tree.best(max_nodes)
+        small = tree.best(max_nodes)[0]
         assert len(small) == max_nodes
         assert all(parent < node for node, parent in enumerate(small.parents))
 
 
 def test_the_best_nodes_are_those_with_the_likeliest_paths() -> None:
     tree = grow(PARAMS)
-    best, whole = tree.best(6), tree.best(1000)
+    best, whole = tree.best(6)[0], tree.best(1000)[0]
     assert best.token_ids == whole.token_ids[:6]
     scores = sorted(tree._scores, reverse=True)
     assert sorted(tree._scores[:3])[-1] == scores[0]
@@ -86,12 +86,12 @@ def test_the_best_nodes_are_those_with_the_likeliest_paths() -> None:
 
 
 def test_a_dear_row_is_not_drafted_and_a_dear_level_is_not_grown() -> None:
-    free = grow(PARAMS).best(60)
-    dear = grow(PARAMS, prices=Prices(row=0.2, level=0.0, coverage=0.9)).best(60)
+    free = grow(PARAMS).best(60)[0]
+    dear = grow(PARAMS, prices=Prices(row=0.2, level=0.0, coverage=0.9)).best(60)[0]
     assert 0 < len(dear) < len(free)
     assert dear.token_ids == free.token_ids[: len(dear)]
     assert grow(PARAMS, prices=Prices(row=0.0, level=5.0, coverage=0.9)).num_levels == 1
-    assert grow(PARAMS, prices=Prices(row=1.0, level=0.0, coverage=0.9)).best(60) == DraftTree()
+    assert grow(PARAMS, prices=Prices(row=1.0, level=0.0, coverage=0.9)).best(60)[0] == DraftTree()
 
 
 def costs(row_seconds: float) -> StepCosts:
@@ -114,7 +114,7 @@ def test_a_plan_that_brings_more_tokens_raises_prices_and_is_restored() -> None:
     planner = PricePlanner(costs(1e-4), 0.001)
     before = planner.prices(64, 1)
     for _ in range(50):
-        planner.observe(6, 8, 3)
+        planner.observe(6, 8, 3, 4.0)
     after = planner.prices(64, 1)
     assert isinstance(before, Prices)
     assert isinstance(after, Prices)
@@ -124,7 +124,28 @@ def test_a_plan_that_brings_more_tokens_raises_prices_and_is_restored() -> None:
     assert other.prices(64, 1) == after
 
 
-@pytest.mark.parametrize("state", [{}, {"griffin_plan": np.zeros(4)}, {"griffin_plan": np.full(5, np.nan)}])
+def test_probabilities_are_trusted_as_far_as_they_came_true() -> None:
+    planner, sure = PricePlanner(costs(1e-4), 0.001), PricePlanner(costs(1e-4), 0.001)
+    for _ in range(200):
+        planner.observe(3, 8, 3, 4.0)
+        sure.observe(3, 8, 3, 1.0)
+    below, above = planner.prices(64, 1), sure.prices(64, 1)
+    assert isinstance(below, Prices)
+    assert isinstance(above, Prices)
+    assert below.trust == pytest.approx(0.5, rel=0.05)
+    assert above.trust == pytest.approx(2.0, rel=0.05)
+    assert above.pays_row(above.row)
+    assert not below.pays_row(below.row)
+
+
+def test_a_tree_tells_how_many_of_its_nodes_it_expects_to_be_accepted() -> None:
+    tree = grow(PARAMS)
+    best, num_expected = tree.best(5)
+    assert len(best) == 5
+    assert num_expected == pytest.approx(sum(math.exp(score) for score in sorted(tree._scores)[-5:]))
+
+
+@pytest.mark.parametrize("state", [{}, {"griffin_plan": np.zeros(4)}, {"griffin_plan": np.full(6, np.nan)}])
 def test_an_unfit_plan_is_refused_and_changes_nothing(state: dict[str, np.ndarray]) -> None:
     planner = PricePlanner(costs(1e-4), 0.001)
     before = planner.prices(64, 1)

@@ -52,6 +52,7 @@ class _Tracked:
     cache: FullKVCache
     sampler: TokenSampler  # has taken in what is committed
     num_levels: int = 0
+    num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
 
 
 def griffin(target: TargetModel, folder: Path, options: GriffinOptions) -> GriffinDrafter:
@@ -104,7 +105,8 @@ class GriffinDrafter(Drafter):
         if tracked.num_levels:
             self.counters.num_drafts += 1
             self.counters.num_levels += tracked.num_levels
-            self._planner.observe(num_new, verification.num_draft_tokens, tracked.num_levels)
+            nodes = verification.num_draft_tokens
+            self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
 
     def stop(self, sequence: Sequence) -> None:
         self._draft.stop(sequence.sequence_id)
@@ -132,5 +134,9 @@ class GriffinDrafter(Drafter):
             levels = [(tree, level) for tree, _ in levels if (level := tree.next_level()) is not None]
 
     def _close(self, request: DraftRequest, tree: GrowingTree | None) -> DraftTree:
-        self._tracked[request.sequence.sequence_id].num_levels = 0 if tree is None else tree.num_levels
-        return DraftTree() if tree is None else tree.best(min(request.max_nodes, self._options.max_nodes))
+        tracked = self._tracked[request.sequence.sequence_id]
+        tracked.num_levels = 0 if tree is None else tree.num_levels
+        if tree is None:
+            return DraftTree()
+        best, tracked.num_expected = tree.best(min(request.max_nodes, self._options.max_nodes))
+        return best

@@ -1,7 +1,8 @@
 """How much of a dynamic tree pays: a node and a level are worth what they bring, at the rate at which tokens come.
 
 The engine brings R tokens per second. A further row of the verification, or a further forward of the draft model,
-takes seconds in which R would have brought so many tokens: that is its price. A node brings its path's probability.
+takes seconds in which R would have brought so many tokens: that is its price. A node brings its path's probability, as
+the draft model says, times how much more or less than it says was accepted so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 
 from worker.budget import LEARNING_RATE, PRIOR_STEPS, StepCosts
 
-PRIOR_MEANS = (2.5, 8.0, 3.0)  # tokens, nodes and levels of a step, before anything was seen
+PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
+MAX_TRUST = 4.0  # that a probability is multiplied or divided by
 STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
 PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
@@ -45,12 +47,14 @@ class Prices:
     row: float
     level: float
     coverage: float  # of a node's children: how often one of them is the token that comes
+    trust: float = 1.0  # what a probability is multiplied with
 
     def pays_row(self, probability: float) -> bool:
-        return probability > self.row
+        return self.trust * probability > self.row
 
     def pays_level(self, probabilities: list[float]) -> bool:
-        return sum(max(0.0, p * self.coverage - self.row) for p in probabilities) > self.level
+        gains = (self.trust * p * self.coverage - self.row for p in probabilities)
+        return sum(max(0.0, gain) for gain in gains) > self.level
 
 
 class Planner(Protocol):
@@ -59,8 +63,11 @@ class Planner(Protocol):
     def prices(self, length: int, num_sequences: int) -> DraftPrices:
         """Prices for a sequence of `length` cached positions that shares its forwards with others."""
 
-    def observe(self, num_tokens: int, num_nodes: int, num_levels: int) -> None:
-        """A step committed so many tokens, with a tree of so many nodes from so many draft forwards."""
+    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
+        """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.
+
+        `num_expected` nodes were to be accepted by their probabilities.
+        """
 
     def state(self) -> dict[str, np.ndarray]:
         """What it has learned."""
@@ -75,7 +82,7 @@ class FreePlanner:
     def prices(self, length: int, num_sequences: int) -> DraftPrices:
         return NoPrices()
 
-    def observe(self, num_tokens: int, num_nodes: int, num_levels: int) -> None:
+    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
         pass
 
     def state(self) -> dict[str, np.ndarray]:
@@ -91,28 +98,29 @@ class PricePlanner:
     def __init__(self, costs: StepCosts, level_seconds: float) -> None:
         self._costs = costs
         self._level_seconds = level_seconds
-        self._means = np.array(PRIOR_MEANS)  # tokens, nodes and levels of a step
+        self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
         self._num_steps = 0
 
     def prices(self, length: int, num_sequences: int) -> DraftPrices:
-        tokens, nodes, levels = self._means.tolist()
+        tokens, nodes, levels, expected = self._means.tolist()
         forward = self._costs.forward_seconds(round(nodes) + 1, length, num_sequences)
         level = self._level_seconds / num_sequences  # sequences share the draft model's forwards
         rate = tokens / (forward / num_sequences + levels * level + STEP_OVERHEAD)
         few, many = (self._costs.forward_seconds(rows, length, num_sequences) for rows in PRICED_ROWS)
         row = (many - few) / (PRICED_ROWS[1] - PRICED_ROWS[0]) / num_sequences
-        return Prices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens)
+        trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
+        return Prices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
 
-    def observe(self, num_tokens: int, num_nodes: int, num_levels: int) -> None:
+    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
         self._num_steps += 1
         weight = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
-        self._means += weight * (np.array([num_tokens, num_nodes, num_levels]) - self._means)
+        self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
 
     def state(self) -> dict[str, np.ndarray]:
         return {"griffin_plan": np.array([*self._means, self._level_seconds, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         found = state.get("griffin_plan")
-        if found is None or found.shape != (5,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
-            raise ValueError(f"griffin's plan: found {found}, expected tokens, nodes, levels, seconds, steps")
-        self._means, self._level_seconds, self._num_steps = found[:3].copy(), float(found[3]), int(found[4])
+        if found is None or found.shape != (6,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
+            raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
+        self._means, self._level_seconds, self._num_steps = found[:4].copy(), float(found[4]), int(found[5])

@@ -17,6 +17,8 @@ from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
 
+SPREAD = 0.4  # in logits: the draft model's error, so that scores are about as likely as they say
+
 
 class GrowingTree:
     """The tree of one sequence while it grows: candidates of all levels, and those that were expanded."""
@@ -28,7 +30,7 @@ class GrowingTree:
         self.sequence = sequence
         self.num_levels = 0
         self._sampler = sampler
-        self._ranker = CandidateRanker(sequence)
+        self._ranker = CandidateRanker(sequence, spread=SPREAD)
         self._max_depth = max_depth
         self._width = num_expanded
         self._prices = prices
@@ -68,16 +70,20 @@ class GrowingTree:
         self._regressed += outputs.regressed.unbind()
         self._grow(outputs)
 
-    def best(self, max_nodes: int) -> DraftTree:
-        """The candidates with the best paths, as a tree: those that pay, at most `max_nodes`."""
+    def best(self, max_nodes: int) -> tuple[DraftTree, float]:
+        """The candidates with the best paths, as a tree: those that pay, at most `max_nodes`.
+
+        Also how many of them will be accepted, by their probabilities.
+        """
         order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])[:max_nodes]
         paid = [node for node in order if self._prices.pays_row(math.exp(self._scores[node]))]
         kept = {node: number for number, node in enumerate(paid)}
         parents = [self._candidates.parents[node] for node in paid]
-        return DraftTree(
+        tree = DraftTree(
             [self._candidates.token_ids[node] for node in paid],
             [ROOT if parent == ROOT else kept[parent] for parent in parents],
         )
+        return tree, sum(math.exp(self._scores[node]) for node in paid)
 
     def _grow(self, outputs: DraftOutputs) -> None:
         """Rank what may follow `_parents`, and keep the best as the newest level."""

@@ -21,12 +21,13 @@ MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is t
 class CandidateRanker:
     """Ranks candidates of one sequence at the positions behind its end. Made anew for every proposal."""
 
-    def __init__(self, sequence: Sequence, with_noise: bool = True) -> None:
+    def __init__(self, sequence: Sequence, with_noise: bool = True, spread: float | None = None) -> None:
+        """`spread` of the guesses' error where it is known, in logits."""
         sampling = sequence.sampling
         self._sequence = sequence
         greedy = sampling.temperature == 0 or sampling.top_k == 1
         self._temperature = sampling.temperature
-        self._spread = MIN_SPREAD if greedy else max(MIN_SPREAD, sampling.temperature)
+        self._spread = spread or (MIN_SPREAD if greedy else max(MIN_SPREAD, sampling.temperature))
         self._with_noise = with_noise and not greedy
         cuts = sampling.min_p > 0 and not greedy  # the highest logit is never cut, whichever token the guess has there
         self._floor = sampling.temperature * math.log(sampling.min_p) if cuts else -math.inf
