@@ -10,6 +10,7 @@ import click
 from scheduler.bench_options import JSON, PLOT, SEED
 from scheduler.model_options import DEVICE, DRAFT_MODEL, DTYPE, MODEL, THREADS, num_cores
 from worker.bench.ablation_catalogue import ABLATIONS
+from worker.bench.griffin_catalogue import GRIFFIN_TABLES
 from worker.bench.triforce_catalogue import PROMPT_TABLES
 
 
@@ -95,3 +96,45 @@ def triforce(threads: int | None, **options: Any) -> None:
     except ValidationError as error:
         raise click.UsageError(reasons(error, PromptAblationOptions)) from None
     Console().print(run_prompt_ablation(ablation_options, lambda line: click.echo(line, err=True)))
+
+
+@ablation.command()
+@MODEL
+@click.option("--table", type=click.Choice(list(GRIFFIN_TABLES)), required=True, help="Of the paper, or its order.")
+@click.option("--data", type=click.Path(exists=True, path_type=Path), required=True, help="Books to train on.")
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for trainings.")
+@click.option("--steps", "num_steps", type=int, help="Of each training. [default: as `train griffin`]")
+@click.option("--own-texts", "num_own_texts", type=int, help="To learn from. [default: as `train griffin`]")
+@click.option("--seeds", "num_seeds", type=int, help="Trainings of each row of table order. [default: 3]")
+@SEED
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Books to go on from; unseen ones.")
+@click.option("--prompts", "num_prompts", type=int, default=2, show_default=True, help="Stretches of the text.")
+@click.option("--prefill", type=int, default=2048, show_default=True, help="Tokens of each prompt.")
+@click.option("--tokens", "num_tokens", type=int, default=256, show_default=True, help="To generate behind each.")
+@JSON
+@PLOT
+@DTYPE
+@DEVICE
+@THREADS
+def griffin(threads: int | None, **options: Any) -> None:
+    """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.
+
+    Trainings lie in --work, one folder each, and are used again by other tables and after a kill. Every arm goes on
+    from the same prompts, next to plain decoding, and must say the same tokens.
+
+    \b
+    Example:
+      swiftbatch bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.json
+    """
+    from pydantic import ValidationError
+    from rich.console import Console
+
+    from jobs.reasons import reasons
+    from worker.bench.griffin_ablation import GriffinAblationOptions, run_griffin_ablation
+
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        ablation_options = GriffinAblationOptions.model_validate(given | {"num_threads": threads or num_cores()})
+    except ValidationError as error:
+        raise click.UsageError(reasons(error, GriffinAblationOptions)) from None
+    Console().print(run_griffin_ablation(ablation_options, lambda line: click.echo(line, err=True)))

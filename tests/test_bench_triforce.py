@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from dataclasses import asdict, replace
@@ -11,8 +10,8 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from bench_parts import words
 from click.testing import CliRunner, Result
-from rich.console import Console, Group
 
 from scheduler.cli import main
 from worker.bench.long_prompts import NEEDLE, make_prompts
@@ -123,15 +122,6 @@ def made_up(key: int) -> PromptFigures:
         draft_ms={"follow": 1234.5, "propose": 1234.5, "check": 1234.5},
         tokens_sha256="",
     )
-
-
-def words(table: Group) -> list[list[str]]:
-    """Those of every line, as on a terminal of 80 columns. None are cut."""
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table)
-    text = console.export_text()
-    assert "…" not in text
-    return [line.split() for line in text.splitlines()]
 
 
 def paper_rows(layout: PromptTable, figures: Results) -> list[list[str]]:

@@ -18,8 +18,9 @@ from jobs.sampling import SamplingParams
 from worker.bench.arm_drafters import new_drafter
 from worker.bench.long_prompts import Prompt, ReadPrompt, read_prompt
 from worker.bench.prompt_arms import PromptArms
+from worker.bench.prompt_generation import PromptFigures
 from worker.bench.text import BenchError
-from worker.bench.triforce_catalogue import Arm, Plan
+from worker.bench.triforce_catalogue import TOP_P, Arm, Plan
 from worker.cache import FullKVCache
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter
@@ -98,7 +99,11 @@ class Vandal(Drafter):
 
 
 def arms_behind(read: list[ReadPrompt], target: TargetModel, num_plain_tokens: int = NUM_TOKENS) -> PromptArms:
-    return PromptArms(target, read, NUM_TOKENS, num_plain_tokens, SEED)
+    return PromptArms(target, read, NUM_TOKENS, num_plain_tokens, SEED, TOP_P)
+
+
+def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) -> PromptFigures:
+    return PromptFigures.of(*arms.run(drafter, TEMPERATURE), list(expected_ids))
 
 
 def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
@@ -126,7 +131,7 @@ def test_arms_say_what_the_engine_says_alone_whoever_else_used_the_cache(
     arms = arms_behind(read, tiny_target, num_plain_tokens=35)
     plans: tuple[Plan, ...] = ("own", "paper", "naive")
     digests = {
-        arms.run(arm, new_drafter(tiny_target, arm, None)).tokens_sha256
+        run(arms, new_drafter(tiny_target, arm, None)).tokens_sha256
         for arm in [replace(ARM, plan=plan) for plan in plans]
     }
     assert digests == {hashlib.sha256(np.concatenate(expected).astype("<u4").tobytes()).hexdigest()}
@@ -140,7 +145,7 @@ def test_wrong_tokens_stop_the_run_and_never_lead_plain_decoding_astray(
 ) -> None:
     read = make_read()
     with pytest.raises(BenchError, match=r"sequence 0, token \d+ at T = 1: found \d+, expected \d+") as caught:
-        arms_behind(read, tiny_target).run(ARM, Vandal())
+        run(arms_behind(read, tiny_target), Vandal())
     _, index, _, found, expected = (int(number) for number in re.findall(r"\d+", str(caught.value)))
     assert Vandal.first_damaged <= index < NUM_TOKENS
     assert expected == plain_ids(read, tiny_target)[0][index] != found
@@ -152,9 +157,9 @@ def test_arms_are_compared_beyond_the_tokens_of_plain_decoding(
 ) -> None:
     read = make_read()
     arms = arms_behind(read, tiny_target, num_plain_tokens=8)
-    arms.run(ARM, Oracle(plain_ids(read, tiny_target)[0]))
+    run(arms, Oracle(plain_ids(read, tiny_target)[0]))
     with pytest.raises(BenchError, match="token"):
-        arms.run(ARM, Vandal())
+        run(arms, Vandal())
 
 
 @pytest.mark.parametrize(("is_right", "acceptance"), [(True, 1.0), (False, 0.0)])
@@ -162,7 +167,7 @@ def test_acceptance_is_accepted_over_drafted(
     tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]], is_right: bool, acceptance: float
 ) -> None:
     read = make_read()
-    figures = arms_behind(read, tiny_target).run(ARM, Oracle(plain_ids(read, tiny_target)[0], is_right))
+    figures = run(arms_behind(read, tiny_target), Oracle(plain_ids(read, tiny_target)[0], is_right))
     assert figures.acceptance == acceptance
     assert figures.middle_acceptance is None
     assert figures.tokens_per_step == pytest.approx(1 + acceptance * figures.drafted_per_step, abs=0.01)
@@ -170,7 +175,7 @@ def test_acceptance_is_accepted_over_drafted(
 
 
 def test_plain_decoding_drafts_nothing(tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
-    figures = arms_behind(make_read(), tiny_target).run(ARM, AutoregressiveDrafter())
+    figures = run(arms_behind(make_read(), tiny_target), AutoregressiveDrafter())
     assert (figures.acceptance, figures.middle_acceptance, figures.tokens_per_step) == (None, None, 1.0)
     assert figures.needle_share is None
     assert figures.speedup > 0
@@ -181,7 +186,7 @@ def test_times_begin_behind_the_first_step(
 ) -> None:
     read = make_read()
     ids = plain_ids(read, tiny_target)[0]
-    figures = arms_behind(read, tiny_target).run(ARM, Oracle(ids, first_seconds=2.0))
+    figures = run(arms_behind(read, tiny_target), Oracle(ids, first_seconds=2.0))
     assert figures.first_step_ms > 2000
     assert figures.ms_per_token < 40 > figures.step_ms["propose"]  # 2,000 ms over 40 tokens would be 50
     assert figures.speedup == pytest.approx(figures.plain_ms_per_token / figures.ms_per_token, rel=0.01)
@@ -192,7 +197,7 @@ def test_the_middle_level_is_what_the_partial_cache_agrees_with(
 ) -> None:
     arms = arms_behind(make_read(), tiny_target)
     whole = replace(ARM, plan="paper", options={"budget": 4096})
-    figures = arms.run(whole, new_drafter(tiny_target, whole, None))
+    figures = run(arms, new_drafter(tiny_target, whole, None))
     assert figures.acceptance is not None
     assert figures.acceptance > 0.9  # the partial cache holds everything; what differs is rounding
     assert figures.middle_acceptance is not None
@@ -205,7 +210,7 @@ def test_the_naive_policy_asks_no_partial_cache(
     tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
     arm = replace(ARM, plan="naive")
-    figures = arms_behind(make_read(), tiny_target).run(arm, new_drafter(tiny_target, arm, None))
+    figures = run(arms_behind(make_read(), tiny_target), new_drafter(tiny_target, arm, None))
     assert (figures.rounds_per_step, figures.middle_acceptance) == (0.0, None)
     assert figures.drafted_per_step > 0.5
     assert figures.draft_ms["check"] == figures.draft_ms["follow"] == 0.0 < figures.draft_ms["propose"]
@@ -224,7 +229,7 @@ def test_the_needle_s_share_is_what_plain_decoding_says_of_it(
     [said] = plain_ids(make_read(), tiny_target)
     for num_wrong, share in ((0, 1.0), (10, 0.75), (NUM_TOKENS, 0.0)):
         expected = (*(said[:num_wrong] ^ 1).tolist(), *said[num_wrong:].tolist())
-        figures = arms_behind(make_read(expected_ids=expected), tiny_target).run(ARM, Oracle(said))
+        figures = run(arms_behind(make_read(), tiny_target), Oracle(said), expected)
         assert figures.needle_share == share
 
 
@@ -236,7 +241,7 @@ def test_a_cache_outside_the_device_says_the_same(
     copies = [prompt.copy_to(outside, NUM_TOKENS) for prompt in read]
     assert isinstance(copies[0].cache, OffloadedKVCache)
     figures = [
-        arms_behind(prompts, target).run(ARM, new_drafter(target, ARM, None))
+        run(arms_behind(prompts, target), new_drafter(target, ARM, None))
         for target, prompts in ((tiny_target, read), (outside, copies))
     ]
     assert figures[0].tokens_sha256 == figures[1].tokens_sha256

@@ -15,12 +15,14 @@ from worker.bench.arm_drafters import new_drafter
 from worker.bench.long import Report
 from worker.bench.long_prompts import Prompt, make_prompts, num_text_tokens, read_prompt
 from worker.bench.long_records import write_json
-from worker.bench.prompt_arms import PromptArms
+from worker.bench.prompt_arms import PromptArms, num_plain_tokens
+from worker.bench.prompt_generation import PromptFigures
 from worker.bench.text import BenchError, text_tokens
 from worker.bench.triforce_catalogue import (
     FIGURES,
     OFFLOADED,
     PROMPT_TABLES,
+    TOP_P,
     Arm,
     Prompts,
     PromptTable,
@@ -34,8 +36,6 @@ from worker.model_files import ModelFiles, locate_model
 from worker.target import TargetModel
 from worker.tiles import TILE_ROWS
 
-LONG_PROMPT = 32_768  # behind a longer one plain decoding is measured for its first tokens only
-NUM_PLAIN_TOKENS = 64
 MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
 
 
@@ -68,7 +68,7 @@ class PromptAblationOptions(BaseModel):
 
     @property
     def num_plain_tokens(self) -> int:
-        return self.num_tokens if self.prefill <= LONG_PROMPT else min(NUM_PLAIN_TOKENS, self.num_tokens)
+        return num_plain_tokens(self.num_tokens, self.prefill)
 
     def layout(self) -> PromptTable:
         """The table with its arms."""
@@ -85,9 +85,11 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
     target = TargetModel.load(files, options.dtype, options.device)
     results: Results = {}
     for prompts in _all_prompts(table):
-        behind = _read(options, target, make_prompts(prompts, options.prefill, text_ids, files), report)
+        made = make_prompts(prompts, options.prefill, text_ids, files)
+        behind = _read(options, target, made, report)
         for key, arm in _arms_behind(table, prompts):
-            results[key] = behind.run(arm, new_drafter(behind.target, arm, options.draft_model))
+            pair = behind.run(new_drafter(behind.target, arm, options.draft_model), arm.temperature)
+            results[key] = PromptFigures.of(*pair, made[0].expected_ids)
             report(summary(table, key, results[key]))
             _save(options, table, results, target)
         del behind  # its caches make room for the next ones
@@ -118,7 +120,7 @@ def _read(options: PromptAblationOptions, target: TargetModel, prompts: list[Pro
     if options.kv_offload is not None:
         target = TargetModel(target.model, target.files, str(options.kv_offload))
         read = [prompt.copy_to(target, num_tokens) for prompt in read]
-    return PromptArms(target, read, num_tokens, num_plain, options.seed)
+    return PromptArms(target, read, num_tokens, num_plain, options.seed, TOP_P)
 
 
 def _all_prompts(table: PromptTable) -> list[Prompts]:

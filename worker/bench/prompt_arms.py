@@ -6,43 +6,59 @@ import numpy as np
 
 from jobs.sampling import SamplingParams
 from worker.bench.long_prompts import ReadPrompt
-from worker.bench.prompt_generation import PromptFigures, PromptGeneration
+from worker.bench.prompt_generation import PromptGeneration
 from worker.bench.text import BenchError
-from worker.bench.triforce_catalogue import TOP_P, Arm
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter
 from worker.target import TargetModel
 
+LONG_PROMPT = 32_768  # behind a longer one plain decoding is measured for its first tokens only
+NUM_PLAIN_TOKENS = 64
 NUM_TURNS = 8  # a generation and plain decoding take turns, so that a busy moment of the machine hits both
+
+
+def num_plain_tokens(num_tokens: int, prefill: int) -> int:
+    """How many of an arm's tokens plain decoding generates as well, behind prompts of so many tokens."""
+    return num_tokens if prefill <= LONG_PROMPT else min(NUM_PLAIN_TOKENS, num_tokens)
 
 
 class PromptArms:
     """Runs arms one after the other from the same state."""
 
     def __init__(
-        self, target: TargetModel, read: list[ReadPrompt], num_tokens: int, num_plain_tokens: int, seed: int
+        self,
+        target: TargetModel,
+        read: list[ReadPrompt],
+        num_tokens: int,
+        num_plain_tokens: int,
+        seed: int,
+        top_p: float = 1.0,
     ) -> None:
-        """`num_tokens` behind each prompt, `num_plain_tokens` of them with plain decoding as well."""
+        """`num_tokens` behind each prompt, `num_plain_tokens` of them with plain decoding as well.
+
+        `top_p` is at every temperature above 0.
+        """
         self.target = target
         self._read = read
         self._num_tokens = num_tokens
         self._num_plain_tokens = num_plain_tokens
         self._seed = seed
+        self._top_p = top_p
         self._known: dict[float, list[np.ndarray]] = {}  # by temperature, what was said first, of each sequence
 
-    def run(self, arm: Arm, drafter: Drafter) -> PromptFigures:
-        """Generate with the arm's drafter and plainly, in turn. Raises BenchError where they do not say the same."""
-        plain = self._start(AutoregressiveDrafter(), arm.temperature, self._num_plain_tokens)
-        generation = self._start(drafter, arm.temperature, self._num_tokens)
+    def run(self, drafter: Drafter, temperature: float) -> tuple[PromptGeneration, PromptGeneration]:
+        """Generate with an arm's drafter and plainly, in turn. Raises BenchError where they do not say the same."""
+        plain = self._start(AutoregressiveDrafter(), temperature, self._num_plain_tokens)
+        generation = self._start(drafter, temperature, self._num_tokens)
         for turn in range(1, NUM_TURNS + 1):
             plain.run_to(self._num_plain_tokens * turn // NUM_TURNS)
             generation.run_to(self._num_tokens * turn // NUM_TURNS)
-        self._compare(plain, arm.temperature)
-        self._compare(generation, arm.temperature)
-        return PromptFigures.of(generation, plain, self._read[0].prompt.expected_ids)
+        self._compare(plain, temperature)
+        self._compare(generation, temperature)
+        return generation, plain
 
     def _start(self, drafter: Drafter, temperature: float, num_tokens: int) -> PromptGeneration:
-        top_p = TOP_P if temperature > 0 else 1.0
+        top_p = self._top_p if temperature > 0 else 1.0
         sampling = SamplingParams(
             max_tokens=num_tokens, temperature=temperature, top_p=top_p, seed=self._seed, ignore_eos=True
         )

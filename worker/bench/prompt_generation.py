@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from metrics.counters import EngineCounters
 from worker.bench.long_prompts import ReadPrompt
 from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
+from worker.drafters.griffin import GriffinCounters, GriffinDrafter
 from worker.drafters.two_level import DraftCounters, TwoLevelDrafter
 from worker.engine import Engine
 from worker.sequence import Sequence
@@ -30,9 +32,10 @@ class Moment:
 
     num_tokens: int
     num_steps: int
+    num_draft_tokens: int
     seconds: float
     step_seconds: dict[str, float]  # propose, verify, commit
-    draft_seconds: dict[str, float]  # what proposing is made of, where the drafter tells
+    draft: DraftCounters | GriffinCounters  # what proposing is made of, where the drafter tells
 
 
 class PromptGeneration:
@@ -41,8 +44,8 @@ class PromptGeneration:
     def __init__(self, target: TargetModel, drafter: Drafter, read: list[ReadPrompt], sampling: SamplingParams) -> None:
         """Sequence i draws with seed + i."""
         self.num_verifications = 0  # steps, counted for each sequence
-        self.draft = drafter.counters if isinstance(drafter, TwoLevelDrafter) else DraftCounters()
-        self.after_first_step: Moment | None = None
+        self._after_first_step: Moment | None = None
+        self._draft = drafter.counters if isinstance(drafter, TwoLevelDrafter | GriffinDrafter) else DraftCounters()
         self._seconds = 0.0
         self._engine = Engine(target, drafter)
         self._parts: list[_Part] = []
@@ -64,9 +67,22 @@ class PromptGeneration:
 
     @property
     def now(self) -> Moment:
-        num_tokens = sum(len(ids) for ids in self.token_ids)
-        phases = dict(self.counters.step_seconds), dict(self.draft.seconds)
-        return Moment(num_tokens, self.counters.num_steps, self._seconds, *phases)
+        counters = self.counters
+        return Moment(
+            num_tokens=sum(len(ids) for ids in self.token_ids),
+            num_steps=counters.num_steps,
+            num_draft_tokens=counters.num_draft_tokens,
+            seconds=self._seconds,
+            step_seconds=dict(counters.step_seconds),
+            draft=copy.deepcopy(self._draft),
+        )
+
+    @property
+    def span(self) -> tuple[Moment, Moment]:
+        """What is measured: from behind the first step to now."""
+        if self._after_first_step is None:
+            raise ValueError("nothing was generated yet; run the generation first")
+        return self._after_first_step, self.now
 
     def run_to(self, num_tokens: int) -> None:
         """Go on until every sequence has at least `num_tokens` tokens."""
@@ -81,7 +97,7 @@ class PromptGeneration:
         started = time.perf_counter()
         self.num_verifications += len(self._engine.step())  # ends with its tokens on the host, on a GPU too
         self._seconds += time.perf_counter() - started
-        self.after_first_step = self.after_first_step or self.now
+        self._after_first_step = self._after_first_step or self.now
 
 
 @dataclass
@@ -128,8 +144,9 @@ class PromptFigures(BaseModel):
     @classmethod
     def of(cls, generation: PromptGeneration, plain: PromptGeneration, expected_ids: list[int]) -> PromptFigures:
         """Figures of a generation and of plain decoding behind the same prompts."""
-        counters, draft, steps = generation.counters, generation.draft, generation.num_verifications
-        first, last = _span(generation)
+        counters, steps = generation.counters, generation.num_verifications
+        first, last = generation.span
+        draft = last.draft if isinstance(last.draft, DraftCounters) else DraftCounters()
         ms, plain_ms = _ms_per_token(generation), _ms_per_token(plain)
         return cls(
             num_tokens=last.num_tokens,
@@ -145,20 +162,13 @@ class PromptFigures(BaseModel):
             rounds_per_step=round(draft.num_rounds / steps, DIGITS),
             first_step_ms=round(1000 * first.seconds, DIGITS),
             step_ms=_per_step(first.step_seconds, last.step_seconds, last.num_steps - first.num_steps),
-            draft_ms=_per_step(first.draft_seconds, last.draft_seconds, last.num_steps - first.num_steps),
+            draft_ms=_per_step(first.draft.seconds, last.draft.seconds, last.num_steps - first.num_steps),
             tokens_sha256=hashlib.sha256(np.concatenate(generation.token_ids).astype("<u4").tobytes()).hexdigest(),
         )
 
 
-def _span(generation: PromptGeneration) -> tuple[Moment, Moment]:
-    """What is measured, from behind the first step to now."""
-    if generation.after_first_step is None:
-        raise ValueError("nothing was generated yet; run the generation first")
-    return generation.after_first_step, generation.now
-
-
 def _ms_per_token(generation: PromptGeneration) -> float:
-    first, last = _span(generation)
+    first, last = generation.span
     return 1000 * (last.seconds - first.seconds) / (last.num_tokens - first.num_tokens)
 
 

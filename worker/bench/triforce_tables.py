@@ -59,7 +59,7 @@ def arm_name(table: PromptTable, key: Key) -> str:
 
 def _paper(table: PromptTable, results: Results) -> Table:
     """Rows and columns of the paper; a dash where a row has no such arm."""
-    rich = _table(table.title, table.label_headers, [column.header for column in table.columns])
+    rich = new_table(table.title, table.label_headers, [column.header for column in table.columns])
     for index, row in enumerate(table.rows):
         cells = [
             MEASURES[column.measure](results[index, column.arm]) if column.arm in row.arms else "-"
@@ -71,7 +71,7 @@ def _paper(table: PromptTable, results: Results) -> Table:
 
 def _speeds(table: PromptTable, results: Results) -> Table:
     headers = ["ms per\ntoken", "plain\nms", "speed-\nup", "tokens", "drafted", "rounds"]
-    rich = _table("Speed, and counts per step of one sequence", ("arm",), headers)
+    rich = new_table("Speed, and counts per step of one sequence", ("arm",), headers)
     for key, figures in results.items():
         counts = (figures.tokens_per_step, figures.drafted_per_step, figures.rounds_per_step)
         times = f"{figures.ms_per_token:.2f}", f"{figures.plain_ms_per_token:.2f}", _speedup(figures)
@@ -81,7 +81,7 @@ def _speeds(table: PromptTable, results: Results) -> Table:
 
 def _per_step(table: PromptTable, results: Results) -> Table:
     headers = ["draft\nmodel", "checks", "draft\ncaches", "verify", "commit", "first\nstep"]
-    rich = _table("Time per step (ms), the first one apart", ("arm",), headers)
+    rich = new_table("Time per step (ms), the first one apart", ("arm",), headers)
     for key, figures in results.items():
         draft, step = figures.draft_ms, figures.step_ms
         times = (draft["propose"], draft["check"], draft["follow"], step["verify"], step["commit"])
@@ -103,7 +103,8 @@ def _either(counts: list[int]) -> str:
     return " or ".join(f"{count:,}" for count in counts)
 
 
-def _table(title: str, label_headers: tuple[str, ...], headers: list[str]) -> Table:
+def new_table(title: str, label_headers: tuple[str, ...], headers: list[str]) -> Table:
+    """An empty table: labels to the left, figures to the right."""
     rich = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="")
     for header in label_headers:
         rich.add_column(header)  # gives way, as figures must not
