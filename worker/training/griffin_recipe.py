@@ -21,7 +21,7 @@ TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=448)
 class GriffinRecipe:
     """The paper's settings (appendix C.3), but for the number of steps and what concerns windows and texts."""
 
-    num_steps: int = 2400
+    num_steps: int = 3600
     num_step_windows: int = 4
     window_length: int = NUM_SLOTS  # rows: the most that the model sees in use
     own_share: float = 0.5  # of the windows: from the target's own texts, where there are any
