@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from jobs.checked_files import digest
 from jobs.reasons import reasons, shown
+from jobs.timeline import Timeline
 from jobs.token_log import DamagedFileError
 
 VERSION: Final = 2
@@ -93,6 +94,7 @@ class AttemptRecord(_Frozen):
     claimed: float = 0.0  # seconds since the epoch
     numerics: str = ""  # names what makes KV the same bits; attempts that differ in it can't share segments
     resume: ResumeRecord | None = None
+    timeline: Timeline | None = None  # None where it never drew a token
 
 
 class ClaimFile(_Frozen):
@@ -110,10 +112,16 @@ class ResumeFile(ResumeRecord):
     version: Literal[2] = VERSION
 
 
-FileModel = TypeVar("FileModel", StateManifest, ClaimFile, ResumeFile)
+class TimelineFile(Timeline):
+    """`timeline.json`"""
+
+    version: Literal[2] = VERSION
 
 
-def dump_file(content: StateManifest | ClaimFile | ResumeFile) -> bytes:
+FileModel = TypeVar("FileModel", StateManifest, ClaimFile, ResumeFile, TimelineFile)
+
+
+def dump_file(content: StateManifest | ClaimFile | ResumeFile | TimelineFile) -> bytes:
     """One line of JSON that ends with a checksum of itself."""
     return _sealed(content.model_dump_json().encode())
 

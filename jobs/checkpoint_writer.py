@@ -1,4 +1,4 @@
-"""Writes checkpoints behind the engine's back: one thread, one file at a time, token logs before any state."""
+"""Writes checkpoints behind the engine's back: one thread, one file at a time, token logs before all else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from jobs.checkpoints import CheckpointStore, SegmentEntry, State, TokenIds
 from jobs.pending_checkpoint import FileKind, KVSource, PendingCheckpoint, WriteFile
+from jobs.timeline import Timeline
 
 __all__ = ["CheckpointWriter", "KVSource"]
 
@@ -62,6 +63,12 @@ class CheckpointWriter:
         copied = np.array(output_ids, dtype=np.uint32)
         with self._changed:
             self._opened(job_id).output_ids = copied
+            self._changed.notify_all()
+
+    def put_timeline(self, job_id: str, timeline: Timeline) -> None:
+        """Have the job's timeline written, after all token logs; it counts as a part of these."""
+        with self._changed:
+            self._opened(job_id).timeline = timeline
             self._changed.notify_all()
 
     def put_state(self, job_id: str, token_ids: NDArray[np.integer], drafter: State) -> None:
@@ -117,8 +124,7 @@ class CheckpointWriter:
         return self._is_stopped or self._failure is not None
 
     def _is_idle(self) -> bool:
-        waiting = any(job.output_ids is not None or job.has_state for job in self._jobs.values())
-        return self._writing is None and not waiting
+        return self._writing is None and not any(job.is_waiting for job in self._jobs.values())
 
     def _run(self) -> None:
         while (file := self._next_file()) is not None:
@@ -135,19 +141,23 @@ class CheckpointWriter:
                 self._changed.notify_all()
 
     def _next_file(self) -> tuple[FileKind, WriteFile] | None:
-        """Wait for something to write and take it: a token log if any waits; None when the thread is to end."""
+        """Wait for something to write and take it: token logs first, states last; None when the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
             if self._is_over():
                 return None
-            jobs = list(self._jobs.values())
-            job = next((job for job in jobs if job.output_ids is not None), None)
-            if job is not None:
-                file: tuple[FileKind, WriteFile] = ("tokens", job.take_tokens())
-            else:
-                job = next(job for job in jobs if job.has_state)
-                file = ("state", job.take_state(self._segment_positions))
+            job, file = self._most_urgent()
             self._writing = job.job_id
             # to the end of the queue, so that every job has its turn
             self._jobs[job.job_id] = self._jobs.pop(job.job_id)
             return file
+
+    def _most_urgent(self) -> tuple[PendingCheckpoint, tuple[FileKind, WriteFile]]:
+        """A job and its file to write; call it while one waits."""
+        jobs = self._jobs.values()
+        if job := next((job for job in jobs if job.output_ids is not None), None):
+            return job, ("tokens", job.take_tokens())
+        if job := next((job for job in jobs if job.timeline is not None), None):
+            return job, ("tokens", job.take_timeline())
+        job = next(job for job in jobs if job.has_state)
+        return job, ("state", job.take_state(self._segment_positions))

@@ -9,6 +9,7 @@ checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on 
                                manifest.json         names segments (of earlier attempts too) and drafter state with
                                                      their checksums, written last
                                resume.json           how the attempt began, where it was not the first
+                               timeline.json         when it had how many tokens, for reports; absent in older runs
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 
 import numpy as np
 
+from jobs.attempt_files import read_attempt
 from jobs.checked_files import CheckedFiles, digest
 from jobs.checkpoint_files import (
     AttemptRecord,
@@ -26,6 +28,7 @@ from jobs.checkpoint_files import (
     ResumeRecord,
     SegmentEntry,
     StateManifest,
+    TimelineFile,
     drafter_name,
     dump_file,
     parse_file,
@@ -34,6 +37,7 @@ from jobs.checkpoint_files import (
 from jobs.segments import Segment, decode_segment, encode_segment
 from jobs.state_file import State, decode_state, encode_state
 from jobs.store import Store
+from jobs.timeline import Timeline
 from jobs.token_log import DamagedFileError, TokenIds, decode_tokens, encode_tokens
 
 __all__ = [
@@ -75,11 +79,20 @@ class CheckpointStore:
     def history(self, job_id: str) -> list[AttemptRecord]:
         """All attempts of a job, oldest first, with what is known of each."""
         attempts = self._attempts(job_id)
-        return [self._attempt_record(job_id, attempt, is_newest=attempt == attempts[-1]) for attempt in attempts]
+        return [
+            read_attempt(self._store, self._files, _folder(job_id, attempt), attempt, is_newest=attempt == attempts[-1])
+            for attempt in attempts
+        ]
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
         """Keep how an attempt began; due in every attempt but the first."""
         self._store.write(_path(job_id, attempt, "resume.json"), dump_file(ResumeFile(**record.model_dump())))
+
+    def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
+        """Replace the attempt's timeline. Returns bytes written."""
+        data = dump_file(TimelineFile(**timeline.model_dump()))
+        self._store.write(_path(job_id, attempt, "timeline.json"), data)
+        return len(data)
 
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds) -> int:
         """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
@@ -163,21 +176,6 @@ class CheckpointStore:
 
     def _attempts(self, job_id: str) -> list[int]:
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
-
-    def _attempt_record(self, job_id: str, attempt: int, is_newest: bool) -> AttemptRecord:
-        path = _path(job_id, attempt, "claim.json")
-        claim = self._files.read(path, lambda data: parse_file(data, ClaimFile))
-        path = _path(job_id, attempt, "resume.json")
-        data = self._store.read(path)
-        resume = None
-        # the first attempt has none, and the newest may have just begun
-        if data is not None or (attempt > 1 and not is_newest):
-            resume = self._files.decoded(path, data, lambda data: parse_file(data, ResumeFile))
-        return AttemptRecord(
-            attempt=attempt,
-            **(claim.model_dump(exclude={"version"}) if claim else {}),
-            resume=ResumeRecord(**resume.model_dump(exclude={"version"})) if resume else None,
-        )
 
     def _manifest(self, job_id: str, attempt: int) -> StateManifest | None:
         path = _path(job_id, attempt, "manifest.json")

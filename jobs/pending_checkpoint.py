@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.checkpoints import CheckpointStore, DrafterEntry, Segment, SegmentEntry, State, StateManifest, TokenIds
+from jobs.timeline import Timeline
 
 FileKind = Literal["tokens", "state"]
 WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its bytes
@@ -26,7 +27,7 @@ class KVSource(Protocol):
 
 @dataclass
 class PendingCheckpoint:
-    """The newest token log and the newest state of one job, as far as they are not written.
+    """The newest token log, timeline and state of one job, as far as they are not written.
 
     A state is written as segments behind those there already, a manifest after each, then the drafter's file. A newer
     state takes the place of one that is half-written: its segments go on where those of the older one are.
@@ -38,6 +39,7 @@ class PendingCheckpoint:
     source: KVSource | None
     segments: list[SegmentEntry]
     output_ids: TokenIds | None = None
+    timeline: Timeline | None = None
     token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # of all positions of the state
     drafter_state: State = field(default_factory=dict)
     drafter: DrafterEntry | None = None
@@ -52,6 +54,10 @@ class PendingCheckpoint:
         return max(self.num_written_positions, len(self.token_ids))
 
     @property
+    def is_waiting(self) -> bool:
+        return self.output_ids is not None or self.timeline is not None or self.has_state
+
+    @property
     def has_state(self) -> bool:
         return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
 
@@ -60,6 +66,12 @@ class PendingCheckpoint:
         output_ids, self.output_ids = self.output_ids, None
         assert output_ids is not None
         return lambda checkpoints: checkpoints.write_tokens(self.job_id, self.attempt, output_ids)
+
+    def take_timeline(self) -> WriteFile:
+        """What writes the timeline, which then waits no longer; call it while there is one."""
+        timeline, self.timeline = self.timeline, None
+        assert timeline is not None
+        return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
 
     def take_state(self, max_positions: int) -> WriteFile:
         """What writes the next file of the state; call it while `has_state`, run one before taking the next."""

@@ -56,6 +56,12 @@ class Epoch:
         )
 
 
+def claims(run: Run) -> list[DriverClaim]:
+    """Who held the run, oldest first."""
+    found = (read_model(run.store, _path(number), DriverClaim) for number in range(1, _newest(run) + 1))
+    return [claim for claim in found if claim is not None]
+
+
 def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
     """Raise RunTakenError while another driver may be at work; with `may_take_over` only while it surely is."""
     progress = run.progress()

@@ -38,9 +38,9 @@ class Checkpointing:
             self._put_state(job)
 
     def flush(self, jobs: Sequence[RunningJob], seconds: float) -> None:
-        """Write all token logs, then as much state as `seconds` allow."""
+        """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere."""
         for job in jobs:
-            self._put_tokens(job)
+            self._put_tokens(job, is_released=True)
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
                 self._put_state(job)
         self._writer.flush(seconds)
@@ -57,8 +57,10 @@ class Checkpointing:
     def _num_new_positions(self, job: RunningJob) -> int:
         return job.cache.length - self._writer.num_state_positions(job.job_id)
 
-    def _put_tokens(self, job: RunningJob) -> None:
+    def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
         self._writer.put_tokens(job.job_id, job.sequence.output_ids.astype("uint32"))
+        if (is_released or job.recorder.has_news) and (timeline := job.recorder.take(is_released)):
+            self._writer.put_timeline(job.job_id, timeline)
         job.logged, job.num_logged_tokens = time.monotonic(), job.sequence.num_generated_tokens
 
     def _put_state(self, job: RunningJob) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.checkpoints import AttemptRecord, ResumeRecord
+from jobs.timeline import TimelineRecorder
 from worker.cache import FullKVCache
 from worker.diversity import distinct
 from worker.resume import Recovery
@@ -31,6 +32,7 @@ class RunningJob:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    recorder: TimelineRecorder = field(default_factory=TimelineRecorder)
 
     @property
     def job_id(self) -> str:
@@ -62,10 +64,12 @@ class RunningJob:
         )
 
     def count(self, verification: Verification) -> None:
-        """Count one verified step."""
+        """Count one verified step, whose tokens the sequence has already."""
         self.num_drafts += verification.num_draft_tokens > 0
         self.num_draft_tokens += verification.num_draft_tokens
         self.num_accepted_tokens += verification.num_accepted_tokens
+        counts = (self.sequence.num_generated_tokens, self.num_drafts, self.num_accepted_tokens)
+        self.recorder.note(time.monotonic(), time.time(), *counts)
 
     def is_log_due(self, seconds: float, num_tokens: int) -> bool:
         """Whether the token log is older than `seconds` or `num_tokens` behind."""
@@ -92,5 +96,13 @@ class RunningJob:
             "num_resumes": self.assignment.attempt - 1,
             "num_recovered_tokens": self.num_recovered_tokens,
             "num_recomputed_tokens": sum(resume.num_recomputed_tokens for resume in resumes),
-            "attempts": [attempt.model_dump() for attempt in attempts],
+            "attempts": [attempt.model_dump() for attempt in self._with_timeline(attempts)],
         }
+
+    def _with_timeline(self, attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+        """The attempts with this one's timeline up to now: the file's is older."""
+        timeline = self.recorder.take()
+        return [
+            attempt.model_copy(update={"timeline": timeline}) if attempt.attempt == self.assignment.attempt else attempt
+            for attempt in attempts
+        ]

@@ -1,0 +1,85 @@
+"""When an attempt at a job had how many tokens: some moments of it, kept so that a report can be made afterwards."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+MAX_MARKS = 64
+MIN_STRIDE_SECONDS = 1.0
+
+
+class Timeline(BaseModel):
+    """Columns [num_marks], one mark after the other; each counts from the attempt's first new tokens on.
+
+    The first mark is at the attempt's first verified step, so that its prefill or replay stays out of the pace.
+    `num_tokens` are the job's generated tokens, those that a resume recovered included; the other counts are this
+    attempt's.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    started: float  # of the first mark, in seconds since the epoch
+    seconds: tuple[float, ...]  # since `started`
+    num_tokens: tuple[int, ...]
+    num_drafts: tuple[int, ...]
+    num_accepted_tokens: tuple[int, ...]
+    is_released: bool = False  # the attempt ended at its last mark, with all its tokens in the log
+
+    @model_validator(mode="after")
+    def _has_equal_columns(self) -> Self:
+        lengths = {len(c) for c in (self.seconds, self.num_tokens, self.num_drafts, self.num_accepted_tokens)}
+        if len(lengths) != 1 or lengths == {0}:
+            raise ValueError(f"found columns of {sorted(lengths)} marks, expected the same number, at least one")
+        return self
+
+
+class TimelineRecorder:
+    """Takes the marks of a running attempt: at most `MAX_MARKS`, however long it runs.
+
+    When there are too many, every second one goes and the next ones come half as often: a mark is never further from
+    its neighbour than a thirtieth of the attempt, or `MIN_STRIDE_SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, int, int, int]] = []
+        self._stride = MIN_STRIDE_SECONDS
+        self._started = 0.0
+        self._newest: tuple[float, int, int, int] | None = None
+        self._has_news = False
+
+    def note(self, now: float, wall: float, num_tokens: int, num_drafts: int, num_accepted_tokens: int) -> None:
+        """Note how far the attempt is; `now` in `time.monotonic()` seconds, `wall` in seconds since the epoch."""
+        mark = (now, num_tokens, num_drafts, num_accepted_tokens)
+        if not self._marks:
+            self._started = wall
+        self._newest = mark
+        if self._marks and now - self._marks[-1][0] < self._stride:
+            return
+        self._marks.append(mark)
+        self._has_news = True
+        if len(self._marks) > MAX_MARKS - 1:  # the newest one comes on top
+            del self._marks[1::2]
+            self._stride *= 2
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is a mark that no timeline taken has."""
+        return self._has_news
+
+    def take(self, is_released: bool = False) -> Timeline | None:
+        """The timeline up to now, None before the first step."""
+        if self._newest is None:
+            return None
+        self._has_news = False
+        marks = self._marks if self._marks[-1] == self._newest else [*self._marks, self._newest]
+        first = marks[0][0]
+        return Timeline(
+            started=round(self._started, 3),
+            seconds=tuple(round(now - first, 3) for now, *_ in marks),
+            num_tokens=tuple(mark[1] for mark in marks),
+            num_drafts=tuple(mark[2] for mark in marks),
+            num_accepted_tokens=tuple(mark[3] for mark in marks),
+            is_released=is_released,
+        )

@@ -1,0 +1,91 @@
+"""The attempts at one job, with an end for each: files say when an attempt began, seldom when it was lost."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from jobs.checkpoints import AttemptRecord, ResumeRecord
+from jobs.timeline import Timeline
+
+Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a job; times in seconds since the epoch. `driver` counts the run's drivers from 1."""
+
+    number: int
+    worker_id: str
+    driver: int
+    start: float
+    end: float
+    outcome: Outcome
+    resume: ResumeRecord | None
+    timeline: Timeline | None
+
+    @property
+    def first_token(self) -> float:
+        """When it went on, as far as that is known."""
+        if self.timeline is not None:
+            return max(self.start, self.timeline.started)
+        return self.start if self.resume is None else max(self.start, self.resume.resumed)
+
+
+def attempts_of(
+    history: Sequence[AttemptRecord], last: Outcome, last_end: float, driver_starts: Sequence[float]
+) -> tuple[Attempt, ...]:
+    """Attempts, oldest first, but those whose claim is damaged.
+
+    `last` is the outcome of the newest, `last_end` its end where that is known, else 0; `driver_starts` is sorted.
+    """
+    known = [record for record in history if record.claimed > 0]
+    followers = [record.claimed for record in known[1:]]
+    attempts = []
+    for index, record in enumerate(known):
+        is_newest = index == len(known) - 1
+        outcome = last if is_newest else "lost"
+        if outcome == "lost" and record.timeline is not None and record.timeline.is_released:
+            outcome = "released"
+        attempt = Attempt(
+            number=record.attempt,
+            worker_id=record.worker_id,
+            driver=max(1, bisect_right(driver_starts, record.claimed)),
+            start=record.claimed,
+            end=last_end if is_newest else followers[index],
+            outcome=outcome,
+            resume=record.resume,
+            timeline=record.timeline,
+        )
+        attempts.append(replace(attempt, end=_end(attempt)))
+    return tuple(attempts)
+
+
+def without_guesses(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
+    """As `attempts_of`, for a run that keeps timelines: a lost attempt without one drew no token that is known.
+
+    In older runs it may have drawn many, and its successor's claim is all that is known of its end.
+    """
+    return tuple(
+        replace(attempt, end=attempt.first_token) if attempt.timeline is None and attempt.outcome == "lost" else attempt
+        for attempt in attempts
+    )
+
+
+def parsed_history(attempts: Any) -> list[AttemptRecord]:
+    """The attempts of a result line; [] where another version wrote something else there."""
+    try:
+        return [AttemptRecord.model_validate(attempt, strict=False) for attempt in attempts or []]
+    except (ValidationError, TypeError):
+        return []
+
+
+def _end(attempt: Attempt) -> float:
+    """What the attempt's own files say, where they say something and it is over."""
+    if attempt.timeline is None or attempt.outcome == "running":
+        return max(attempt.first_token, attempt.end)
+    return max(attempt.first_token, attempt.timeline.started + attempt.timeline.seconds[-1])

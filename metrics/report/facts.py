@@ -1,0 +1,154 @@
+"""What a run's folder says of its jobs and their attempts, as a report needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jobs.checkpoints import AttemptRecord, CheckpointStore
+from jobs.job import JobRecord
+from jobs.reader import Reject
+from jobs.run import Progress, Run
+from jobs.run_files import NUM_READERS
+from jobs.status import DriverClaim, RunManifest
+from metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
+
+EXCERPT_CHARACTERS = 280
+
+State = Literal["finished", "failed", "cancelled", "running", "pending"]
+OUTCOMES: dict[State, Outcome] = {  # of the newest attempt at a job
+    "finished": "finished",
+    "cancelled": "cancelled",
+    "running": "running",
+    "failed": "lost",
+    "pending": "lost",
+}
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """One job. `metrics` are those of its result line, {} without one; `error` is (code, message)."""
+
+    record: JobRecord
+    state: State
+    num_tokens: int
+    excerpt: str
+    finish_reason: str
+    error: tuple[str, str] | None
+    metrics: dict[str, Any]
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that a report shows; `place` is the run's folder without credentials."""
+
+    place: str
+    manifest: RunManifest
+    progress: Progress
+    num_drivers: int
+    jobs: tuple[JobFacts, ...]
+    rejects: tuple[Reject, ...]
+
+    @property
+    def attempts(self) -> Iterator[tuple[JobFacts, Attempt]]:
+        """Every attempt with its job."""
+        return ((job, attempt) for job in self.jobs for attempt in job.attempts)
+
+
+def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunFacts:
+    """Read a run; `progress` is how it stands, `drivers` who held it, oldest first. Raises RunError, StoreError."""
+    reader = _Reader(progress, sorted(claim.started for claim in drivers))
+    jobs: dict[str, JobFacts | None] = {}  # in input order
+    unfinished: list[tuple[JobRecord, dict[str, Any] | None]] = []
+    for record, line in run.output_lines():
+        if line is not None and line["error"] is None:
+            jobs[record.job_id] = reader.finished(record, line["response"]["body"])
+        else:
+            jobs[record.job_id] = None
+            unfinished.append((record, line))
+    kept = _checkpoints(run, [record for record, _ in unfinished])
+    for (record, line), (history, num_tokens) in zip(unfinished, kept, strict=True):
+        jobs[record.job_id] = reader.unfinished(record, line, history, num_tokens)
+    return RunFacts(
+        place=run.store.shown_uri,
+        manifest=run.manifest,
+        progress=progress,
+        num_drivers=len(drivers),
+        jobs=_with_known_ends([job for job in jobs.values() if job is not None]),
+        rejects=tuple(run.rejects()),
+    )
+
+
+def excerpt(text: str) -> str:
+    """How a text begins."""
+    return text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}…"
+
+
+def _checkpoints(run: Run, records: Sequence[JobRecord]) -> list[tuple[list[AttemptRecord], int]]:
+    """The attempts and the number of logged tokens of jobs without a result."""
+    checkpoints, started = CheckpointStore(run.store), set(run.store.list("checkpoints"))
+
+    def read(record: JobRecord) -> tuple[list[AttemptRecord], int]:
+        if record.job_id not in started:
+            return [], 0
+        return checkpoints.history(record.job_id), len(checkpoints.read_tokens(record.job_id))
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        return list(pool.map(read, records))
+
+
+def _with_known_ends(jobs: list[JobFacts]) -> tuple[JobFacts, ...]:
+    if not any(attempt.timeline for job in jobs for attempt in job.attempts):
+        return tuple(jobs)
+    return tuple(replace(job, attempts=without_guesses(job.attempts)) for job in jobs)
+
+
+class _Reader:
+    """Makes facts of result lines and checkpoints."""
+
+    def __init__(self, progress: Progress, driver_starts: list[float]) -> None:
+        self._progress = progress
+        self._driver_starts = driver_starts
+        self._held = {custom_id for worker in progress.workers for custom_id in worker.jobs}
+
+    def finished(self, record: JobRecord, body: dict[str, Any]) -> JobFacts:
+        """A job with a result."""
+        choice, metrics = body["choices"][0], body["metrics"]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        history, ended = parsed_history(metrics.get("attempts")), float(body.get("created", 0))
+        return JobFacts(
+            record=record,
+            state="finished",
+            num_tokens=body["usage"]["completion_tokens"],
+            excerpt=excerpt(text),
+            finish_reason=choice["finish_reason"],
+            error=None,
+            metrics={name: value for name, value in metrics.items() if name != "attempts"},
+            attempts=attempts_of(history, OUTCOMES["finished"], ended, self._driver_starts),
+        )
+
+    def unfinished(
+        self, record: JobRecord, line: dict[str, Any] | None, history: list[AttemptRecord], num_logged_tokens: int
+    ) -> JobFacts:
+        """A job without a result: what its error and its checkpoints say."""
+        error = None if line is None else (str(line["error"]["code"]), str(line["error"]["message"]))
+        state, custom_id = self._state(record, error), record.job.custom_id
+        last_end = self._progress.updated if state == "running" else 0.0
+        return JobFacts(
+            record=record,
+            state=state,
+            num_tokens=max(num_logged_tokens, self._progress.running.get(custom_id, 0)),
+            excerpt="",
+            finish_reason="",
+            error=error,
+            metrics={},
+            attempts=attempts_of(history, OUTCOMES[state], last_end, self._driver_starts),
+        )
+
+    def _state(self, record: JobRecord, error: tuple[str, str] | None) -> State:
+        if error is not None:
+            return "cancelled" if error[0] == "cancelled" else "failed"
+        return "running" if record.job.custom_id in self._held else "pending"

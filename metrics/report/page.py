@@ -1,0 +1,123 @@
+"""The page: everything that the template shows, and the template filled in."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from jobs.store import Store
+from metrics.report.charts import length_chart, throughput_chart
+from metrics.report.clock import clock, date, ticks
+from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
+from metrics.report.facts import JobFacts, RunFacts, excerpt
+from metrics.report.gantt import attempt_line, gantt
+from metrics.report.stretches import Stretches, job_pace, stretches
+from metrics.report.summary import summary
+
+MAX_JOBS = 5000
+MAX_REJECTS = 1000
+NUM_GANTT_TICKS = 6
+MAX_TICK_PERCENT = 94
+URGENCY = {"failed": 0, "finished": 2}
+PATH_CHARACTERS = "/"  # that stay as they are in a link
+
+
+def render(facts: RunFacts, store: Store, folder: str) -> str:
+    """The page as HTML. On a local disk its links lead from `folder`, where the page will lie, to the run's files."""
+    found = stretches(facts)
+    begin, end = _span(facts, found)
+    rows = [_row(job, number, begin, store, folder) for number, job in _shown(facts)]
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("page.html.jinja")
+    return template.render(
+        facts=facts,
+        summary=summary(facts, found, begin, end),
+        started=date(begin),
+        updated=date(facts.progress.updated),
+        css=_css(),
+        gantt=gantt(facts, begin, end),
+        ticks=_gantt_ticks(end - begin),
+        rows=rows,
+        problems=[row for row in rows if row["job"].state == "failed"],
+        rejects=facts.rejects[:MAX_REJECTS],
+        num_jobs=len(facts.jobs),
+        is_measured=found.is_measured or len(found.start) == 0,
+        **_charts(facts, found, begin, end),
+    )
+
+
+def _charts(facts: RunFacts, found: Stretches, begin: float, end: float) -> dict[str, Any]:
+    """The three curves as SVG, None where there is nothing to draw."""
+    losses = sorted(attempt.end - begin for _, attempt in facts.attempts if attempt.outcome == "lost")
+    acceptance, pace = acceptance_by_length(found), ms_per_token_by_length(found)
+    return {
+        "throughput": throughput_chart(throughput(found, begin, end), losses) if len(found.start) else None,
+        "acceptance": acceptance and length_chart(acceptance, "Mean acceptance length over length", from_zero=False),
+        "pace": pace and length_chart(pace, "Milliseconds per token over length", from_zero=True),
+    }
+
+
+def _span(facts: RunFacts, found: Stretches) -> tuple[float, float]:
+    """From the first attempt to the end of the last, in seconds since the epoch."""
+    starts = [attempt.start for _, attempt in facts.attempts]
+    if not starts:
+        return facts.progress.started, facts.progress.started
+    ends = [attempt.end for _, attempt in facts.attempts]
+    return min(starts), max([*ends, *found.end.tolist()])
+
+
+def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
+    """Where the plan's time axis has ticks, in percent; a label at the very end would stick out."""
+    places = ((100 * moment / max(seconds, 1e-9), label) for moment, label in ticks(seconds, NUM_GANTT_TICKS))
+    return [(place, label) for place, label in places if place <= MAX_TICK_PERCENT]
+
+
+def _shown(facts: RunFacts) -> list[tuple[int, JobFacts]]:
+    """Jobs with their numbers from 1; of too many the dead-letters go first, then others without a result."""
+    numbered = list(enumerate(facts.jobs, 1))
+    urgent = sorted(numbered, key=lambda entry: URGENCY.get(entry[1].state, 1))[:MAX_JOBS]
+    return sorted(urgent, key=lambda entry: entry[0])
+
+
+def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str) -> dict[str, Any]:
+    prompt = job.record.job.prompt
+    if prompt is None:
+        prompt = "\n".join(message.content for message in job.record.job.messages or ())
+    resumes = Counter(attempt.resume.kind for attempt in job.attempts if attempt.resume is not None)
+    file = f"{'results' if job.state == 'finished' else 'errors'}/{job.record.job_id}.json"
+    acceptance, pace = job_pace(job)
+    has_file = job.state == "finished" or job.error is not None
+    return {
+        "number": number,
+        "job": job,
+        "prompt": excerpt(prompt),
+        "resumes": ", ".join(f"{count} {kind}" for kind, count in sorted(resumes.items())),
+        "attempts": [attempt_line(attempt, begin) for attempt in job.attempts],
+        "seconds": clock(job.attempts[-1].end - job.attempts[0].start) if job.attempts else "",
+        "acceptance": "" if acceptance is None else f"{acceptance:.2f}",
+        "pace": "" if pace is None else f"{pace:,.1f}",
+        "file": file if has_file else None,
+        "link": _link(store, file, folder) if has_file else None,
+    }
+
+
+def _link(store: Store, file: str, folder: str) -> str | None:
+    """A relative link to a file of the run; None where no browser could follow it."""
+    if not store.is_local:
+        return None
+    path = os.path.relpath(os.path.join(store.uri, file), folder)
+    return quote("/".join(path.split(os.sep)), safe=PATH_CHARACTERS)
+
+
+def _css() -> str:
+    return (Path(__file__).parent / "style.css").read_text(encoding="utf-8")

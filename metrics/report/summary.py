@@ -1,0 +1,93 @@
+"""The few figures at the top of a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from metrics.report.clock import clock
+from metrics.report.facts import RunFacts
+from metrics.report.stretches import Stretches
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value with its name and a line of detail; `link` leads to a part of the page, `tone` is a CSS class."""
+
+    name: str
+    value: str
+    detail: str = ""
+    link: str = ""
+    tone: str = ""
+
+
+def summary(facts: RunFacts, found: Stretches, begin: float, end: float) -> list[Figure]:
+    """The figures of a run between two times, in seconds since the epoch."""
+    return [
+        _jobs(facts),
+        _tokens(facts),
+        _speed(facts, found, begin, end),
+        _acceptance(found),
+        _preemptions(facts),
+        _problems(facts),
+    ]
+
+
+def _jobs(facts: RunFacts) -> Figure:
+    states = Counter(job.state for job in facts.jobs)
+    others = ", ".join(f"{count} {state}" for state, count in states.items() if state != "finished")
+    return Figure("jobs finished", f"{states['finished']:,} of {len(facts.jobs):,}", others or "all of them", "#jobs")
+
+
+def _tokens(facts: RunFacts) -> Figure:
+    prompts = sum(job.record.num_prompt_tokens for job in facts.jobs)
+    return Figure("tokens generated", f"{sum(job.num_tokens for job in facts.jobs):,}", f"{prompts:,} of prompts")
+
+
+def _speed(facts: RunFacts, found: Stretches, begin: float, end: float) -> Figure:
+    active = _covered([(attempt.start, attempt.end) for _, attempt in facts.attempts])
+    speed = f"{found.num_tokens.sum() / active:,.0f} tokens/s" if active > 0 else "none yet"
+    details = [_counted(len({(attempt.driver, attempt.worker_id) for _, attempt in facts.attempts}), "worker")]
+    if facts.num_drivers > 1:
+        details.append(_counted(facts.num_drivers, "driver"))
+    if (idle := end - begin - active) > 1:
+        details.append(f"{clock(idle)} without a job not counted")
+    return Figure(f"on average, in {clock(end - begin)}", speed, ", ".join(details), "#speed")
+
+
+def _acceptance(found: Stretches) -> Figure:
+    drafts = found.num_drafts.sum()
+    if drafts == 0:
+        return Figure("mean acceptance length", "1", "plain decoding: nothing was drafted")
+    length = 1 + found.num_accepted_tokens.sum() / drafts
+    return Figure("mean acceptance length", f"{length:.2f}", "tokens per drafted step; plain decoding has 1", "#length")
+
+
+def _preemptions(facts: RunFacts) -> Figure:
+    outcomes = Counter(attempt.outcome for _, attempt in facts.attempts)
+    resumes = [attempt.resume for _, attempt in facts.attempts if attempt.resume is not None]
+    drawn = sum(resume.num_recomputed_tokens for resume in resumes)
+    kept = sum(resume.num_recovered_tokens for resume in resumes)
+    detail = f"{outcomes['lost']} lost, {outcomes['released']} handed back; "
+    detail += f"{kept:,} tokens recovered, {drawn:,} drawn again"
+    num_preemptions = outcomes["lost"] + outcomes["released"]
+    return Figure("preemptions", f"{num_preemptions:,}", detail if num_preemptions else "none", "#workers")
+
+
+def _problems(facts: RunFacts) -> Figure:
+    failed = sum(job.state == "failed" for job in facts.jobs)
+    rejected = f"{_counted(len(facts.rejects), 'line')} of the job file rejected"
+    return Figure("dead-letters", f"{failed:,}", rejected, "#problems", "bad" if failed or facts.rejects else "good")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one attempt was under way."""
+    covered, last = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return covered
