@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up to here; deeper ones in the sum only
 
@@ -16,6 +17,7 @@ _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 JOB_SECONDS_BOUNDS = (1.0, 5.0, 15.0, _MINUTE, 300.0, 900.0, _HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY)
 JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 131,072 tokens
 CHECKPOINT_KINDS = ("tokens", "state")
+STATES_OF_ONE_WORKER = ("last_checkpoint", "checkpoint_interval_seconds", "kv_cache_tokens")  # they have no sum
 CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
@@ -42,6 +44,7 @@ class EngineCounters:
 
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0  # committed in this process; recovered ones are counted apart
+    num_prefill_tokens: int = 0  # read through the target before a sequence can go on: prompts, and replayed outputs
     num_drafts: int = 0  # verifications that had at least one drafted node
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -56,7 +59,8 @@ class EngineCounters:
     checkpoint_seconds: dict[str, Histogram] = field(
         default_factory=lambda: {kind: Histogram(CHECKPOINT_SECONDS_BOUNDS) for kind in CHECKPOINT_KINDS}
     )
-    last_checkpoint: float | None = None  # `time.time()`; None while nothing runs
+    last_checkpoint: float | None = None  # `time.time()`, or when the work began; None while nothing runs
+    checkpoint_interval_seconds: float = 0.0  # wished for between two token logs of a job
     num_store_retries: int = 0  # reads and writes of the run's files that were tried again
     kv_cache_tokens: int = 0
     jobs_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
@@ -98,6 +102,10 @@ class EngineCounters:
         self.checkpoint_seconds[kind].observe(seconds)
         self.last_checkpoint = time.time()
 
+    def note_work(self, is_running: bool) -> None:
+        """Note whether there are jobs: the age of the last checkpoint counts from the first one's start."""
+        self.last_checkpoint = (self.last_checkpoint or time.time()) if is_running else None
+
     def count_store_retry(self) -> None:
         """Count one more try of a read or write that failed."""
         self.num_store_retries += 1
@@ -108,15 +116,26 @@ class EngineCounters:
         self.job_seconds.observe(seconds)
         self.job_generation_tokens.observe(num_generation_tokens)
 
+    def add(self, other: EngineCounters) -> None:
+        """Add what another worker has counted."""
+        for name in {one.name for one in fields(self)}.difference(STATES_OF_ONE_WORKER):
+            setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
+
 
 @dataclass
 class DriverCounters:
-    """What only the driver sees: jobs by state, and what it took back from workers or gave up."""
+    """What only the driver sees: jobs by state, what it took back from workers or gave up, and all workers' counts."""
 
     jobs: dict[str, int] = field(default_factory=dict)  # by state: pending, running, finished, failed, cancelled
+    workers: dict[str, int] = field(default_factory=dict)  # by state: starting, ready, draining
+    worker_seconds: dict[str, float] = field(
+        default_factory=dict
+    )  # that started workers were held, by device: cpu, gpu
+    eta_seconds: float | None = None  # at most; None before anything has a speed, and when nothing runs
     num_preemptions: dict[str, int] = field(default_factory=dict)  # by reason
     num_store_retries: int = 0
     jobs_finished: dict[str, int] = field(default_factory=dict)  # without a result: failed, cancelled
+    by_worker: dict[str, EngineCounters] = field(default_factory=dict)  # newest counts, lost workers' included
 
     def count_store_retry(self) -> None:
         """Count one more try of a read or write that failed."""
@@ -129,3 +148,28 @@ class DriverCounters:
     def count_finished(self, reason: str) -> None:
         """Count one job that ended without a result."""
         self.jobs_finished[reason] = self.jobs_finished.get(reason, 0) + 1
+
+    def take_in(self, worker_id: str, counters: EngineCounters) -> None:
+        """Keep all that a worker has counted since it started. No two workers of one driver have the same id."""
+        self.by_worker[worker_id] = counters
+
+    def totals(self) -> EngineCounters:
+        """The counts of all workers and the driver's own, added up; a worker that is lost takes nothing away.
+
+        What a killed worker counted after its last report is not in there.
+        """
+        sums = EngineCounters(num_store_retries=self.num_store_retries, jobs_finished=dict(self.jobs_finished))
+        for counters in list(self.by_worker.values()):
+            sums.add(counters)
+        return sums
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Numbers, lists of equal length, histograms of equal bounds, and dicts of these by key."""
+    if isinstance(one, dict):
+        return {**one, **other, **{key: _sum(one[key], other[key]) for key in one.keys() & other.keys()}}
+    if isinstance(one, list):
+        return [_sum(*pair) for pair in zip(one, other, strict=True)]
+    if isinstance(one, Histogram):
+        return Histogram(one.bounds, _sum(one.counts, other.counts), one.total + other.total)
+    return one + other

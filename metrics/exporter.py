@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,16 +16,25 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
+from metrics.counters import Histogram
+from metrics.driver_metrics import DRIVER_METRICS
+from metrics.metric import Summary
+from metrics.worker_metrics import TOTALS, WORKER_METRICS
 
-    from metrics.counters import DriverCounters, EngineCounters, Histogram
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+    from metrics.counters import DriverCounters, EngineCounters
+    from metrics.metric import Counters, Metric, Value
 
 PREFIX = "swiftbatch_"
-
-
-class MetricsError(RuntimeError):
-    """The endpoint cannot be served."""
+TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice
+FAMILIES: Mapping[str, Callable[..., Any]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "summary": SummaryMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 @dataclass(frozen=True)
@@ -39,63 +46,7 @@ class Labels:
     worker: str
 
 
-_LABEL_NAMES = ("model_name", "drafter", "worker")
-
-
-class _FamilyMaker:
-    """Builds metric families that carry the fixed labels."""
-
-    def __init__(self, labels: Labels) -> None:
-        self._values: tuple[str, ...] = astuple(labels)
-
-    def counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(PREFIX + name, help_text, labels=_LABEL_NAMES)
-        family.add_metric(self._values, value)
-        return family
-
-    def counters(self, name: str, help_text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
-        family = CounterMetricFamily(PREFIX + name, help_text, labels=(*_LABEL_NAMES, label))
-        for key, value in list(values.items()):
-            family.add_metric((*self._values, key), value)
-        return family
-
-    def gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, help_text, labels=_LABEL_NAMES)
-        family.add_metric(self._values, value)
-        return family
-
-    def gauges(self, name: str, help_text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, help_text, labels=(*_LABEL_NAMES, label))
-        for key, value in list(values.items()):
-            family.add_metric((*self._values, key), value)
-        return family
-
-    def summaries(
-        self, name: str, help_text: str, label: str, count: int, sums: Mapping[str, float]
-    ) -> SummaryMetricFamily:
-        family = SummaryMetricFamily(PREFIX + name, help_text, labels=(*_LABEL_NAMES, label))
-        for key, value in list(sums.items()):
-            family.add_metric((*self._values, key), count, value)
-        return family
-
-    def histogram(self, name: str, help_text: str, histogram: Histogram) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(PREFIX + name, help_text, labels=_LABEL_NAMES)
-        family.add_metric(self._values, _buckets(histogram), histogram.total)
-        return family
-
-    def histograms(
-        self, name: str, help_text: str, label: str, histograms: Mapping[str, Histogram]
-    ) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(PREFIX + name, help_text, labels=(*_LABEL_NAMES, label))
-        for key, histogram in histograms.items():
-            family.add_metric((*self._values, key), _buckets(histogram), histogram.total)
-        return family
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as Prometheus has them."""
-    bounds = [*map(repr, histogram.bounds), "+Inf"]
-    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+LABEL_NAMES = ("model_name", "drafter", "worker")
 
 
 class EngineCollector(Collector):
@@ -103,66 +54,22 @@ class EngineCollector(Collector):
 
     def __init__(self, counters: EngineCounters, labels: Labels) -> None:
         self._counters = counters
-        self._make = _FamilyMaker(labels)
+        self._labels = labels
 
-    def collect(self) -> Iterable[Metric]:
-        yield from self._decoding()
-        yield from self._checkpoints()
-        yield from self._jobs()
-
-    def _decoding(self) -> Iterator[Metric]:
-        c, make = self._counters, self._make
-        yield make.counter("prompt_tokens_total", "Prompt tokens prefilled.", c.num_prompt_tokens)
-        yield make.counter(
-            "generation_tokens_total", "Tokens committed, recovered ones apart.", c.num_generation_tokens
-        )
-        yield make.counter("spec_decode_num_drafts_total", "Draft trees verified.", c.num_drafts)
-        yield make.counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", c.num_draft_tokens)
-        yield make.counter(
-            "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted, bonus apart.", c.num_accepted_tokens
-        )
-        per_position = {str(position): count for position, count in enumerate(c.num_accepted_tokens_per_pos)}
-        yield make.counters(
-            "spec_decode_num_accepted_tokens_per_pos_total", "Accepted, by draft position.", "position", per_position
-        )
-        yield make.gauge("kv_cache_tokens", "Positions held in the full KV caches.", c.kv_cache_tokens)
-        yield make.summaries("step_seconds", "Time of an engine step.", "phase", c.num_steps, c.step_seconds)
-
-    def _checkpoints(self) -> Iterator[Metric]:
-        c, make = self._counters, self._make
-        yield make.counters("resumes_total", "Jobs resumed, by kind.", "kind", c.num_resumes)
-        yield make.counter("tokens_recovered_total", "Tokens read back from a checkpoint.", c.num_tokens_recovered)
-        yield make.counter("tokens_recomputed_total", "Tokens drawn again.", c.num_tokens_recomputed)
-        yield make.counters("checkpoint_bytes_total", "Bytes of checkpoints written.", "kind", c.checkpoint_bytes)
-        yield make.histograms("checkpoint_seconds", "Time to write one file.", "kind", c.checkpoint_seconds)
-        yield make.counter(
-            "stale_attempt_rejections_total", "Late results of an overtaken attempt.", c.num_stale_attempt_rejections
-        )
-        yield make.counter("store_retries_total", "Calls of the run's storage tried again.", c.num_store_retries)
-        if c.last_checkpoint is not None:
-            age = max(0.0, time.time() - c.last_checkpoint)
-            yield make.gauge("checkpoint_age_seconds", "Time since the last checkpoint.", age)
-
-    def _jobs(self) -> Iterator[Metric]:
-        c, make = self._counters, self._make
-        yield make.counters("jobs_finished_total", "Jobs ended, by reason.", "reason", c.jobs_finished)
-        yield make.histogram("job_seconds", "Time of a job in its last attempt.", c.job_seconds)
-        yield make.histogram("job_generation_tokens", "Generated tokens of a job.", c.job_generation_tokens)
+    def collect(self) -> Iterable[Family]:
+        return _families(PREFIX, WORKER_METRICS, self._counters, self._labels)
 
 
 class DriverCollector(Collector):
-    """The driver's metrics."""
+    """The driver's metrics: its own, and the totals over all its workers."""
 
     def __init__(self, counters: DriverCounters, labels: Labels) -> None:
         self._counters = counters
-        self._make = _FamilyMaker(labels)
+        self._labels = labels
 
-    def collect(self) -> Iterable[Metric]:
-        c, make = self._counters, self._make
-        yield make.gauges("jobs", "Jobs of the run, by state.", "state", c.jobs)
-        yield make.counters("preemptions_total", "Jobs taken back from a worker.", "reason", c.num_preemptions)
-        yield make.counter("store_retries_total", "Calls of the run's storage tried again.", c.num_store_retries)
-        yield make.counters("jobs_finished_total", "Jobs ended, by reason.", "reason", c.jobs_finished)
+    def collect(self) -> Iterable[Family]:
+        yield from _families(PREFIX, DRIVER_METRICS, self._counters, self._labels)
+        yield from _families(TOTALS_PREFIX, TOTALS, self._counters.totals(), self._labels)
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:
@@ -172,30 +79,39 @@ def registry_of(collector: Collector) -> CollectorRegistry:
     return registry
 
 
-def serve(registry: CollectorRegistry, port: int) -> tuple[str, Callable[[], None]]:
-    """Serve a registry's metrics over HTTP on all interfaces; port 0 takes any free one.
-
-    Returns the address `http://HOST:PORT/metrics` and a function that stops the endpoint.
-    Raises MetricsError if the port is taken.
-    """
-    try:
-        server, thread = start_http_server(port, registry=registry)
-    except OSError as error:
-        raise MetricsError(
-            f"metrics port {port}: {error.strerror}; choose another one or 0 for any free port"
-        ) from None
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return f"http://{_own_address()}:{server.server_port}/metrics", stop
+def _families(prefix: str, metrics: Iterable[Metric[Counters]], counters: Counters, labels: Labels) -> Iterator[Family]:
+    for metric in metrics:
+        value = metric.read(counters)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            yield _family(prefix, metric, labels, [((), value)])
+            continue
+        by_label = {**dict.fromkeys(metric.label_values, 0.0), **value}
+        yield _family(prefix, metric, labels, [((key,), by_label[key]) for key in by_label])
 
 
-def _own_address() -> str:
-    """An address by which this host's own processes, and on a cluster its neighbours, reach it."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+def _family(
+    prefix: str, metric: Metric[Counters], labels: Labels, values: Iterable[tuple[tuple[str, ...], Value]]
+) -> Family:
+    names = (*LABEL_NAMES, *([metric.label] if metric.label else []))
+    family = FAMILIES[metric.kind](prefix + metric.name, metric.meaning, labels=names)
+    fixed: tuple[str, ...] = astuple(labels)
+    for extra, value in values:
+        family.add_metric(fixed + extra, *_sample(value))
+    return family  # type: ignore[no-any-return]
+
+
+def _sample(value: Value) -> tuple[Any, ...]:
+    """A value as `add_metric` of its kind of family takes it."""
+    if isinstance(value, Histogram):
+        return _buckets(value), value.total
+    if isinstance(value, Summary):
+        return value.count, value.total
+    return (value,)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus has them."""
+    bounds = [*map(repr, histogram.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))

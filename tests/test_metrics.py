@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from metrics.counters import DriverCounters, EngineCounters
-from metrics.exporter import DriverCollector, EngineCollector, Labels, MetricsError, registry_of, serve
+from metrics.endpoint import MetricsError, serve
+from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 

@@ -82,6 +82,7 @@ class Engine:
         """Drop a sequence that ended or is to move away."""
         del self._slots[sequence.sequence_id]
         self.drafter.stop(sequence)
+        self._count_cached()
 
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; returns those that received tokens, with how.
@@ -108,9 +109,10 @@ class Engine:
 
     def _prefill(self, slot: Slot) -> None:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
-        deadline = time.perf_counter() + PREFILL_SECONDS
+        deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
         while _num_missing(slot) > 1 and time.perf_counter() < deadline:
             read(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
+        self.counters.num_prefill_tokens += slot.cache.length - num_before
 
     def _request(self, slot: Slot, num_ready: int) -> DraftRequest:
         max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
@@ -149,6 +151,9 @@ class Engine:
         seconds["verify"] += verified - proposed
         seconds["commit"] += time.perf_counter() - verified
         self.counters.num_steps += 1
+        self._count_cached()
+
+    def _count_cached(self) -> None:
         self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
 
 

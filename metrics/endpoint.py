@@ -1,0 +1,85 @@
+"""The HTTP endpoint of a worker or a driver: its metrics, and further pages where it has any."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+    from prometheus_client import CollectorRegistry
+
+Page = Callable[[str], str]  # the address of the endpoint's own metrics to a JSON document
+
+OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: no packet is sent to it
+METRICS_PATH = "/metrics"
+
+
+class MetricsError(RuntimeError):
+    """The endpoint cannot be served."""
+
+
+class _SilentHandler(WSGIRequestHandler):
+    """Writes no line for each scrape."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def serve(
+    registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None
+) -> tuple[str, Callable[[], None]]:
+    """Serve a registry's metrics, and JSON `pages` by path, over HTTP on all interfaces; port 0 takes any free one.
+
+    Returns the address `http://HOST:PORT/metrics` and a function that stops the endpoint.
+    Raises MetricsError if the port is taken.
+    """
+    host = own_host()
+    app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
+    try:
+        server = make_server("", port, app, ThreadingWSGIServer, _SilentHandler)
+    except OSError as error:
+        raise MetricsError(
+            f"metrics port {port}: {error.strerror}; choose another one or 0 for any free port"
+        ) from None
+    own_address = f"http://{host}:{server.server_port}{METRICS_PATH}"
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return own_address, stop
+
+
+def _app(metrics: WSGIApplication, pages: Mapping[str, Page], own_address: Callable[[], str]) -> WSGIApplication:
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            return metrics(environ, start_response)
+        start_response("200 OK", [("Content-Type", "application/json")])
+        return [page(own_address()).encode()]
+
+    return answer
+
+
+def own_host() -> str:
+    """An address by which this host's own processes, and on a cluster its neighbours, reach it."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):  # which Debian gives a host of its own name
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(OUTSIDE_ADDRESS)
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
