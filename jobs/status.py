@@ -35,7 +35,10 @@ class RunManifest(BaseModel):
 
 
 class WorkerStatus(BaseModel):
-    """One worker and the `custom_id`s of the jobs it runs."""
+    """One worker and the `custom_id`s of the jobs it runs.
+
+    `last_checkpoint` is when it last wrote one, or when its work began, in seconds since the epoch; None without a job.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,13 +48,17 @@ class WorkerStatus(BaseModel):
     node_id: str = ""  # Ray's
     jobs: tuple[str, ...] = ()
     metrics_address: str | None = None
+    tokens_per_second: float = 0.0
+    last_checkpoint: float | None = None
 
 
 class Progress(BaseModel):
     """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
 
     `running` holds the tokens of each running job by its `custom_id`, `epoch` is the number of the driver's claim. In a
-    driver's last beat, `running` holds the jobs that it had to leave without a whole checkpoint.
+    driver's last beat, `running` holds the jobs that it had to leave without a whole checkpoint. `max_tokens` says how
+    many tokens the running jobs may get, `num_tokens_left` how many all unfinished jobs may get. `num_preemptions` (by
+    reason), `num_resumes` (by kind) and `mean_acceptance_length` are of this driver's time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,10 +68,17 @@ class Progress(BaseModel):
     started: float
     jobs: dict[str, int]
     running: dict[str, int] = Field(default_factory=dict)
+    max_tokens: dict[str, int] = Field(default_factory=dict)
     num_generated_tokens: int
+    num_tokens_left: int = 0
     tokens_per_second: float
     eta_seconds: float | None
     workers: tuple[WorkerStatus, ...]
+    num_starting_workers: int = 0
+    num_preemptions: dict[str, int] = Field(default_factory=dict)
+    num_resumes: dict[str, int] = Field(default_factory=dict)
+    mean_acceptance_length: float | None = None  # tokens per draft; None before the first
+    num_rejects: int = 0  # lines of the newest job file
     driver_host: str
     driver_pid: int
     epoch: int = 0

@@ -7,7 +7,9 @@ import math
 from jobs.checkpoints import CheckpointStore
 from jobs.job import JobRecord
 from scheduler.fleet import Fleet, Worker
+from scheduler.job_events import JobStarted
 from scheduler.job_queue import JobQueue
+from scheduler.progress import Display
 from worker.work import Assignment, Orders
 
 SLICE_SECONDS = 0.5  # of work between two reports
@@ -19,11 +21,18 @@ class Dispatcher:
     """Gives every idle worker its next slice, with new jobs where it has room."""
 
     def __init__(
-        self, queue: JobQueue, fleet: Fleet, checkpoints: CheckpointStore, num_workers: int, num_slots: int
+        self,
+        queue: JobQueue,
+        fleet: Fleet,
+        checkpoints: CheckpointStore,
+        display: Display,
+        num_workers: int,
+        num_slots: int,
     ) -> None:
         self._queue = queue
         self._fleet = fleet
         self._checkpoints = checkpoints
+        self._display = display
         self._num_workers = num_workers
         self._num_slots = num_slots
 
@@ -70,7 +79,9 @@ class Dispatcher:
         """Claim the next attempt at a job: whoever had it before can't touch the new attempt's files."""
         numerics = worker.info.numerics if worker.info else ""
         attempt = self._checkpoints.claim(record.job_id, worker.id, numerics)
-        return Assignment(record, attempt, self._queue.num_reported_tokens(record.job_id))
+        num_tokens = self._queue.num_reported_tokens(record.job_id)
+        self._display.note(JobStarted(record.job.custom_id, worker.id, attempt, num_tokens))
+        return Assignment(record, attempt, num_tokens)
 
     def _num_left_to_move(self, job_id: str) -> int:
         """Tokens that a job has left, 0 where that is too few for the move to pay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from scheduler.events import WorkerStopping
 from scheduler.fleet import Fleet, Worker
 from scheduler.progress import Display
 
@@ -19,7 +20,7 @@ class Draining:
     def mark_leaving(self) -> None:
         """Mark workers whose node is about to go. Raises ClusterLostError if all of them are."""
         for worker, seconds in self._fleet.leaving():
-            self._display.note(f"worker {worker.id} stops: its node is about to go")
+            self._display.note(WorkerStopping(worker.id, "node_drained"))
             self._mark(worker, "node_drained", seconds)
 
     def mark_all(self, reason: str) -> None:

@@ -14,15 +14,18 @@ from jobs.status import RunState
 from jobs.store import Store, StoreError
 from metrics.counters import DriverCounters
 from scheduler.actors import WorkerInfo
+from scheduler.census import Census
 from scheduler.cluster_watch import ClusterLostError
 from scheduler.dispatch import Dispatcher
 from scheduler.draining import Draining
+from scheduler.events import DriverStarted, RunStopping
 from scheduler.fleet import Event, Fleet, Lost, Worker
-from scheduler.heartbeat import Heartbeat, Speed
+from scheduler.heartbeat import Heartbeat
 from scheduler.intake import Intake
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 from scheduler.settlement import Settlement
+from scheduler.speed import Speed
 from scheduler.takeover import Epoch, refuse_if_taken
 
 WAIT_SECONDS = 0.2
@@ -58,11 +61,13 @@ class Driver:
         self._num_workers = num_workers
         self._grace_seconds = grace_seconds
         self._may_take_over = may_take_over
-        self._dispatcher = Dispatcher(queue, fleet, CheckpointStore(run.store), num_workers, num_slots)
+        self._dispatcher = Dispatcher(queue, fleet, CheckpointStore(run.store), display, num_workers, num_slots)
         self._speed = Speed(time.monotonic())
         self._settlement = Settlement(run, queue, counters, display)
-        self._intake = Intake(queue, fleet, self._settlement, display, self._speed)
+        self._intake = Intake(queue, fleet, self._settlement, display, self._speed, counters)
+        self._census = Census(counters, queue, fleet)
         self._draining = Draining(fleet, display, grace_seconds)
+        self._num_rejects = 0
         self._is_stopping = False
 
     def request_stop(self) -> None:
@@ -75,15 +80,17 @@ class Driver:
         Raises DriverError, RunTakenError, ClusterLostError, and StoreError when the store has failed for good.
         """
         refuse_if_taken(self._run, self._may_take_over)
+        self._num_rejects = len(self._run.rejects())
         self._hold(Epoch.begin(self._run))
         state: RunState = "interrupted"
         try:
             self._beat("running")
-            self._display.note("starting workers: each loads Python, torch and the model, which takes some seconds")
+            claim = self._epoch.claim
+            self._display.note(DriverStarted(claim.host, claim.pid, self._epoch.number))
             while self._queue.num_unfinished and not self._is_stopping:
                 self._step()
             if self._queue.num_unfinished:
-                self._display.note("stopping: workers write their checkpoints; a second signal ends all at once")
+                self._display.note(RunStopping())
                 self._drain_all("driver_stopped")
             state = self._end_state()
         except ClusterLostError:
@@ -101,7 +108,7 @@ class Driver:
 
     def _hold(self, epoch: Epoch) -> None:
         self._epoch = epoch
-        self._heartbeat = Heartbeat(epoch.run, epoch.number, epoch.claim)
+        self._heartbeat = Heartbeat(epoch.run, epoch.number, epoch.claim, self._num_rejects)
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -151,14 +158,16 @@ class Driver:
         queue, at_risk = self._queue, self._intake.tokens_at_risk()
         if state != "running":
             queue.stop_running()
-        self._counters.jobs = queue.counts()
+        self._census.take(time.monotonic())
         speed = self._speed.tokens_per_second(time.monotonic())
         workers = tuple(self._status(worker, worker.info) for worker in self._fleet.workers if worker.info is not None)
-        progress = self._heartbeat.beat(state, queue, at_risk, speed, workers)
-        self._display.update(progress, queue.running(), queue.num_tokens_left)
+        progress = self._heartbeat.beat(state, queue, at_risk, speed, workers, self._counters)
+        self._counters.eta_seconds = progress.eta_seconds
+        self._display.update(progress)
 
     def _status(self, worker: Worker, info: WorkerInfo) -> WorkerStatus:
         records = [self._queue.record(job_id) for job_id in sorted(worker.job_ids)]
+        counters = self._counters.by_worker.get(worker.id)
         return WorkerStatus(
             id=worker.id,
             host=info.host,
@@ -166,4 +175,6 @@ class Driver:
             node_id=info.node_id,
             jobs=tuple(record.job.custom_id for record in records if record is not None),
             metrics_address=info.metrics_address,
+            tokens_per_second=round(worker.speed.tokens_per_second(time.monotonic()), 2),
+            last_checkpoint=None if counters is None else counters.last_checkpoint,
         )

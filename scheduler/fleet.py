@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jobs.store import StoreError
 from scheduler import remote
 from scheduler.actors import WorkerInfo, WorkerSpec
+from scheduler.speed import Speed
 from worker.work import Orders, WorkReport
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class Worker:
     released_ids: set[str] = field(default_factory=set)  # to be handed back, until the next report
     drain_reason: str | None = None  # why it takes no more work: a word for the metrics
     drain_by: float = 0.0  # in `time.monotonic()` seconds
+    speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
 
     @property
     def is_idle(self) -> bool:
@@ -44,6 +47,7 @@ class Worker:
 @dataclass(frozen=True)
 class Started:
     worker: Worker
+    info: WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ class Fleet:
         for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
             self._num_created += 1
             worker_id = f"w{self._num_created}"
-            num_gpus = self._cluster.num_gpus_per_worker(self._spec.config.device)
-            actor = remote.create_actor(
-                worker_id, self._spec, num_cpus=self._cluster.num_cpus_per_worker(), num_gpus=num_gpus
-            )
+            num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
+            actor = remote.create_actor(worker_id, self._spec, num_cpus=num_cpus, num_gpus=num_gpus)
             self.workers.append(Worker(worker_id, actor, actor.start.remote()))
+
+    def num_gpus_per_worker(self) -> int:
+        """1 where each worker has a GPU to itself, 0 where they run on CPUs."""
+        return self._cluster.num_gpus_per_worker(self._spec.config.device)
 
     def leaving(self) -> list[tuple[Worker, float]]:
         """Workers that take work on nodes that are about to go, with the seconds until then.
@@ -144,7 +150,7 @@ class Fleet:
         if isinstance(answer, WorkerInfo):
             worker.info = answer
             self.num_failed_starts = 0
-            return Started(worker)
+            return Started(worker, answer)
         return Reported(worker, answer)
 
     def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
-from typing import Literal
+from typing import Any, Literal
 
 from jobs.run import Progress, Run, WorkerStatus
 from jobs.status import DriverClaim, RunState
+from jobs.store import Store
+from metrics.counters import DriverCounters
 from scheduler.backlog import count_jobs
 from scheduler.job_queue import JobQueue
 
@@ -17,36 +18,18 @@ BEAT_SECONDS = 1.0
 BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time
 STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
 STALE_SECONDS_OBJECT_STORE = 30.0
-RATE_SECONDS = 20.0  # tokens/s are of this last stretch of time
 
 Liveness = Literal["alive", "silent", "gone"]
-
-
-class Speed:
-    """Tokens per second over the last stretch of time."""
-
-    def __init__(self, now: float) -> None:
-        self._samples: deque[tuple[float, int]] = deque([(now, 0)])
-
-    def add(self, num_tokens: int, now: float) -> None:
-        """Count tokens that were generated since the last call."""
-        self._samples.append((now, self._samples[-1][1] + num_tokens))
-        while len(self._samples) > 2 and self._samples[1][0] < now - RATE_SECONDS:
-            self._samples.popleft()
-
-    def tokens_per_second(self, now: float) -> float:
-        """The speed now; 0.0 before anything was counted."""
-        first, last = self._samples[0], self._samples[-1]
-        return (last[1] - first[1]) / max(now - first[0], 1e-3)
 
 
 class Heartbeat:
     """Writes `progress.json` for the driver that holds the run by the claim number `epoch`."""
 
-    def __init__(self, run: Run, epoch: int, claim: DriverClaim) -> None:
+    def __init__(self, run: Run, epoch: int, claim: DriverClaim, num_rejects: int = 0) -> None:
         self._run = run
         self._epoch = epoch
         self._claim = claim
+        self._num_rejects = num_rejects
         self._seconds = BEAT_SECONDS if run.store.is_local else BEAT_SECONDS_OBJECT_STORE
         self._next_beat = 0.0
 
@@ -55,7 +38,13 @@ class Heartbeat:
         return now >= self._next_beat
 
     def beat(
-        self, state: RunState, queue: JobQueue, running: dict[str, int], speed: float, workers: tuple[WorkerStatus, ...]
+        self,
+        state: RunState,
+        queue: JobQueue,
+        running: dict[str, int],
+        speed: float,
+        workers: tuple[WorkerStatus, ...],
+        counters: DriverCounters,
     ) -> Progress:
         """Write one beat and return it; `running` as in `Progress`, `speed` in tokens per second."""
         self._next_beat = time.monotonic() + self._seconds
@@ -63,28 +52,53 @@ class Heartbeat:
             state=state,
             updated=time.time(),
             started=self._claim.started,
-            jobs=queue.counts(),
             running=running,
-            num_generated_tokens=queue.num_generated_tokens,
             tokens_per_second=round(speed, 2),
             eta_seconds=round(queue.num_tokens_left / speed, 1) if speed > 0 else None,
             workers=workers,
+            num_rejects=self._num_rejects,
             driver_host=self._claim.host,
             driver_pid=self._claim.pid,
             epoch=self._epoch,
+            **_queued(queue),
+            **_counted(counters),
         )
         self._run.write_progress(progress)
         return progress
+
+
+def _queued(queue: JobQueue) -> dict[str, Any]:
+    return {
+        "jobs": queue.counts(),
+        "max_tokens": {record.job.custom_id: record.job.sampling.max_tokens for record, _ in queue.running()},
+        "num_generated_tokens": queue.num_generated_tokens,
+        "num_tokens_left": queue.num_tokens_left,
+    }
+
+
+def _counted(counters: DriverCounters) -> dict[str, Any]:
+    totals = counters.totals()
+    return {
+        "num_starting_workers": counters.workers.get("starting", 0),
+        "num_preemptions": counters.num_preemptions,
+        "num_resumes": totals.num_resumes,
+        "mean_acceptance_length": round(totals.mean_acceptance_length, 3) if totals.num_steps else None,
+    }
 
 
 def liveness(run: Run, progress: Progress | None) -> Liveness:
     """Whether the driver that wrote this beat is at work: silent are those that may be, but have not been heard of."""
     if progress is None or progress.state != "running":
         return "gone"
-    if progress.driver_host == socket.gethostname() and not _process_exists(progress.driver_pid):
+    return process_liveness(run.store, progress.driver_host, progress.driver_pid, progress.updated)
+
+
+def process_liveness(store: Store, host: str, pid: int, updated: float) -> Liveness:
+    """Whether a process is at work that wrote its newest sign of life to the store at `updated` (time since epoch)."""
+    if host == socket.gethostname() and not _process_exists(pid):
         return "gone"
-    limit = STALE_SECONDS if run.store.is_local else STALE_SECONDS_OBJECT_STORE
-    return "alive" if abs(time.time() - progress.updated) <= limit else "silent"
+    limit = STALE_SECONDS if store.is_local else STALE_SECONDS_OBJECT_STORE
+    return "alive" if abs(time.time() - updated) <= limit else "silent"
 
 
 def current_progress(run: Run) -> Progress:

@@ -6,30 +6,41 @@ import time
 
 from jobs.job import JobRecord
 from jobs.store import StoreError
+from metrics.counters import DriverCounters
+from scheduler.events import WorkerLost, WorkerReady, WorkerStopping
 from scheduler.fleet import Event, Fleet, Lost, Reported, Started, StoreFailed, Worker
-from scheduler.heartbeat import Speed
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 from scheduler.settlement import Settlement
+from scheduler.speed import Speed
 from worker.work import WorkReport
 
 
 class Intake:
     """Takes in what happens in the fleet, and keeps queue and workers in step with it."""
 
-    def __init__(self, queue: JobQueue, fleet: Fleet, settlement: Settlement, display: Display, speed: Speed) -> None:
+    def __init__(
+        self,
+        queue: JobQueue,
+        fleet: Fleet,
+        settlement: Settlement,
+        display: Display,
+        speed: Speed,
+        counters: DriverCounters,
+    ) -> None:
         self._queue = queue
         self._fleet = fleet
         self._settlement = settlement
         self._display = display
         self._speed = speed
+        self._counters = counters
         self._lost_ids: set[str] = set()
 
     def take_in(self, event: Event) -> None:
         """Act on one event. Raises StoreError if the store has failed a worker that was to go on."""
         match event:
-            case Started(worker):
-                self._display.note(f"worker {worker.id} is ready")
+            case Started(worker, info):
+                self._display.note(WorkerReady(worker.id, info.host, info.pid))
             case Reported(worker, report):
                 self._take_in_report(worker, report)
             case Lost(worker, reason, message):
@@ -50,13 +61,16 @@ class Intake:
         return {record.job.custom_id: num_tokens for record, num_tokens in at_risk}
 
     def _take_in_report(self, worker: Worker, report: WorkReport) -> None:
-        self._speed.add(report.num_generated_tokens, time.monotonic())
+        for speed in (self._speed, worker.speed):
+            speed.add(report.num_generated_tokens, time.monotonic())
+        if report.counters is not None:
+            self._counters.take_in(worker.id, report.counters)
         worker.released_ids.clear()
         for progress in (*report.progress, *report.released):
             self._queue.progress(progress.job_id, progress.num_generated_tokens)
         for progress in report.finished:
             worker.job_ids.discard(progress.job_id)
-            self._queue.finish(progress.job_id, progress.num_generated_tokens)
+            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
         for job_id, message in report.failed:
             worker.job_ids.discard(job_id)
             self._settlement.put_back(job_id, "attempt_failed", message)
@@ -73,7 +87,7 @@ class Intake:
     def _take_leave(self, worker: Worker, reason: str) -> None:
         """End a worker that has drained; jobs that it had not taken in yet go back too."""
         if worker.drain_reason is None:
-            self._display.note(f"worker {worker.id} was told to end from outside")
+            self._display.note(WorkerStopping(worker.id, reason))
         for job_id in sorted(worker.job_ids):
             self._settlement.release(job_id, reason)
         worker.job_ids.clear()
@@ -81,7 +95,7 @@ class Intake:
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
         """Put a lost worker's jobs back. A worker that was to end anyway is no reason to blame them."""
-        self._display.note(f"worker {worker.id} is lost: {message}")
+        self._display.note(WorkerLost(worker.id, reason, message))
         self._lost_ids |= worker.job_ids
         for job_id in sorted(worker.job_ids):
             if worker.drain_reason is not None or reason == "node_drained":

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-
-from rich.console import Console
 
 from jobs.retries import Retries
 from jobs.run import Run, RunManifest
@@ -18,15 +15,15 @@ from jobs.status import RunState
 from jobs.store import StoreError
 from jobs.uris import local_path
 from metrics.counters import DriverCounters
-from metrics.exporter import DriverCollector, Labels, registry_of, serve
 from scheduler.actors import SESSION_FACTORY, WorkerSpec
 from scheduler.backlog import count_jobs, load_queue
 from scheduler.cluster import Cluster, ClusterError, connect
 from scheduler.cluster_watch import ClusterLostError
 from scheduler.driver import Driver, DriverError
+from scheduler.driver_endpoint import served_metrics
 from scheduler.fleet import Fleet
 from scheduler.job_queue import JobQueue
-from scheduler.progress import Display, open_display
+from scheduler.progress import Display
 from worker.config import EngineConfig
 from worker.drafters.parts import check_parts
 from worker.kv_room import check_folder
@@ -65,7 +62,7 @@ class Outcome:
         return sum(count for state, count in self.jobs.items() if state != "finished")
 
 
-def launch(run: Run, options: LaunchOptions) -> Outcome:
+def launch(run: Run, options: LaunchOptions, display: Display) -> Outcome:
     """Run what is unfinished, and write the output files, also after an interruption.
 
     Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError, each with
@@ -78,8 +75,7 @@ def launch(run: Run, options: LaunchOptions) -> Outcome:
         state: RunState = "finished"
         if queue.num_unfinished:
             config = _engine_config(run.manifest, options)
-            console = Console(file=sys.stdout)  # bound to the real stdout, before Ray's chatter is turned away
-            with open_display(console) as display, connect(options.address, options.num_workers) as cluster:
+            with connect(options.address, options.num_workers) as cluster:
                 state = _drive(run, queue, config, options, cluster, display, counters)
         run.write_output()
         return Outcome(state, count_jobs(run))
@@ -104,15 +100,13 @@ def _drive(
         log_folder=_log_folder(run, cluster),
     )
     with contextlib.ExitStack() as stack:
+        fleet = Fleet(spec, cluster)
         if options.metrics_port is not None:
-            labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
-            address, stop = serve(registry_of(DriverCollector(counters, labels)), options.metrics_port)
-            stack.callback(stop)
-            display.note(f"metrics of the driver at {address}")
+            stack.enter_context(served_metrics(run, fleet, config, counters, options.metrics_port, display))
         driver = Driver(
             run,
             queue,
-            Fleet(spec, cluster),
+            fleet,
             display,
             counters,
             num_workers=options.num_workers,

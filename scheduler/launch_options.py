@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from scheduler.launch import LaunchOptions
+    from scheduler.progress import OutputMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -36,7 +37,11 @@ WORKERS = [
         show_default=True,
         help="Attempts in a row without progress before a job is given up.",
     ),
-    click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve metrics: the driver here (0: any port)."),
+    click.option(
+        "--metrics-port",
+        type=click.IntRange(0, 65535),
+        help="Serve metrics; here the driver's, and at /sd where to find the workers' (0: any port).",
+    ),
 ]
 CHECKPOINTS = [
     click.option(
@@ -83,13 +88,29 @@ RUN_FOLDER = [
         help="Go on although a driver holds the run, if it has not been heard of for a while.",
     ),
 ]
+OUTPUT = [
+    click.option("--quiet", is_flag=True, help="Show only errors, and at the end one line."),
+    click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="Show events as JSON, one object a line; scheduler/EVENTS.md says which.",
+    ),
+]
 
 
 def launch_options(command: Command) -> Command:
     """Add the options that submit and resume share."""
-    for option in reversed([*WORKERS, *CHECKPOINTS, *RUN_FOLDER]):
+    for option in reversed([*WORKERS, *CHECKPOINTS, *RUN_FOLDER, *OUTPUT]):
         command = option(command)
     return command
+
+
+def output_mode(quiet: bool, as_json: bool) -> OutputMode:
+    """How a command shows what it does. Raises click.UsageError."""
+    if quiet and as_json:
+        raise click.UsageError("--quiet and --json: expected at most one of them")
+    return "quiet" if quiet else "json" if as_json else "auto"
 
 
 def make_launch_options(workers: int, slots: int, **options: Any) -> LaunchOptions:

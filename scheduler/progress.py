@@ -1,94 +1,132 @@
-"""What the user sees while a run goes on: bars on a terminal, a plain line every few seconds elsewhere."""
+"""What the user sees while a run goes on: a picture on a terminal, lines elsewhere, objects for programs.
+
+Whatever happens to the terminal or to the program that reads, the run goes on.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Literal, Protocol, TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
-from jobs.job import JobRecord
 from jobs.run import Progress
+from scheduler.events import Event, RunEnded
 from scheduler.summary import summary_line
 
-MAX_JOB_LINES = 16
-PLAIN_SECONDS = 5.0
+OutputMode = Literal["auto", "quiet", "json"]
+
+LINE_SECONDS = 5.0  # between two lines that say where the run is
 
 
 class Display(Protocol):
-    """Where the driver shows what it does."""
+    """Where a command shows what it does."""
 
-    def note(self, text: str) -> None:
-        """Show one line that stays."""
+    def note(self, event: Event) -> None:
+        """Tell of something that has happened."""
 
-    def update(self, progress: Progress, running: list[tuple[JobRecord, int]], num_tokens_left: int) -> None:
-        """Show where the run is: `running` jobs with the tokens they have."""
+    def update(self, progress: Progress) -> None:
+        """Show where the run is."""
+
+
+class Lines:
+    """A stream that takes whole lines, each at once. Once it can't be written to, they go nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write one line, or several."""
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:  # its reader has gone, or the disk is full: nothing that a run should end for
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class PlainDisplay:
-    """Lines for a log file: one every few seconds, and every note."""
+    """Lines for a log file: one every few seconds, and one for everything that people want to know; errors apart."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._next_line = 0.0
+    def __init__(self, output: Lines, errors: Lines) -> None:
+        self._output = output
+        self._errors = errors
+        self._pace = _Pace()
 
-    def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def note(self, event: Event) -> None:
+        if text := str(event):
+            (self._errors if event.is_error else self._output).write(text)
 
-    def update(self, progress: Progress, running: list[tuple[JobRecord, int]], num_tokens_left: int) -> None:
-        now = time.monotonic()
-        if now >= self._next_line or progress.state != "running":
-            self._next_line = now + PLAIN_SECONDS
-            self.note(summary_line(progress))
+    def update(self, progress: Progress) -> None:
+        if self._pace.is_due(progress):
+            self._output.write(summary_line(progress))
 
 
-class BarDisplay:
-    """A bar for the run and a line for every running job, redrawn in place."""
+class QuietDisplay:
+    """Errors, and at the end how the run stands, in one line."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
+    def __init__(self, output: Lines, errors: Lines) -> None:
+        self._output = output
+        self._errors = errors
 
-    def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+    def note(self, event: Event) -> None:
+        if isinstance(event, RunEnded):
+            self._output.write("; ".join(event.lines()))
+        elif event.is_error and (text := str(event)):
+            self._errors.write(text)
 
-    def update(self, progress: Progress, running: list[tuple[JobRecord, int]], num_tokens_left: int) -> None:
-        self._live.update(render(progress, running, num_tokens_left))
+    def update(self, progress: Progress) -> None:
+        pass
+
+
+class JsonDisplay:
+    """One JSON object a line for every event: `event` is its kind, `time` in seconds since the epoch."""
+
+    def __init__(self, output: Lines) -> None:
+        self._output = output
+        self._pace = _Pace()
+
+    def note(self, event: Event) -> None:
+        self._write(event.kind(), event.as_json())
+
+    def update(self, progress: Progress) -> None:
+        if self._pace.is_due(progress):
+            self._write("progress", progress.model_dump(mode="json"))
+
+    def _write(self, kind: str, fields: dict[str, Any]) -> None:
+        self._output.write(json.dumps({"event": kind, "time": round(time.time(), 3), **fields}))
 
 
 @contextmanager
-def open_display(console: Console) -> Iterator[Display]:
-    """The display that fits the console."""
-    if not console.is_terminal:
-        yield PlainDisplay(console)
-        return
-    # Ray's chatter is kept off the real stdout elsewhere; rich must not wrap what stands in for it
-    with Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False) as live:
-        yield BarDisplay(live)
+def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
+    """The display that fits the user's wish and, with `auto`, the standard output. It still takes notes when closed.
+
+    It is bound to the streams of this moment: Ray's chatter is turned away later.
+    """
+    output, errors = Lines(sys.stdout), Lines(sys.stderr)
+    if mode == "json":
+        yield JsonDisplay(output)
+    elif mode == "quiet":
+        yield QuietDisplay(output, errors)
+    elif sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        from scheduler.live_display import LiveDisplay
+
+        with LiveDisplay(sys.stdout, None if sys.stderr.isatty() else errors) as display:
+            yield display
+    else:
+        yield PlainDisplay(output, errors)
 
 
-def render(progress: Progress, running: list[tuple[JobRecord, int]], num_tokens_left: int) -> RenderableType:
-    """The run's line and bar, then a line per running job."""
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True, max_width=32, overflow="ellipsis")
-    table.add_column(width=30)
-    table.add_column(justify="right", no_wrap=True)
-    num_tokens = progress.num_generated_tokens
-    table.add_row("all jobs", _bar(num_tokens, num_tokens + num_tokens_left), f"{num_tokens:,} tokens")
-    worker_of = {custom_id: worker.id for worker in progress.workers for custom_id in worker.jobs}
-    for record, count in running[:MAX_JOB_LINES]:
-        total = record.job.sampling.max_tokens
-        worker = worker_of.get(record.job.custom_id, "")
-        table.add_row(Text(f"  {record.job.custom_id}"), _bar(count, total), f"{count:,}/{total:,} {worker}")
-    if len(running) > MAX_JOB_LINES:
-        table.add_row(f"  and {len(running) - MAX_JOB_LINES} more", "", "")
-    return Group(Text(summary_line(progress)), table)
+class _Pace:
+    """Says when it is time for the next line: every few seconds while a run goes on, and whenever it does not."""
 
+    def __init__(self) -> None:
+        self._next_line = 0.0
 
-def _bar(done: int, total: int) -> ProgressBar:
-    return ProgressBar(total=max(total, 1), completed=min(done, max(total, 1)))
+    def is_due(self, progress: Progress) -> bool:
+        now = time.monotonic()
+        if now < self._next_line and progress.state == "running":
+            return False
+        self._next_line = now + LINE_SECONDS
+        return True

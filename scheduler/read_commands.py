@@ -13,18 +13,22 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs.")
-def status(run_uri: str, as_json: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs; with --watch one a line.")
+@click.option("--watch", "is_watching", is_flag=True, help="Go on showing until no driver is at work.")
+def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
     """Show how far a run is, which worker has which job, and how many tokens each running job has.
 
     \b
     Example:
-      swiftbatch status my-run --json
+      swiftbatch status my-run --watch
     """
     from jobs.run import Run
     from scheduler.heartbeat import current_progress
 
     run = Run.open(run_uri)
+    if is_watching:
+        _watch_status(run, as_json)
+        return
     progress = current_progress(run)
     if as_json:
         click.echo(progress.model_dump_json(indent=2))
@@ -77,17 +81,39 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         raise click.FileError(output, error.strerror) from None
 
 
-def _show_status(run: Run, progress: Progress) -> None:
-    from scheduler.summary import duration, summary_line, worker_line
+def _watch_status(run: Run, as_json: bool) -> None:
+    from scheduler.progress import open_display
+    from scheduler.watch_display import watch
 
+    if not as_json:
+        _show_run(run)
+    with open_display("json" if as_json else "auto") as display:
+        progress = watch(run, display)
+    if not as_json:
+        _show_what_next(run, progress)
+
+
+def _show_run(run: Run) -> None:
     click.echo(
         f"{run.store.shown_uri} ({run.manifest.run_id}): model {run.manifest.model}, engine {run.manifest.engine}"
     )
+
+
+def _show_status(run: Run, progress: Progress) -> None:
+    from scheduler.summary import counted, summary_line, worker_line
+
+    _show_run(run)
     click.echo(summary_line(progress))
     if num_rejects := len(run.rejects()):
-        click.echo(f"{num_rejects} lines of the job file were rejected; the reasons are in rejects.jsonl")
+        click.echo(f"rejected: {counted(num_rejects, 'line')} of the job file; the reasons are in rejects.jsonl")
     for worker in progress.workers:
         click.echo(f"  {worker_line(worker, progress.running)}")
+    _show_what_next(run, progress)
+
+
+def _show_what_next(run: Run, progress: Progress) -> None:
+    from scheduler.summary import duration
+
     if progress.state == "interrupted":
         click.echo(f"no driver runs it; go on with: swiftbatch resume {run.store.shown_uri}")
     elif progress.state != "running":

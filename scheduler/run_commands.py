@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.launch_options import launch_options, make_launch_options
+from scheduler.launch_options import launch_options, make_launch_options, output_mode
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from jobs.reader import Reject
     from jobs.run import Run
     from scheduler.launch import LaunchOptions, Outcome
+    from scheduler.progress import Display
 
-NUM_REJECTS_SHOWN = 5
 SOME_FAILED = 1
 INTERRUPTED = 130
 START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
@@ -35,7 +35,9 @@ START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wro
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="For jobs without a seed of their own. [default: 0]")
 @click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")
 @launch_options
-def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options: Any) -> None:
+def submit(
+    jobs: str, run_uri: str, threads: int | None, strict: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
     """Run the jobs of a JSONL file and wait for them. The same file again runs only what is missing.
 
     JOBS holds one JSON object a line: `custom_id`, `prompt` (or `messages`), `max_tokens` and sampling fields, or an
@@ -50,9 +52,11 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
       swiftbatch submit jobs.jsonl --run my-run --workers 2
     """
     from jobs.retries import Retries
+    from scheduler.progress import open_display
     from scheduler.settings import Settings
     from scheduler.submission import submit_file
 
+    mode = output_mode(quiet, as_json)
     settings = Settings(
         **{name: options.pop(name) for name in ("model", "engine", "dtype", "device", "seed")},
         draft_model=options["draft_model"],
@@ -62,11 +66,12 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
         address=options["address"],
         retries=Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])),
     )
-    submission = submit_file(jobs, run_uri, settings, strict, options["may_take_over"])
-    submission.run.clear_cancel()
-    _show_rejects(submission.rejects)
-    click.echo(f"{len(submission.records)} jobs in {submission.run.store.shown_uri}")
-    _launch(submission.run, make_launch_options(**options), len(submission.rejects))
+    with open_display(mode) as display:
+        submission = submit_file(jobs, run_uri, settings, strict, options["may_take_over"])
+        submission.run.clear_cancel()
+        _tell_rejects(display, submission.rejects)
+        outcome = _launch(submission.run, len(submission.records), make_launch_options(**options), display)
+    _end(submission.run, outcome, len(submission.rejects), display)
 
 
 @click.command()
@@ -74,7 +79,7 @@ def submit(jobs: str, run_uri: str, threads: int | None, strict: bool, **options
 @click.option("--retry-failed", is_flag=True, help="Also run the jobs again that failed or were cancelled.")
 @click.option("--engine", type=click.Choice(ENGINE_NAMES), help="Another engine, same output. [default: the run's]")
 @launch_options
-def resume(run_uri: str, retry_failed: bool, **options: Any) -> None:
+def resume(run_uri: str, retry_failed: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Go on with an interrupted run: every unfinished job continues from its checkpoint.
 
     Workers, their number and the engine may differ from those before: the output is the same.
@@ -85,14 +90,19 @@ def resume(run_uri: str, retry_failed: bool, **options: Any) -> None:
     """
     from jobs.retries import Retries
     from jobs.run import Run
+    from scheduler.events import ErrorsCleared
+    from scheduler.progress import open_display
     from scheduler.takeover import refuse_if_taken
 
+    mode = output_mode(quiet, as_json)
     run = Run.open(run_uri, Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])))
     refuse_if_taken(run, options["may_take_over"])  # before Ray starts; the driver looks again
-    if retry_failed:
-        run.clear_cancel()
-        click.echo(f"{run.clear_errors()} failed or cancelled jobs are to be run again")
-    _launch(run, make_launch_options(**options), 0)
+    with open_display(mode) as display:
+        if retry_failed:
+            run.clear_cancel()
+            display.note(ErrorsCleared(run.clear_errors()))
+        outcome = _launch(run, len(run.job_ids()), make_launch_options(**options), display)
+    _end(run, outcome, 0, display)
 
 
 @click.command()
@@ -111,33 +121,29 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
     click.echo(cancel_jobs(Run.open(run_uri), custom_id))
 
 
-def _launch(run: Run, options: LaunchOptions, num_rejects: int) -> None:
+def _launch(run: Run, num_jobs: int, options: LaunchOptions, display: Display) -> Outcome:
+    from scheduler.events import RunOpened
     from scheduler.launch import launch
 
-    outcome = launch(run, options)
-    _show_outcome(run, outcome)
+    display.note(RunOpened(run.store.shown_uri, run.manifest.run_id, num_jobs))
+    return launch(run, options, display)
+
+
+def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:
+    from scheduler.events import LineRejected
+
+    for number, reject in enumerate(rejects, start=1):
+        display.note(LineRejected(reject.line_number, reject.custom_id, reject.reason, number, len(rejects)))
+
+
+def _end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
+    """Tell how the run stands, and exit with what that means."""
+    from scheduler.events import RunEnded
+
+    place = run.store.shown_uri
+    outputs = (f"{place}/output.jsonl", f"{place}/output.parquet")
+    display.note(RunEnded(place, outcome.state, outcome.jobs, outputs))
     if outcome.state == "interrupted":
         click.get_current_context().exit(INTERRUPTED)
     if outcome.num_without_result or num_rejects:
         click.get_current_context().exit(SOME_FAILED)
-
-
-def _show_rejects(rejects: Sequence[Reject]) -> None:
-    for reject in rejects[:NUM_REJECTS_SHOWN]:
-        custom_id = f" ({reject.custom_id})" if reject.custom_id else ""
-        click.echo(f"rejected line {reject.line_number}{custom_id}: {reject.reason}", err=True)
-    if len(rejects) > NUM_REJECTS_SHOWN:
-        click.echo(f"and {len(rejects) - NUM_REJECTS_SHOWN} more rejected lines, all in rejects.jsonl", err=True)
-
-
-def _show_outcome(run: Run, outcome: Outcome) -> None:
-    from scheduler.summary import job_counts
-
-    place = run.store.shown_uri
-    click.echo(f"run {outcome.state}; jobs: {job_counts(outcome.jobs)}")
-    if outcome.state == "interrupted":
-        click.echo(f"nothing is lost; go on with: swiftbatch resume {place}")
-        return
-    if outcome.jobs.get("failed") or outcome.jobs.get("cancelled"):
-        click.echo(f"to run failed and cancelled jobs again: swiftbatch resume {place} --retry-failed")
-    click.echo(f"results: {place}/output.jsonl and {place}/output.parquet")

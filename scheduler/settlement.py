@@ -10,6 +10,7 @@ from jobs.results import error_line
 from jobs.run import Run
 from metrics.counters import DriverCounters
 from scheduler.backlog import CANCELLED, cancel_job, num_completion_tokens
+from scheduler.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 
@@ -31,8 +32,9 @@ class Settlement:
         if record is None or self._has_ended(job_id):
             return
         self._counters.count_preemption(reason)
+        num_tokens = self._queue.num_reported_tokens(job_id)
         if self._queue.lose(job_id, time.monotonic()):
-            self._display.note(f"job {record.job.custom_id} goes back, to resume from its checkpoint")
+            self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=True))
         else:
             self._give_up(job_id, message)
 
@@ -43,7 +45,8 @@ class Settlement:
             return
         self._counters.count_preemption(reason)
         self._queue.release(job_id)
-        self._display.note(f"job {record.job.custom_id} goes back with its checkpoint ({reason})")
+        num_tokens = self._queue.num_reported_tokens(job_id)
+        self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=False))
 
     def take_cancel_requests(self, held: Collection[str]) -> None:
         """Cancel what users asked for, except `held` jobs: those wait for their worker's next report."""
@@ -60,10 +63,16 @@ class Settlement:
             self._cancel(job_id)
         return cancelled
 
+    def finish(self, job_id: str, num_generated_tokens: int) -> None:
+        """Count a job whose result is in the run folder."""
+        if record := self._queue.record(job_id):
+            self._queue.finish(job_id, num_generated_tokens)
+            self._display.note(JobFinished(record.job.custom_id, num_generated_tokens))
+
     def _has_ended(self, job_id: str) -> bool:
         """Whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
         if self._run.store.exists(f"results/{job_id}.json"):
-            self._queue.finish(job_id, num_completion_tokens(self._run, job_id))
+            self.finish(job_id, num_completion_tokens(self._run, job_id))
             return True
         if job_id in self._cancelling:
             self._cancel(job_id)
@@ -75,6 +84,7 @@ class Settlement:
             cancel_job(self._run, record)
             self._queue.cancel(job_id)
             self._counters.count_finished(CANCELLED)
+            self._display.note(JobCancelled(record.job.custom_id))
 
     def _give_up(self, job_id: str, message: str) -> None:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
@@ -84,4 +94,4 @@ class Settlement:
             self._run.write_error(job_id, error_line(record, "attempts_failed", text))
             self._queue.give_up(job_id)
             self._counters.count_finished("failed")
-            self._display.note(f"job {record.job.custom_id} is {text}")
+            self._display.note(JobGivenUp(record.job.custom_id, text))

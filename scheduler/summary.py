@@ -10,24 +10,54 @@ if TYPE_CHECKING:
 
 
 def summary_line(progress: Progress) -> str:
-    """One line: jobs by state, tokens, speed, time left."""
+    """One line: jobs by state, tokens, speed, time left, and what was done so that nothing is lost."""
     line = f"{progress.state}; jobs: {job_counts(progress.jobs)}; {progress.num_generated_tokens:,} tokens"
     if progress.state != "running":
         return line
-    line += f", {progress.tokens_per_second:,.1f} tokens/s"
-    return line if progress.eta_seconds is None else f"{line}, at most {duration(progress.eta_seconds)} left"
+    line += f", {speed_of(progress)}"
+    if progress.eta_seconds is not None:
+        line += f", at most {duration(progress.eta_seconds)} left"
+    return "; ".join([line, *safety(progress)])
+
+
+def speed_of(progress: Progress) -> str:
+    """Tokens per second of the run, and per step of the model once there were steps."""
+    length = progress.mean_acceptance_length
+    per_step = "" if length is None else f", {length:.2f} tokens/step"
+    return f"{progress.tokens_per_second:,.1f} tokens/s{per_step}"
+
+
+def safety(progress: Progress) -> list[str]:
+    """How old checkpoints are, and how often jobs went back and were resumed, as far as there is something to say."""
+    age = checkpoint_age(progress)
+    num_preemptions, num_resumes = sum(progress.num_preemptions.values()), sum(progress.num_resumes.values())
+    parts = [] if age is None else [f"checkpoint {age:.0f} s ago"]
+    if num_preemptions or num_resumes:
+        parts.append(f"{counted(num_preemptions, 'preemption')}, {counted(num_resumes, 'resume')}")
+    return parts
+
+
+def checkpoint_age(progress: Progress) -> float | None:
+    """Seconds since the last checkpoint of the busy worker that has written none for longest; None where none is busy.
+
+    With a driver on one machine and workers on others, it is as good as their clocks agree.
+    """
+    busy = [worker for worker in progress.workers if worker.jobs]
+    times = [worker.last_checkpoint for worker in busy if worker.last_checkpoint is not None]
+    return max(0.0, progress.updated - min(times)) if times else None
 
 
 def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
     """One line: where a worker is, and its jobs with the tokens that `running` gives for their `custom_id`s."""
     jobs = ", ".join(_job_with_tokens(custom_id, running.get(custom_id)) for custom_id in worker.jobs) or "no job"
     metrics = f", metrics at {worker.metrics_address}" if worker.metrics_address else ""
-    return f"{worker.id} on {worker.host}, process {worker.pid}: {jobs}{metrics}"
+    speed = f"; {worker.tokens_per_second:,.1f} tokens/s" if worker.jobs else ""
+    return f"{worker.id} on {worker.host}, process {worker.pid}: {jobs}{metrics}{speed}"
 
 
 def job_counts(jobs: dict[str, int]) -> str:
     """Number of jobs by state, as in `1 running, 3 finished`."""
-    return ", ".join(f"{count} {state}" for state, count in jobs.items() if count) or "none"
+    return ", ".join(f"{count:,} {state}" for state, count in jobs.items() if count) or "none"
 
 
 def duration(seconds: float) -> str:
@@ -35,5 +65,16 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, as in `1 line` and `2 lines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """A user's text without what steers a terminal or breaks a line: such characters become escapes as in Python."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _job_with_tokens(custom_id: str, num_tokens: int | None) -> str:
-    return custom_id if num_tokens is None else f"{custom_id} ({num_tokens:,} tokens)"
+    name = printable(custom_id)
+    return name if num_tokens is None else f"{name} ({num_tokens:,} tokens)"

@@ -18,6 +18,7 @@ from scheduler.actors import WorkerSpec
 from scheduler.backlog import load_queue
 from scheduler.cluster import Cluster, connect
 from scheduler.driver import Driver
+from scheduler.events import Event
 from scheduler.fleet import Fleet
 from worker.config import EngineConfig
 
@@ -30,10 +31,10 @@ class RecordingDisplay:
         self.updates: list[Progress] = []
         self.on_update: Callable[[Progress], None] = lambda progress: None
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def note(self, event: Event) -> None:
+        self.notes += str(event).splitlines()
 
-    def update(self, progress: Progress, running: list[tuple[JobRecord, int]], num_tokens_left: int) -> None:
+    def update(self, progress: Progress) -> None:
         self.updates.append(progress)
         self.on_update(progress)
 

@@ -10,6 +10,7 @@ from driver_parts import make_run
 from run_parts import make_record
 
 from jobs.status import DriverClaim
+from metrics.counters import DriverCounters, EngineCounters
 from scheduler.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, Heartbeat, current_progress
 from scheduler.job_queue import JobQueue
 
@@ -21,12 +22,30 @@ def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> N
     queue.add(make_record("a"))
     queue.take([], 0.0)
     queue.progress(make_record("a").job_id, 3)
-    progress = Heartbeat(run, 4, CLAIM).beat("running", queue, {"a": 3}, 2.0, ())
+    progress = Heartbeat(run, 4, CLAIM).beat("running", queue, {"a": 3}, 2.0, (), DriverCounters())
     assert run.progress() == progress
     assert (progress.epoch, progress.driver_host, progress.driver_pid, progress.started) == (4, "here", 7, 1000.0)
     assert progress.running == {"a": 3}
     assert progress.num_generated_tokens == 3
     assert progress.eta_seconds == 1.0  # two of five tokens left
+
+
+def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: Path) -> None:
+    run, queue, counters = make_run(tmp_path / "run", {"a": 300}), JobQueue(5), DriverCounters()
+    queue.add(make_record("a"))
+    queue.take([], 0.0)
+    first = Heartbeat(run, 1, CLAIM).beat("running", queue, {}, 0.0, (), counters)
+    assert first.mean_acceptance_length is None  # no step yet
+    counters.take_in("w1", EngineCounters(num_steps=10, num_drafts=10, num_accepted_tokens=5, num_resumes={"kv": 1}))
+    counters.take_in("w2", EngineCounters(num_steps=10, num_drafts=30, num_accepted_tokens=35, num_resumes={"kv": 2}))
+    counters.count_preemption("worker_died")
+    counters.workers = {"starting": 3}
+    progress = Heartbeat(run, 1, CLAIM, num_rejects=4).beat("running", queue, {}, 0.0, (), counters)
+    assert progress.mean_acceptance_length == 2.0  # 40 tokens accepted in 40 drafts
+    assert progress.num_resumes == {"kv": 3}
+    assert progress.num_preemptions == {"worker_died": 1}
+    assert (progress.num_starting_workers, progress.num_rejects) == (3, 4)
+    assert (progress.max_tokens, progress.num_tokens_left) == ({"a": 5}, 5)
 
 
 def test_an_object_store_gets_fewer_beats(tmp_path: Path) -> None:
@@ -35,7 +54,7 @@ def test_an_object_store_gets_fewer_beats(tmp_path: Path) -> None:
         run.store.is_local = is_local
         heartbeat = Heartbeat(run, 1, CLAIM)
         assert heartbeat.is_due(time.monotonic())
-        heartbeat.beat("running", JobQueue(5), {}, 0.0, ())
+        heartbeat.beat("running", JobQueue(5), {}, 0.0, (), DriverCounters())
         assert not heartbeat.is_due(time.monotonic() + 0.9 * seconds)
         assert heartbeat.is_due(time.monotonic() + 1.1 * seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterable
@@ -15,7 +16,8 @@ from jobs.retries import Retries
 from jobs.run import Run
 from jobs.store import StoreError
 from metrics.counters import EngineCounters
-from metrics.exporter import EngineCollector, Labels, registry_of, serve
+from metrics.endpoint import serve
+from metrics.exporter import EngineCollector, Labels, registry_of
 from worker.checkpointing import Checkpointing
 from worker.config import EngineConfig
 from worker.drafters import create_drafter
@@ -44,7 +46,7 @@ class WorkerSession:
         torch.set_num_threads(config.num_threads)
         check_folder(config.kv_offload)
         files = locate_model(config.model)
-        counters = EngineCounters()
+        counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
         self._config = config
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         self._checkpoints = CheckpointStore(self._run.store)
@@ -86,12 +88,14 @@ class WorkerSession:
             num_generated_tokens=self.engine.counters.num_generation_tokens - num_before,
             released=tuple(released),
             is_draining=self._must_drain,
+            counters=copy.deepcopy(self.engine.counters),
         )
 
     def drain(self, seconds: float) -> WorkReport:
         """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
         self._must_drain = True
-        return WorkReport(released=tuple(self._release(list(self._running), seconds)), is_draining=True)
+        released = tuple(self._release(list(self._running), seconds))
+        return WorkReport(released=released, is_draining=True, counters=copy.deepcopy(self.engine.counters))
 
     def request_drain(self) -> None:
         """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
@@ -109,6 +113,7 @@ class WorkerSession:
             return record.job_id, f"{type(error).__name__}: {error}"
         self._running[job.job_id] = job
         self._checkpointing.open(job)
+        self.engine.counters.note_work(True)
         return None
 
     def _start(self, assignment: Assignment) -> RunningJob:
@@ -188,3 +193,4 @@ class WorkerSession:
             if job := self._running.pop(job_id, None):
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
+        self.engine.counters.note_work(bool(self._running))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jobs.job import JobRecord
+from metrics.counters import EngineCounters
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,4 @@ class WorkReport:
     num_generated_tokens: int = 0  # in this slice, recovered tokens not counted
     released: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, as ordered or because it drains
     is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
+    counters: EngineCounters | None = None  # all that the worker has counted since it started

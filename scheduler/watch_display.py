@@ -1,0 +1,42 @@
+"""`status --watch`: shows a run until no driver is at work, from the run folder alone.
+
+One small file is read a second (on an object store every few seconds), however many jobs the run has.
+"""
+
+from __future__ import annotations
+
+import time
+
+from jobs.run import Progress, Run
+from scheduler.backlog import count_jobs
+from scheduler.events import DriverAwaited, DriverSilent
+from scheduler.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, current_progress, liveness
+from scheduler.progress import Display
+
+
+def watch(run: Run, display: Display) -> Progress:
+    """Show each of the driver's beats until there are no more; returns how the run stands then.
+
+    A run that is made and has never had a driver is waited for. A driver on another host that has not been heard of may
+    come back, or another one take over: it is waited for, too.
+    """
+    seconds = BEAT_SECONDS if run.store.is_local else BEAT_SECONDS_OBJECT_STORE
+    is_awaited, was_silent = _is_awaited(run, display), False
+    while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
+        if progress is not None:
+            display.update(progress)
+            if state == "silent" and not was_silent:
+                display.note(DriverSilent(progress.driver_host, progress.driver_pid, progress.updated))
+        was_silent = state == "silent"
+        time.sleep(seconds)
+    progress = current_progress(run)
+    display.update(progress)
+    return progress
+
+
+def _is_awaited(run: Run, display: Display) -> bool:
+    """Whether the run is yet to get its first driver: `submit` takes some seconds until then."""
+    if run.progress() is not None or not count_jobs(run)["pending"]:
+        return False
+    display.note(DriverAwaited(run.store.shown_uri))
+    return True
