@@ -9,7 +9,9 @@ import click
 
 from scheduler.bench_commands import bench
 from scheduler.chaos.command import chaos
+from scheduler.nightly_command import nightly
 from scheduler.read_commands import results, status, tail
+from scheduler.report_command import report
 from scheduler.run_commands import cancel, resume, submit
 from scheduler.tool_commands import doctor
 from scheduler.train_commands import train
@@ -21,7 +23,7 @@ USER_ERRORS = (  # their text is one line for the user
     ("jobs.reader", "InputFileError"),
     ("jobs.run", "RunError"),
     ("jobs.store", "StoreError"),
-    ("metrics.exporter", "MetricsError"),
+    ("metrics.endpoint", "MetricsError"),
     ("scheduler.chaos.options", "ChaosError"),
     ("scheduler.cluster", "ClusterError"),
     ("scheduler.driver", "DriverError"),
@@ -64,7 +66,7 @@ def main() -> None:
     """
 
 
-for command in (submit, status, tail, results, resume, cancel, doctor, train, bench, chaos):
+for command in (submit, nightly, status, tail, results, report, resume, cancel, doctor, train, bench, chaos):
     main.add_command(command)
 
 

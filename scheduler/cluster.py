@@ -90,7 +90,8 @@ def _init(address: str | None, num_workers: int) -> None:
     import scheduler
     import worker
 
-    rooms = [jobs, metrics, scheduler, worker]  # the driver's own version travels to the workers
+    # the driver's own version travels to the workers; as paths, since Ray can't copy modules for a submitted job
+    rooms = [room.__path__[0] for room in (jobs, metrics, scheduler, worker)]
     ray.init(address=address, runtime_env={"py_modules": rooms}, log_to_driver=False, logging_level=logging.ERROR)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jobs.job import Job, JobRecord
-from jobs.reader import Reject, read_jobs
+from jobs.reader import Reject
 from jobs.run import Run, RunManifest
+from scheduler.job_files import read_job_file
 from scheduler.settings import Settings, kept_or_new_manifest, with_model
 from scheduler.takeover import refuse_if_taken
 from worker.kv_room import KVRoom, bytes_per_position, check_folder, place_of_caches
@@ -41,13 +42,13 @@ class Submission:
 def submit_file(
     path: str, run_uri: str, settings: Settings, is_strict: bool, may_take_over: bool = False
 ) -> Submission:
-    """Add the file's jobs to the run at `run_uri`, which is made if there is none.
+    """Add the file's jobs to the run at `run_uri`, which is made if there is none. `path` may be a URI, too.
 
     Raises InputFileError, KVRoomError (for the folder of `--kv-offload`), StrictError, ModelError, RunError
     (RunTakenError while a driver holds it, see `refuse_if_taken`) and StoreError, each with one line for the user.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
-    jobs, rejects = read_jobs(path, manifest.seed)
+    jobs, rejects = read_job_file(path, manifest.seed)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
     records, refused = make_records(jobs, files, _kv_room(manifest, files, settings))

@@ -86,7 +86,7 @@ COMMANDS = dict(walk(main, ("swiftbatch",)))
 
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
-    runs = {"submit", "status", "tail", "results", "resume", "cancel"}
+    runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "cancel"}
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {"bench decode", "bench checkpoints", "bench long"} | ablations
     trainings = {"train target", "train tokenswift", "train draft", "train griffin"}
@@ -178,7 +178,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], problem: str) 
     assert problem in refusal(*args)
 
 
-@pytest.mark.parametrize("command", ["status", "tail", "results", "resume", "cancel"])
+@pytest.mark.parametrize("command", ["status", "tail", "results", "report", "resume", "cancel"])
 def test_a_folder_without_a_run_is_named(command: str, tmp_path: Path) -> None:
     args = [command, str(tmp_path), *(["a"] if command == "tail" else [])]
     line = refusal(*args)

@@ -1,0 +1,47 @@
+# swiftbatch with Ray: a Ray node and a command in one, for CPU or for CUDA workers (see k8s/README.md).
+#   docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL=... --tag swiftbatch:0.1.0-cpu .
+#   docker build --target cuda --tag swiftbatch:0.1.0-cuda .
+# PyPI's torch for Linux is the CUDA build; the much smaller one for CPUs is in an index of its own, which pytorch.org names.
+FROM python:3.11-slim-bookworm AS python
+# Everything goes into the system's Python: KubeRay may start commands in a login shell, which forgets other folders.
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    RAY_USAGE_STATS_ENABLED=0 \
+    HOME=/home/swiftbatch
+RUN groupadd --gid 1000 swiftbatch && useradd --uid 1000 --gid 1000 --create-home --home-dir "$HOME" swiftbatch
+WORKDIR /build
+COPY pyproject.toml constraints.txt ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > requirements.txt
+
+FROM python AS wheel
+COPY README.md LICENSE ./
+COPY jobs/ jobs/
+COPY metrics/ metrics/
+COPY scheduler/ scheduler/
+COPY worker/ worker/
+RUN pip wheel --no-deps --wheel-dir /wheels .
+
+# The dependencies come before the code: a change of the code leaves their gigabytes alone. With ray[default], since jobs
+# are submitted to the head's dashboard, and nodes answer probes through their dashboard agents.
+FROM python AS cpu
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]"
+RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+WORKDIR /home/swiftbatch
+USER 1000:1000
+ENTRYPOINT ["swiftbatch"]
+CMD ["--help"]
+
+FROM python AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# A torch without CUDA would make this image useless, and only a GPU node would tell.
+RUN pip install --constraint constraints.txt --requirement requirements.txt "ray[default]" \
+    && python -c "import torch; assert torch.version.cuda, 'found a torch without CUDA, expected the build for GPUs'"
+RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+WORKDIR /home/swiftbatch
+USER 1000:1000
+ENTRYPOINT ["swiftbatch"]
+CMD ["--help"]

@@ -1,0 +1,110 @@
+"""`swiftbatch nightly`: every job file of a folder, each as a run of its own. What was run before is skipped."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scheduler.run_commands import INTERRUPTED, SOME_FAILED, submit
+
+if TYPE_CHECKING:
+    from jobs.store import Store
+
+MARK = "job-file.json"
+
+
+@click.command()
+@click.argument("inbox")
+@click.option("--runs", "runs_uri", required=True, help="Folder for the runs: a path, s3:// or gs://. Made if absent.")
+@click.option(
+    "--if-busy",
+    type=click.Choice(["refuse", "wait"]),
+    default="refuse",
+    show_default=True,
+    help="What to do while another `nightly` is at work on these runs.",
+)
+@click.pass_context
+def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
+    """Run all job files (*.jsonl) below a folder, one after the other, each as `submit` would. Skips what was run.
+
+    INBOX is a path, s3:// or gs://. Its file `a/b.jsonl` becomes the run `a/b.jsonl` in the folder of runs. A file is
+    skipped while its bytes are those that were run; of one that was changed, what is missing is run.
+
+    \b
+    Exit code: as of `submit`, over all files that were run; 1 too where a file could not be run.
+
+    \b
+    Example:
+      swiftbatch nightly s3://bucket/inbox --runs s3://bucket/runs --workers 2
+    """
+    from jobs.store import Store
+    from scheduler.job_files import job_files
+    from scheduler.nightly_hold import hold
+
+    inbox_store, runs = Store(inbox), Store(runs_uri)
+    _check_folders(inbox_store, runs)
+    with hold(runs, if_busy == "wait") as held:
+        paths = job_files(inbox_store)
+        digests = _without_done(inbox_store, runs, paths)
+        click.echo(f"{len(paths)} job files in {inbox_store.shown_uri}, {len(digests)} of them to run", err=True)
+        code = 0
+        for path, digest in digests.items():
+            held.check()
+            code = max(code, _run_file(context, inbox, runs_uri, path, digest, options))
+            if code == INTERRUPTED:
+                break
+    context.exit(code)
+
+
+# what `submit` takes, but for the names of one file and one run
+nightly.params += [option for option in submit.params if option.name not in ("jobs", "run_uri")]
+
+
+def _run_file(
+    context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
+) -> int:
+    """Run one job file, and mark it as done unless it was interrupted; the exit code."""
+    from jobs.json_lines import dump_line
+    from jobs.reader import InputFileError
+    from jobs.run import RunError
+    from jobs.store import Store
+    from scheduler.job_files import joined
+    from scheduler.submission import StrictError
+
+    run_uri = joined(runs_uri, path)
+    click.echo(f"job file {path}", err=True)
+    try:
+        context.invoke(submit, jobs=joined(inbox, path), run_uri=run_uri, **options)
+        code = 0
+    except click.exceptions.Exit as ended:
+        code = ended.exit_code
+    except (InputFileError, RunError, StrictError) as error:  # its own fault: the others go on
+        click.echo(f"{path} was not run: {error}", err=True)
+        return SOME_FAILED
+    if code != INTERRUPTED:
+        Store(run_uri).write(MARK, dump_line({"job_file": path, "sha256": digest}))
+    return code
+
+
+def _without_done(inbox: Store, runs: Store, paths: list[str]) -> dict[str, str]:
+    """The files that were not run yet as they are, with their digests."""
+    from jobs.run_files import read_object
+    from scheduler.job_files import digest_of
+
+    digests = {path: digest_of(inbox, path) for path in paths}
+    marks = {path: read_object(runs, f"{path}/{MARK}") or {} for path in paths}
+    return {path: digest for path, digest in digests.items() if marks[path].get("sha256") != digest}
+
+
+def _check_folders(inbox: Store, runs: Store) -> None:
+    """One in the other: outputs would be taken for job files, or job files for runs."""
+    places = [f"{store.uri.partition('?')[0].rstrip('/')}/" for store in (inbox, runs)]
+    if places[0].startswith(places[1]) or places[1].startswith(places[0]):
+        raise click.UsageError(
+            f"--runs {runs.shown_uri}: found one of the folders inside the other ({inbox.shown_uri}), "
+            "expected two beside each other"
+        )
+    if inbox.is_local and not os.path.isdir(inbox.uri):
+        raise click.UsageError(f"no folder at {inbox.shown_uri}: expected one with job files (*.jsonl)")

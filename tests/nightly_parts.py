@@ -1,0 +1,24 @@
+"""A `swiftbatch nightly` that is at work in another process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def held_elsewhere(runs: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the runs, until its input ends."""
+    program = (
+        "import sys; from jobs.store import Store; from scheduler.nightly_hold import hold\n"
+        "with hold(Store(sys.argv[1]), False): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(runs)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
