@@ -15,6 +15,10 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+if name := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1: a core each, also for the processes that tests start
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(name[2:]) % len(cores)]})
+
 import pytest
 import torch
 from fault_proxy import FaultProxy
@@ -29,7 +33,7 @@ from worker.model_files import DRAFT_FOLDER, ModelFiles, locate_model
 from worker.target import TargetModel
 from worker.training.tokenizer import train_tokenizer
 
-NUM_THREADS = min(2, len(os.sched_getaffinity(0)))  # more threads than cores are ten times slower
+NUM_THREADS = min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 
 
 @pytest.fixture(autouse=True)
