@@ -18,7 +18,7 @@ from worker.engine import Engine
 from worker.target import TargetModel
 from worker.tree import ROOT, DraftTree
 
-PARAMS = SamplingParams(max_tokens=600, temperature=1.0, seed=5)
+PARAMS = SamplingParams(max_tokens=600, temperature=1.0, seed=5, ignore_eos=True)
 LENGTHS = [1, 2, 40, 63, 64, 65, 70, 511, 512, 513, 800]
 
 
