@@ -101,6 +101,21 @@ def test_a_resumed_sequence_has_the_very_same_drafts(target_model: TargetModel, 
     assert (cache.kv(0, cache.length) == kept).all()
 
 
+def test_the_target_runs_the_window_once_and_then_gives_its_features_with_every_step(
+    target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = new_drafter(target_model, GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True))
+    sequence, cache = read_sequence(target_model, random_tokens(target_model, 700), PARAMS)
+    engine = Engine(target_model, drafter)
+    engine.start(sequence, cache)
+    engine.step()
+    replays: list[int] = []
+    monkeypatch.setattr(GriffinDraft, "_replay", lambda *args: replays.append(1))
+    while len(sequence) < 800:  # at 768 the window begins anew
+        engine.step()
+    assert replays == []
+
+
 def test_sequences_of_a_batch_have_the_drafts_they_have_alone(target_model: TargetModel) -> None:
     lengths = {"a": 90, "b": 17, "c": 300}
     drafter, alone = new_drafter(target_model), []

@@ -63,6 +63,17 @@ def test_the_path_that_will_be_drawn_is_the_best_one_where_the_guess_is_right(pa
     assert found == drawn_path(params, len(found)), "the noise of the coming positions is not in the scores"
 
 
+def test_tokens_of_the_text_are_penalised_as_they_will_be() -> None:
+    favourite = int(table(1).argmax())
+    params = GREEDY.model_copy(update={"repetition_penalty": 4.0})
+    sequence = Sequence("a", [favourite, 1], params, VOCAB)
+    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 1, 3, NoPrices())
+    tree.add_root(DraftOutputs(torch.zeros(1, 1), table(1)[None]))
+    first = tree.best(1)[0].token_ids[0]
+    assert first == TokenSampler(sequence, VOCAB).draw(table(1))
+    assert first != favourite
+
+
 def test_a_tree_has_at_most_its_depth_width_and_nodes() -> None:
     tree = grow(PARAMS, max_depth=3, width=3)
     assert tree.num_levels == 3

@@ -49,6 +49,19 @@ def test_every_variant_is_read_as_it_was_written(
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.state_dict().items())
 
 
+def test_the_fusion_is_the_papers_three_equations(config: GriffinConfig) -> None:
+    torch.manual_seed(5)
+    fusion = GriffinModel(config).fusion
+    features, tokens = torch.randn(3, 64), torch.randn(3, 64)
+    assert fusion.up is not None
+    assert fusion.down is not None
+    fused = torch.cat([features, tokens], -1) @ fusion.fuse.weight.T + fusion.fuse.bias
+    normed = [torch.nn.functional.layer_norm(part, (64,)) for part in (fused, tokens)]
+    expanded = torch.cat(normed, -1) @ fusion.up.weight.T + fusion.up.bias
+    expected = expanded * torch.sigmoid(expanded) @ fusion.down.weight.T + fusion.down.bias + fused
+    torch.testing.assert_close(fusion(features, tokens), expected)
+
+
 def test_weights_beside_the_target_are_no_part_of_it(tiny_model: Path) -> None:
     with_file = locate_model(str(tiny_model)).fingerprint
     path = tiny_model / GRIFFIN_FILE

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
 
 import pytest
+from command_lines import options
 from kubernetes_parts import OVERLAYS, RAY, ROOT, Object, commands, one, pods, ray_containers, render
 
 from jobs.reader import read_jobs
 from metrics import discovery
-from scheduler.cli import main
 from worker.config import EngineConfig
 
 
@@ -23,13 +22,6 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 @pytest.fixture(params=OVERLAYS)
 def overlay(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def options(words: list[str]) -> dict[str, Any]:
-    """The options of a command, as the CLI reads them."""
-    command = main.commands[words[0]]
-    with command.make_context(words[0], words[1:]) as context:
-        return context.params
 
 
 def test_every_command_is_one_that_the_command_line_takes(objects: list[Object]) -> None:
