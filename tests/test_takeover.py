@@ -58,7 +58,7 @@ def test_a_run_that_nobody_holds_is_free(run: Run, dead_pid: int) -> None:
 
 
 @pytest.mark.parametrize("may_take_over", [False, True])
-@pytest.mark.parametrize(("host", "pid"), [("elsewhere", 1), (HERE, os.getpid())])
+@pytest.mark.parametrize(("host", "pid"), [("elsewhere", 1), (HERE, os.getpid())], ids=["elsewhere", "here"])
 def test_a_run_that_is_at_work_is_refused_with_who_holds_it_and_since_when(
     run: Run, host: str, pid: int, may_take_over: bool
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_run_that_is_at_work_is_refused_with_who_holds_it_and_since_when(
     assert "--takeover" not in text
 
 
-@pytest.mark.parametrize(("host", "pid"), [("elsewhere", 1), (HERE, os.getpid())])
+@pytest.mark.parametrize(("host", "pid"), [("elsewhere", 1), (HERE, os.getpid())], ids=["elsewhere", "here"])
 def test_a_run_whose_driver_is_silent_is_taken_over_on_demand_only(run: Run, host: str, pid: int) -> None:
     beat(run, host=host, pid=pid, age=100)
     with pytest.raises(RunTakenError, match=f"process {pid} on {host}.* last heard of 100 s ago.* add --takeover"):
