@@ -15,7 +15,7 @@ from scheduler.cli import main
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
-COMMAND = re.compile(r"(?:^|\s)swiftbatch ([a-z].*)")
+COMMAND = re.compile(r"(?:^|(?<!-n)\s)swiftbatch ([a-z].*)")  # `-n swiftbatch` is kubectl's namespace
 SHELL_WORDS = {"|", ">", ">>", "<", "&&", ";", "&"}
 
 

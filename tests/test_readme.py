@@ -1,27 +1,16 @@
-"""The README's map has every file, and its commands exist."""
+"""The README's map has every file; its links lead somewhere, and its pictures are there."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
+from command_lines import ROOT, page, section
 
-from scheduler.cli import main
+from metrics.discovery import PATH
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = page("README.md")
 ROOMS = ("jobs", "worker", "scheduler", "metrics")
-COMMANDS = sorted(
-    {
-        " ".join(words)
-        for words in re.findall(
-            r"swiftbatch ([a-z]+)(?: (target|tokenswift|draft|decode|checkpoints|long|ablation [a-z]+))?", README
-        )
-    }
-)
 
 
 def test_the_map_has_a_line_for_every_file() -> None:
@@ -34,10 +23,22 @@ def test_the_map_has_a_line_for_every_file() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_in_the_readme_exists(command: str) -> None:
-    result = CliRunner().invoke(main, [*command.split(), "--help"])
-    assert result.exit_code == 0, result.output
+def test_the_pages_and_addresses_that_are_named_exist() -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+    headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors
+    watching = section(README, "Watching a run")
+    assert f"http://DRIVER:9400{PATH}" in watching
+    assert {"scheduler/EVENTS.md", "metrics/REFERENCE.md"} <= set(re.findall(r"\]\(([^)]+)\)", watching))
+
+
+def test_the_two_pictures_are_shown() -> None:
+    pictures = re.findall(r"!\[[^\]]{10,}\]\((\S+\.png)\)", README)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_large_file_but_the_weights_is_tracked() -> None:
