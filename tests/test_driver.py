@@ -57,7 +57,7 @@ def test_a_killed_workers_jobs_resume_elsewhere_with_the_same_tokens(tmp_path: P
     (victim,) = killed[0][1]
     assert result_metrics(run, victim)["num_attempts"] == 2
     assert result_metrics(run, victim)["num_recovered_tokens"] > 0
-    assert counters.num_preemptions == {"worker_died": 1}
+    assert counters.num_preemptions["worker_died"] == 1  # a job may also have moved to the new worker
     assert any(note.startswith("worker w") and "is lost" in note for note in display.notes)
     assert len({worker.id for update in display.updates for worker in update.workers}) == 3
 
