@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -85,6 +86,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fingerprint = locate_model(str(folder)).fingerprint
     save_heads(folder, 0.02 * torch.randn(3, 64, 64), fingerprint)
     save_griffin(folder, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
+    return folder
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    """A folder with a book to learn from and one to be measured on, of one sentence each."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        (folder / name).write_text(
+            json.dumps({"text": "the quick brown fox jumps over the lazy dog. " * 80}) + "\n", encoding="utf-8"
+        )
     return folder
 
 

@@ -37,15 +37,6 @@ def _one_thread(_fixed_threads: None) -> None:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Path:
-    folder = tmp_path / "books"
-    folder.mkdir()
-    for name in ("train.jsonl", "test.jsonl"):
-        (folder / name).write_text(json.dumps({"text": SENTENCE * 80}) + "\n", encoding="utf-8")
-    return folder
-
-
-@pytest.fixture
 def tiny_target(tiny_model: Path) -> TargetModel:
     return load_target(locate_model(str(tiny_model)))
 

@@ -31,15 +31,6 @@ def _one_thread(_fixed_threads: None) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def books(tmp_path: Path) -> Path:
-    folder = tmp_path / "books"
-    folder.mkdir()
-    for name in ("train.jsonl", "test.jsonl"):
-        (folder / name).write_text(json.dumps({"text": SENTENCE * 80}) + "\n", encoding="utf-8")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Features of the tiny model along the books, for tests that are about what comes behind them."""
