@@ -115,9 +115,18 @@ def _leave(_type: object, error: BaseException | None, _traceback: object) -> No
     import ray
 
     if isinstance(error, ClusterLostError):
+        _silence_ray()
         atexit.register(_end_process)  # runs before Ray's own
     else:
         ray.shutdown()
+
+
+def _silence_ray() -> None:
+    """From here on stderr is Python's alone: Ray's threads write to its descriptor, even behind our last line."""
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
 
 
 def _end_process() -> None:

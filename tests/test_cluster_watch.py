@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -102,3 +104,20 @@ def test_the_death_of_the_drivers_own_node_is_a_loss(head: FakeHead) -> None:
     watch = ClusterWatch(head, "own")
     head.alive = lambda: [False]
     assert "node of this machine has died" in await_loss(watch)
+
+
+def test_behind_a_lost_cluster_ray_says_nothing_more() -> None:
+    program = """
+import os, sys
+from scheduler.cluster import connect
+from scheduler.cluster_watch import ClusterLostError
+try:
+    with connect(None, 1):
+        raise ClusterLostError("the head is gone")
+except ClusterLostError as error:
+    os.write(2, b"what a thread of Ray writes before")
+    print(error, file=sys.stderr)
+    os.write(2, b"what a thread of Ray writes behind it")
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (2, "the head is gone\n")
