@@ -113,7 +113,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(2400)
+@steps_option(3600)
 @click.option(
     "--own-texts",
     "num_own_texts",

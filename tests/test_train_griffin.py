@@ -11,7 +11,7 @@ import pytest
 import torch
 from griffin_training_parts import FAST, SENTENCE, TEXTS, command, records, weights
 
-from scheduler.train_commands import _griffin_recipe
+from scheduler.train_commands import _griffin_recipe, griffin
 from worker.drafters.griffin_model import GriffinConfig
 from worker.drafters.griffin_weights import load_griffin
 from worker.model_files import GRIFFIN_FILE, ModelError, locate_model
@@ -156,10 +156,10 @@ def test_a_damaged_state_is_one_line(tiny_model: Path, books: Path, shared: Path
 
 def test_switches_are_the_recipes_that_griffin_is_compared_with() -> None:
     def recipe(**changes: object) -> GriffinRecipe:
-        switches = ("alignment", "guided_fusion", "enhanced_head")
-        options = {f"no_token_{name}": False for name in switches} | {"num_passes": None, "align_top_k": None}
-        sizes = {"num_steps": GRIFFIN_RECIPE.num_steps, "num_own_texts": 448, "seed": 0}
-        return _griffin_recipe(**(options | sizes | changes))  # type: ignore[arg-type]
+        left_out = {"model", "data", "output", "features"}
+        defaults = griffin.make_context("griffin", ["--data", "books", "--output", "griffin"]).params
+        options = {name: value for name, value in defaults.items() if name not in left_out}
+        return _griffin_recipe(**(options | changes))
 
     without = {"no_token_guided_fusion": True, "no_token_enhanced_head": True}
     assert recipe() == GRIFFIN_RECIPE
