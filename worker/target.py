@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from worker.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
 from worker.cache import CacheShape, FullKVCache
@@ -24,8 +26,9 @@ def resolve_device(device: str) -> torch.device:
     """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
+        build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
         raise ModelError(
-            "device cuda: no CUDA device is visible to torch; use --device cpu, or install swiftbatch[gpu]"
+            f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
         )
     return torch.device("cuda" if device != "cpu" and available else "cpu")
 
@@ -60,6 +63,8 @@ class TargetModel:
     @classmethod
     def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
         """Load safetensors weights from a folder; nothing is unpickled and no remote code is run."""
+        if not sys.stderr.isatty():
+            disable_progress_bar()  # a log holds no bars
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 files.path,
