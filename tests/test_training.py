@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from worker.model_files import locate_model
 from worker.target import TargetModel
 from worker.text import TextCodec
 from worker.training import evaluate, target
 from worker.training.corpus import CorpusError, WindowSampler, read_books
+from worker.training.head_texts import load_target
 from worker.training.recipe import EMBEDDED_RECIPE, Phase, Recipe
 
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"
@@ -50,9 +53,24 @@ def test_training_writes_a_model_that_loads_and_a_card(
     codec = TextCodec(files)
     assert codec.decode(codec.encode(BOOK)) == BOOK
     card = (output / "MODEL_CARD.md").read_text(encoding="utf-8")
-    assert "bits per byte" in card
-    assert "| nats per token at 100-500 |" in card
+    assert re.search(r"forward:\n\d\.\d{3} bits per byte", card)
+    assert re.search(r"^\| 100-500 \| \d\.\d{3} \| \d\.\d{3} \|$", card, re.MULTILINE)
     assert "bits per byte" in said[-1]
+
+
+@pytest.mark.parametrize("length", [10, 64, 100, 192, 201])
+def test_losses_without_the_far_text_read_the_newest_tokens_alone(
+    length: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "NEAR", 64)
+    model = load_target(locate_model(str(tiny_model))).model.float()
+    stretch = torch.from_numpy(np.random.default_rng(length).integers(model.config.vocab_size, size=length + 1))
+    losses = evaluate.near_position_losses(model, stretch)
+    assert len(losses) == length
+    for position in range(0, length, 9):
+        first = max(0, position // 64 * 64 - 64)
+        alone = evaluate.position_losses(model, stretch[first : position + 2])[-1]
+        torch.testing.assert_close(losses[position], alone)
 
 
 def test_data_without_books_is_named(tmp_path: Path) -> None:

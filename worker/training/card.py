@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from worker.training.evaluate import Evaluation
+from worker.training.evaluate import NEAR, Evaluation
 from worker.training.recipe import Recipe
 
 CARD = "MODEL_CARD.md"
@@ -44,11 +44,12 @@ it does not see whole (positional skip-wise training, Zhu et al. 2023).
 
 ## Figures on unseen books
 
-{num_stretches} stretches of 100,000 tokens of concatenated whole test books, each scored in one forward.
+{num_stretches} stretches of 100,000 tokens of concatenated whole test books, each scored in one forward:
+{bits_per_byte:.3f} bits per byte. Beside it the same tokens, scored with the newest {near:,} to {twice_near:,} tokens
+in front of them alone: where that is less, the text further back does harm.
 
-| | |
-|---|---|
-| bits per byte | {bits_per_byte:.3f} |
+| positions | nats per token | without the far text |
+|---|---|---|
 {losses}
 """
 
@@ -64,11 +65,14 @@ def write_card(
         f"| {p.position_span:,} | {last[p.name]:.3f} |"
         for p in recipe.phases
     ]
-    losses = [f"| nats per token at {span} | {loss:.3f} |" for span, loss in evaluation.loss_by_position.items()]
+    near = evaluation.near_loss_by_position
+    losses = [f"| {span} | {loss:.3f} | {near[span]:.3f} |" for span, loss in evaluation.loss_by_position.items()]
     figures = vars(recipe) | corpus | vars(evaluation) | _shape(config)
     figures |= {
         "phases": "\n".join(phases),
         "losses": "\n".join(losses),
+        "near": NEAR,
+        "twice_near": 2 * NEAR - 1,
         "num_trained_tokens": log[-1]["num_tokens"],
         "num_steps": log[-1]["step"],
         "minutes": log[-1]["seconds"] / 60,

@@ -16,6 +16,7 @@ from worker.training.corpus import encode_books, read_books
 STRETCH = 100_000  # tokens of concatenated books that one forward sees
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
 LOGIT_CHUNK = 4096  # positions whose logits are held at once
+NEAR = 2048  # tokens that are surely read in front of a token where the rest of the text is left out
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,14 @@ class Evaluation:
     num_tokens: int
     bits_per_byte: float
     loss_by_position: dict[str, float]  # range -> nats per token
+    near_loss_by_position: dict[str, float]  # the same without the far text: what that is worth, or costs
 
 
 def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> Evaluation:
-    """Score concatenated test books in stretches of 100,000 tokens, each in one forward from position 0."""
+    """Score concatenated test books in stretches of 100,000 tokens, each in one forward from position 0.
+
+    And once more with nothing but the newest tokens in front of each.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
@@ -40,10 +45,15 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
         raise ValueError(f"{test_file}: {len(stream):,} tokens; expected more than {STRETCH:,} to score long positions")
     stretches = [torch.from_numpy(stream[i * STRETCH : (i + 1) * STRETCH + 1]) for i in range(num_stretches)]
     losses = torch.stack([position_losses(model, stretch) for stretch in stretches])  # [num_stretches, STRETCH]
+    near_losses = torch.stack([near_position_losses(model, stretch) for stretch in stretches])
     num_bytes = sum(len(tokenizer.decode(stretch[1:]).encode()) for stretch in stretches)
-    by_position = {f"{a}-{b}": round(float(losses[:, a:b].mean()), 4) for a, b in POSITION_RANGES}
-    bits_per_byte = float(losses.sum()) / math.log(2) / num_bytes
-    return Evaluation(num_stretches, losses.numel(), round(bits_per_byte, 4), by_position)
+    bits_per_byte = round(float(losses.sum()) / math.log(2) / num_bytes, 4)
+    return Evaluation(num_stretches, losses.numel(), bits_per_byte, _by_position(losses), _by_position(near_losses))
+
+
+def _by_position(losses: torch.Tensor) -> dict[str, float]:
+    """Means over ranges of `losses [num_stretches, length]`."""
+    return {f"{a}-{b}": round(float(losses[:, a:b].mean()), 4) for a, b in POSITION_RANGES}
 
 
 @torch.inference_mode()
@@ -55,3 +65,11 @@ def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tens
         for i, targets in zip(range(0, len(hidden), LOGIT_CHUNK), stretch[1:].split(LOGIT_CHUNK), strict=True)
     ]
     return torch.cat(losses)
+
+
+def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
+    """`position_losses` where only the newest `NEAR` to 2 `NEAR` - 1 tokens are read, from position 0."""
+    starts = range(0, len(stretch) - 1, NEAR)
+    windows = [stretch[max(0, start - NEAR) : start + NEAR + 1] for start in starts]
+    losses = [position_losses(model, window) for window in windows]
+    return torch.cat([window[-(len(window) % NEAR or NEAR) :] for window in losses])
