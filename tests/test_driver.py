@@ -59,7 +59,6 @@ def test_a_killed_workers_jobs_resume_elsewhere_with_the_same_tokens(tmp_path: P
     assert result_metrics(run, victim)["num_recovered_tokens"] > 0
     assert counters.num_preemptions["worker_died"] == 1  # a job may also have moved to the new worker
     assert any(note.startswith("worker w") and "is lost" in note for note in display.notes)
-    assert len({worker.id for update in display.updates for worker in update.workers}) == 3
 
 
 def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_path: Path, cluster: Cluster) -> None:
