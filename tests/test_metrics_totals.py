@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -12,9 +13,12 @@ from driver_parts import RecordingDisplay
 from run_parts import MANIFEST
 from session_parts import claimed, record, session, to_the_end, until
 
+from jobs.retries import NO_RETRIES
 from jobs.run import Run
+from jobs.store import Store
 from metrics import discovery
 from metrics.counters import DriverCounters, EngineCounters
+from metrics.endpoint import own_host
 from metrics.exporter import DriverCollector, EngineCollector, Labels
 from scheduler.actors import WorkerInfo, WorkerSpec
 from scheduler.census import Census
@@ -148,6 +152,23 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
         assert targets() == [address, "10.0.0.1:9100", "10.0.0.3:9100"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as page:
             assert "swiftbatch_run_generation_tokens_total" in page.read().decode()
+
+
+def test_the_discovery_names_an_object_store_without_its_credentials(tmp_path: Path) -> None:
+    run, display = Run.create_or_open(str(tmp_path / "run"), MANIFEST), RecordingDisplay()
+    run.store = Store("s3://KEYID:s3cr%2Ft@bucket/run?region=us-east-1", NO_RETRIES)
+    with served_metrics(run, make_fleet(), EngineConfig(), DriverCounters(), 0, display):
+        address = display.notes[0].split("http://")[1].split("/")[0]
+        with urllib.request.urlopen(f"http://{address}/sd", timeout=5) as page:
+            [group] = json.load(page)
+    assert group["labels"] == {"run": "s3://bucket/run"}
+
+
+def test_the_address_is_not_the_one_that_debian_gives_a_host_of_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
+    assert own_host() == "10.1.2.3"
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert own_host() != "127.0.1.1"  # 127.0.0.1 where there is no way to anywhere else
 
 
 def test_a_workers_report_has_all_that_it_counted_and_is_not_changed_later(tmp_path: Path, tiny_model: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from nightly_parts import held_elsewhere
 from jobs.results import success_line
 from jobs.run import Run
 from jobs.store import Store
+from scheduler import nightly_command
 from scheduler.cli import main
 from scheduler.nightly_hold import FILE
 from scheduler.settings import Settings
@@ -146,6 +148,29 @@ def test_a_second_one_at_the_same_time_is_refused_and_runs_nothing(tmp_path: Pat
         assert "--if-busy wait" in result.stderr
         assert result.stderr.count("\n") == 1
     assert [path.name for path in runs.iterdir()] == [FILE]
+
+
+def test_one_that_was_overtaken_leaves_the_other_files_to_its_successor(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox, runs = put(tmp_path / "inbox", a=lines("x"), b=lines("x")), tmp_path / "runs"
+    for name in ("a.jsonl", "b.jsonl"):
+        finish(str(inbox), str(runs), name, tiny_model)
+    run_file = nightly_command._run_file
+
+    def and_meanwhile(*args: Any) -> int:
+        code = run_file(*args)
+        holder = json.loads((runs / FILE).read_text())
+        (runs / FILE).write_text(json.dumps(holder | {"holder_id": "another"}))
+        return code
+
+    monkeypatch.setattr(nightly_command, "_run_file", and_meanwhile)
+    result = nightly(inbox, runs, tiny_model)
+    assert result.exit_code == 2
+    assert "has taken over" in result.stderr
+    assert (runs / "a.jsonl" / "job-file.json").exists()
+    assert not (runs / "b.jsonl" / "job-file.json").exists()
+    assert (runs / FILE).exists()  # the successor's
 
 
 def test_a_second_one_that_waits_goes_on_when_the_first_has_ended(tmp_path: Path, tiny_model: Path) -> None:

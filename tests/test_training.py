@@ -56,6 +56,11 @@ def test_training_writes_a_model_that_loads_and_a_card(
     assert re.search(r"forward:\n\d\.\d{3} bits per byte", card)
     assert re.search(r"^\| 100-500 \| \d\.\d{3} \| \d\.\d{3} \|$", card, re.MULTILINE)
     assert "bits per byte" in said[-1]
+    monkeypatch.setattr(evaluate, "NEAR", 100)
+    evaluation = evaluate.evaluate_target(output, data / "test.jsonl", 1)
+    whole, near = evaluation.loss_by_position, evaluation.near_loss_by_position
+    assert near["0-100"] == pytest.approx(whole["0-100"], abs=0.02)  # nothing is further back there
+    assert near["100-500"] != whole["100-500"]
 
 
 @pytest.mark.parametrize("length", [10, 64, 100, 192, 201])
