@@ -46,7 +46,7 @@ def test_a_picture_has_figures_workers_and_jobs(width: int) -> None:
     assert quarter == pytest.approx(whole / 4, abs=1)
 
 
-@pytest.mark.parametrize("size", [(30, 8), (80, 5), (80, 24), (140, 40), (400, 100)])
+@pytest.mark.parametrize("size", [(30, 8), (80, 5), (80, 9), (80, 10), (80, 24), (140, 40), (400, 100)])
 @pytest.mark.parametrize("num_workers", [0, 1, 8, 60])
 def test_a_picture_fits_the_terminal(size: tuple[int, int], num_workers: int) -> None:
     width, height = size

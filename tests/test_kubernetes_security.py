@@ -84,6 +84,13 @@ def test_no_pod_is_left_out_of_the_network_policy(objects: list[Object]) -> None
     assert service.items() <= heads["podSelector"]["matchLabels"].items()
 
 
+def test_prometheus_reaches_the_driver_and_any_port_that_linux_gives_a_worker(objects: list[Object]) -> None:
+    rules = one(objects, "NetworkPolicy", "swiftbatch")["spec"]["ingress"]
+    (ports,) = [rule["ports"] for rule in rules if "namespaceSelector" in rule["from"][0]]
+    open_ports = {(port["port"], port.get("endPort", port["port"])) for port in ports}
+    assert {(9400, 9400), (32768, 60999)} <= open_ports  # net.ipv4.ip_local_port_range, unless it was changed
+
+
 def test_the_head_is_never_on_a_spot_node_and_gpu_workers_always_are() -> None:
     spec = one(render("gpu-spot"), "RayCluster")["spec"]
     required = "requiredDuringSchedulingIgnoredDuringExecution"
