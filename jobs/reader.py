@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 
+from jobs.input_file import InputFileError, open_input, shown_input
 from jobs.job import MAX_CUSTOM_ID, Job
 from jobs.lines import LineError, job_from_object, parse_object
 from jobs.reasons import shown
@@ -13,10 +14,6 @@ from jobs.reasons import shown
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class InputFileError(ValueError):
-    """The job file as a whole can't be read; the text is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,8 @@ class Reject:
 def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Reject]]:
     """All jobs of a file with their line numbers (from 1), and its rejects, both in file order.
 
-    A job without a seed gets one from `run_seed` and its `custom_id`. Raises `InputFileError` when the file is missing,
-    a directory, unreadable, or holds nothing but blank lines.
+    A job without a seed gets one from `run_seed` and its `custom_id`. Raises `InputFileError` when the file can't be
+    read to its end (see `open_input`), or holds nothing but blank lines.
     """
     jobs: list[tuple[int, Job]] = []
     rejects: list[Reject] = []
@@ -50,28 +47,26 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Rej
             first_lines[job.custom_id] = line_number
             jobs.append((line_number, job))
     if not jobs and not rejects:
-        raise InputFileError(f"{path} holds no jobs: found no line with text, expected one JSON object a line")
+        raise InputFileError(
+            f"{shown_input(path)} holds no jobs: found no line with text, expected one JSON object a line"
+        )
     return jobs, rejects
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes | None]]:
     """Line numbers and stripped lines that are not blank; None stands for a line that is too long."""
-    try:
-        with open(path, "rb") as file:
-            line_number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                line_number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    _skip_rest(file, line)
-                    yield line_number, None
-                    continue
-                if line_number == 1:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                if stripped := line.strip():
-                    yield line_number, stripped
-    except OSError as error:
-        problem = error.strerror or str(error)
-        raise InputFileError(f"cannot read the job file {path}: {problem}; expected a JSONL file") from None
+    with open_input(path) as file:
+        line_number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            line_number += 1
+            if len(line) > MAX_LINE_BYTES:
+                _skip_rest(file, line)
+                yield line_number, None
+                continue
+            if line_number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if stripped := line.strip():
+                yield line_number, stripped
 
 
 def _skip_rest(file: BufferedReader, line: bytes) -> None:

@@ -20,7 +20,7 @@ INTERRUPTED = 130
 USER_ERROR = 2
 
 USER_ERRORS = (  # their text is one line for the user
-    ("jobs.reader", "InputFileError"),
+    ("jobs.input_file", "InputFileError"),
     ("jobs.run", "RunError"),
     ("jobs.store", "StoreError"),
     ("metrics.endpoint", "MetricsError"),

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import tempfile
 from collections.abc import Iterator
 
+from jobs.input_file import InputFileError, odd_kind
 from jobs.job import Job
-from jobs.reader import InputFileError, Reject, read_jobs
+from jobs.reader import Reject, read_jobs
 from jobs.store import Store
 from jobs.uris import shown_uri
 
-SUFFIX = ".jsonl"
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+LOST_AND_FOUND = "lost+found"  # a file system's own, which it lets nobody read
+
+Identity = tuple[int, int]  # of a folder: device and inode
 
 
-def job_files(folder: Store) -> list[str]:
-    """The paths of all files `*.jsonl` in a folder and in the folders below it, sorted. Raises StoreError.
+def job_files(folder: Store) -> tuple[list[str], dict[str, str]]:
+    """The paths of all job files in a folder and in the folders below it, sorted, by the ends of their names.
 
+    With them what could not be looked into on a disk, and why: folders, links, and what is neither file nor folder.
     Names that start with '.' are passed over: so are files that are still being written under such a name.
+    Raises StoreError where the folder itself can't be listed.
     """
-    return sorted(_walk(folder, ""))
+    folder.list("")
+    paths, skipped = _walk_disk(folder.uri) if folder.is_local else (_walk(folder, ""), {})
+    return sorted(paths), skipped
 
 
 def digest_of(folder: Store, path: str) -> str:
@@ -56,8 +66,38 @@ def _walk(folder: Store, below: str) -> Iterator[str]:
         path = f"{below}/{name}" if below else name
         if not folder.exists(path):
             yield from _walk(folder, path)
-        elif name.endswith(SUFFIX):
+        elif name.endswith(SUFFIXES):
             yield path
+
+
+def _walk_disk(root: str) -> tuple[list[str], dict[str, str]]:
+    paths, skipped = [], {}
+    waiting: list[tuple[str, tuple[Identity, ...]]] = [("", ())]
+    while waiting:
+        path, above = waiting.pop()
+        try:
+            status, names = _look_at(os.path.join(root, path))
+        except OSError as error:
+            is_dangling = isinstance(error, FileNotFoundError)
+            skipped[path] = "a link that leads nowhere" if is_dangling else error.strerror or str(error)
+            continue
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            skipped[path] = "a link to a folder that it is in"
+        elif names is not None:
+            below = [f"{path}/{name}" if path else name for name in names if name[0] != "." and name != LOST_AND_FOUND]
+            waiting += [(name, (*above, identity)) for name in below]
+        elif kind := odd_kind(status.st_mode):
+            skipped[path] = f"{kind}, no file"
+        elif path.endswith(SUFFIXES):
+            paths.append(path)
+    return paths, skipped
+
+
+def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
+    """What is there, and the names in it where it is a folder."""
+    status = os.stat(place)
+    return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None
 
 
 def _split(uri: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scheduler.run_commands import INTERRUPTED, SOME_FAILED, submit
+from scheduler.summary import printable
 
 if TYPE_CHECKING:
     from jobs.store import Store
@@ -27,13 +28,14 @@ MARK = "job-file.json"
 )
 @click.pass_context
 def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
-    """Run all job files (*.jsonl) below a folder, one after the other, each as `submit` would. Skips what was run.
+    """Run all job files below a folder, one after the other, each as `submit` would. Skips what was run.
 
-    INBOX is a path, s3:// or gs://. Its file `a/b.jsonl` becomes the run `a/b.jsonl` in the folder of runs. A file is
-    skipped while its bytes are those that were run; of one that was changed, what is missing is run.
+    INBOX is a path, s3:// or gs://; job files are *.jsonl, *.jsonl.gz and *.jsonl.zst. Its file `a/b.jsonl` becomes the
+    run `a/b.jsonl` in the folder of runs. A file is skipped while its bytes are those that were run; of one that was
+    changed, what is missing is run.
 
     \b
-    Exit code: as of `submit`, over all files that were run; 1 too where a file could not be run.
+    Exit code: as of `submit`, over all files that were run; 1 too where a file or folder could not be read or run.
 
     \b
     Example:
@@ -46,10 +48,12 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     inbox_store, runs = Store(inbox), Store(runs_uri)
     _check_folders(inbox_store, runs)
     with hold(runs, if_busy == "wait") as held:
-        paths = job_files(inbox_store)
-        digests = _without_done(inbox_store, runs, paths)
+        paths, skipped = job_files(inbox_store)
+        digests = _without_done(inbox_store, runs, paths, skipped)
         click.echo(f"{len(paths)} job files in {inbox_store.shown_uri}, {len(digests)} of them to run", err=True)
-        code = 0
+        for path, reason in sorted(skipped.items()):
+            click.echo(f"{printable(path)} was not read: {printable(reason)}", err=True)
+        code = SOME_FAILED if skipped else 0
         for path, digest in digests.items():
             held.check()
             code = max(code, _run_file(context, inbox, runs_uri, path, digest, options))
@@ -66,36 +70,55 @@ def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
     """Run one job file, and mark it as done unless it was interrupted; the exit code."""
+    from jobs.input_file import InputFileError
     from jobs.json_lines import dump_line
-    from jobs.reader import InputFileError
     from jobs.run import RunError
     from jobs.store import Store
     from scheduler.job_files import joined
     from scheduler.submission import StrictError
 
     run_uri = joined(runs_uri, path)
-    click.echo(f"job file {path}", err=True)
+    click.echo(f"job file {printable(path)}", err=True)
     try:
         context.invoke(submit, jobs=joined(inbox, path), run_uri=run_uri, **options)
         code = 0
     except click.exceptions.Exit as ended:
         code = ended.exit_code
     except (InputFileError, RunError, StrictError) as error:  # its own fault: the others go on
-        click.echo(f"{path} was not run: {error}", err=True)
+        click.echo(f"{printable(path)} was not run: {printable(str(error))}", err=True)
         return SOME_FAILED
     if code != INTERRUPTED:
         Store(run_uri).write(MARK, dump_line({"job_file": path, "sha256": digest}))
     return code
 
 
-def _without_done(inbox: Store, runs: Store, paths: list[str]) -> dict[str, str]:
-    """The files that were not run yet as they are, with their digests."""
-    from jobs.run_files import read_object
+def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
+    """The files that were not run yet as they are, with their digests. Files on a disk that fail go to `skipped`."""
+    from jobs.store import StoreError
     from scheduler.job_files import digest_of
 
-    digests = {path: digest_of(inbox, path) for path in paths}
-    marks = {path: read_object(runs, f"{path}/{MARK}") or {} for path in paths}
-    return {path: digest for path, digest in digests.items() if marks[path].get("sha256") != digest}
+    digests = {}
+    for path in paths:
+        try:
+            digest = digest_of(inbox, path)
+        except StoreError as error:
+            if not inbox.is_local:
+                raise
+            skipped[path] = str(error)
+            continue
+        if _done_digest(runs, path) != digest:
+            digests[path] = digest
+    return digests
+
+
+def _done_digest(runs: Store, path: str) -> str | None:
+    """The digest of the bytes that were run; None without a mark, or with a damaged one: to look again does no harm."""
+    from jobs.run_files import RunError, read_object
+
+    try:
+        return (read_object(runs, f"{path}/{MARK}") or {}).get("sha256")
+    except RunError:
+        return None
 
 
 def _check_folders(inbox: Store, runs: Store) -> None:
@@ -107,4 +130,4 @@ def _check_folders(inbox: Store, runs: Store) -> None:
             "expected two beside each other"
         )
     if inbox.is_local and not os.path.isdir(inbox.uri):
-        raise click.UsageError(f"no folder at {inbox.shown_uri}: expected one with job files (*.jsonl)")
+        raise click.UsageError(f"no folder at {inbox.shown_uri}: expected one with job files")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 from nightly_parts import held_elsewhere
@@ -19,6 +23,7 @@ from jobs.run import Run
 from jobs.store import Store
 from scheduler import nightly_command
 from scheduler.cli import main
+from scheduler.job_files import job_files
 from scheduler.nightly_hold import FILE
 from scheduler.settings import Settings
 from scheduler.submission import submit_file
@@ -121,6 +126,69 @@ def test_a_file_with_bad_lines_is_told_of_once(tmp_path: Path, tiny_model: Path)
     first, second = nightly(inbox, runs, tiny_model), nightly(inbox, runs, tiny_model)
     assert (first.exit_code, second.exit_code) == (1, 0)
     assert "rejected line 2" in first.stderr
+
+
+def test_what_is_no_file_in_the_inbox_is_skipped_and_told_and_the_others_are_run(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox, runs = put(tmp_path / "inbox", a=lines("x"), b__c=lines("x")), tmp_path / "runs"
+    os.mkfifo(inbox / "pipe.jsonl")
+    (inbox / "gone.jsonl").symlink_to("nowhere")
+    (inbox / "self.jsonl").symlink_to("self.jsonl")
+    (inbox / "b" / "up").symlink_to("..")
+    (inbox / "b" / "device.jsonl").symlink_to("/dev/zero")
+    (inbox / "bad.jsonl").symlink_to("/proc/self/mem")  # no one can read its first byte
+    (inbox / "lost+found").symlink_to("nowhere")
+    monkeypatch.chdir(inbox)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket.jsonl")
+        for path in ("a.jsonl", "b/c.jsonl"):
+            finish(str(inbox), str(runs), path, tiny_model)
+        result = nightly(inbox, runs, tiny_model)
+    assert result.exit_code == 1
+    assert "3 job files" in result.stderr
+    assert "2 of them to run" in result.stderr
+    assert [line for line in result.stderr.splitlines() if "was not read" in line] == [
+        "b/device.jsonl was not read: a device, no file",
+        "b/up was not read: a link to a folder that it is in",
+        f"bad.jsonl was not read: cannot read 'bad.jsonl' in {inbox}: Input/output error; "
+        "check that the folder can be read and written, or use another one",
+        "gone.jsonl was not read: a link that leads nowhere",
+        "pipe.jsonl was not read: a named pipe, no file",
+        "self.jsonl was not read: Too many levels of symbolic links",
+        "socket.jsonl was not read: a socket, no file",
+    ]
+    assert (runs / "a.jsonl" / "job-file.json").exists()
+    assert (runs / "b/c.jsonl" / "job-file.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not look")
+def test_a_folder_that_may_not_be_read_stops_no_other(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        inbox = put(Path(name), a=lines("x"), below__b=lines("x"))
+        inbox.chmod(0o755)
+        (inbox / "below").chmod(0)
+        os.seteuid(65534)
+        try:
+            assert job_files(Store(name)) == (["a.jsonl"], {"below": "Permission denied"})
+        finally:
+            os.seteuid(0)
+
+
+def test_compressed_files_are_run_and_a_damaged_mark_is_no_end(tmp_path: Path, tiny_model: Path) -> None:
+    inbox, runs = put(tmp_path / "inbox", a=lines("x")), tmp_path / "runs"
+    (inbox / "b.jsonl.gz").write_bytes(gzip.compress(lines("x", "y").encode()))
+    (inbox / "c.jsonl.zst").write_bytes(pa.compress(lines("x").encode(), codec="zstd", asbytes=True))
+    (inbox / "d.jsonl.gz").write_bytes(gzip.compress(lines("x").encode())[:-9])
+    for path in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        finish(str(inbox), str(runs), path, tiny_model)
+        (runs / path / "job-file.json").write_text("{torn")
+    result = nightly(inbox, runs, tiny_model)
+    assert result.exit_code == 1
+    assert "4 of them to run" in result.stderr
+    assert "d.jsonl.gz was not run: cannot read the job file" in result.stderr
+    assert "gzip data is damaged or cut off: Truncated compressed stream" in result.stderr
+    assert "1 of them to run" in nightly(inbox, runs, tiny_model).stderr
 
 
 def test_the_folders_are_refused_in_one_line_where_one_is_in_the_other_or_absent(

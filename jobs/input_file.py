@@ -1,0 +1,76 @@
+"""Open a job file: a file, a named pipe or standard input; as it is, or compressed with gzip or zstd."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from typing import Any, cast
+
+import pyarrow as pa
+
+STANDARD_INPUT = "-"
+CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes, none of which are UTF-8 text
+
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class InputFileError(ValueError):
+    """The job file as a whole can't be read; the text is one line for the user."""
+
+
+def shown_input(path: str) -> str:
+    """What to call a job file in a message."""
+    return "standard input" if path == STANDARD_INPUT else path
+
+
+def odd_kind(mode: int) -> str | None:
+    """What a thing with this `st_mode` is, where it is neither a file nor a folder."""
+    return KINDS.get(stat.S_IFMT(mode))
+
+
+@contextmanager
+def open_input(path: str) -> Iterator[BufferedReader]:
+    """The uncompressed bytes of a job file; `-` is standard input. A pipe is waited for.
+
+    Raises InputFileError, also while it is read from: for what is absent, a folder, a socket or a device (which may
+    have no end), and for compressed data that is damaged or cut off.
+    """
+    codec = None
+    try:
+        with _open(path) as file:
+            codec = next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
+            if codec is None:
+                yield file
+            else:
+                # NativeFile is no RawIOBase, and has all that a BufferedReader asks of one
+                stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+                with BufferedReader(cast("Any", stream)) as text:
+                    yield text
+    except OSError as error:
+        problem = error.strerror or str(error)
+        if codec is not None:
+            problem = f"its {codec} data is damaged or cut off: {problem}"
+        raise InputFileError(
+            f"cannot read the job file {shown_input(path)}: {problem}; expected a JSONL file"
+        ) from None
+
+
+@contextmanager
+def _open(path: str) -> Iterator[BufferedReader]:
+    if path == STANDARD_INPUT:
+        yield BufferedReader(cast("Any", sys.stdin.buffer))  # one that can peek, whatever stands in for it
+        return
+    kind = odd_kind(os.stat(path).st_mode)
+    if kind in ("a socket", "a device"):
+        raise OSError(None, f"found {kind}")
+    with open(path, "rb") as file:
+        yield file
