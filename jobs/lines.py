@@ -68,7 +68,7 @@ class ChatBody(SamplingParams):
         if values.get("max_completion_tokens") is None:
             return values
         limit = values["max_completion_tokens"]
-        if values.get("max_tokens", limit) != limit:
+        if values.get("max_tokens") not in (None, limit):
             raise ValueError("fields 'max_tokens' and 'max_completion_tokens': found two limits, expected one")
         return {**values, "max_tokens": limit}
 
@@ -114,8 +114,10 @@ def _job_from_batch_line(line: BatchLine, run_seed: int) -> Job:
 
 
 def _validated(form: type[Line], values: dict[str, Any], prefix: str = "") -> Line:
+    """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one."""
+    optional = {name for name, field in form.model_fields.items() if not field.is_required()}
     try:
-        return form.model_validate(values)
+        return form.model_validate({k: v for k, v in values.items() if v is not None or k not in optional})
     except ValidationError as error:
         raise LineError(reasons(error, form, prefix)) from None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import click
 
@@ -13,11 +15,14 @@ from scheduler.nightly_command import nightly
 from scheduler.read_commands import results, status, tail
 from scheduler.report_command import report
 from scheduler.run_commands import cancel, resume, submit
+from scheduler.summary import printable
 from scheduler.tool_commands import doctor
 from scheduler.train_commands import train
 
 INTERRUPTED = 130
 USER_ERROR = 2
+
+OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 USER_ERRORS = (  # their text is one line for the user
     ("jobs.input_file", "InputFileError"),
@@ -39,14 +44,19 @@ class OneLineErrors(click.Group):
     """Shows a user's mistake as one line on stderr, with exit code 2 and no traceback."""
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
+        _prepare_streams()
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()
         except click.ClickException as error:
             _fail(error.format_message())
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
         except Exception as error:
+            if _is_output_error(error):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is yet to be flushed
+                _fail(f"cannot write to standard output: {os.strerror(error.errno or 0)}")
             if not _is_user_error(error):
                 raise
             _fail(str(error))
@@ -70,6 +80,21 @@ for command in (submit, nightly, status, tail, results, report, resume, cancel, 
     main.add_command(command)
 
 
+def _prepare_streams() -> None:
+    """Closed streams lead nowhere: else the next files opened would be taken for them, by programs below us, too."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _is_output_error(error: Exception) -> TypeGuard[OSError]:
+    """Whether standard output can't be written to; other files' errors have a name, or are told of where they are."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS
+
+
 def _is_user_error(error: Exception) -> bool:
     """Looks only into modules that are there already: to import all of them would cost a second."""
     modules = ((sys.modules.get(module), name) for module, name in USER_ERRORS)
@@ -77,7 +102,7 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"swiftbatch: {' '.join(message.split())}", err=True)
+    click.echo(f"swiftbatch: {printable(' '.join(message.split()))}", err=True)
     sys.exit(USER_ERROR)
 
 

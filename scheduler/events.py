@@ -63,7 +63,7 @@ class RunOpened(Event):
     num_jobs: int
 
     def __str__(self) -> str:
-        return f"{self.num_jobs} jobs in {self.run}"
+        return f"{self.num_jobs} jobs in {printable(self.run)}"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ class DriverAwaited(Event):
     run: str
 
     def __str__(self) -> str:
-        return f"waiting for a driver: `swiftbatch submit` starts one in some seconds, or: swiftbatch resume {self.run}"
+        run = printable(self.run)
+        return f"waiting for a driver: `swiftbatch submit` starts one in some seconds, or: swiftbatch resume {run}"
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,9 @@ class RunEnded(Event):
 
     def lines(self) -> list[str]:
         """The parts of its text."""
-        first = f"run {self.state}; jobs: {job_counts(self.jobs)}"
+        first, run = f"run {self.state}; jobs: {job_counts(self.jobs)}", printable(self.run)
         if self.state == "interrupted":
-            return [first, f"nothing is lost; go on with: swiftbatch resume {self.run}"]
-        again = f"to run failed and cancelled jobs again: swiftbatch resume {self.run} --retry-failed"
+            return [first, f"nothing is lost; go on with: swiftbatch resume {run}"]
+        again = f"to run failed and cancelled jobs again: swiftbatch resume {run} --retry-failed"
         has_failed = self.jobs.get("failed") or self.jobs.get("cancelled")
-        return [first, *([again] if has_failed else []), f"results: {' and '.join(self.outputs)}"]
+        return [first, *([again] if has_failed else []), f"results: {' and '.join(map(printable, self.outputs))}"]

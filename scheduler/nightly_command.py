@@ -50,7 +50,9 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     with hold(runs, if_busy == "wait") as held:
         paths, skipped = job_files(inbox_store)
         digests = _without_done(inbox_store, runs, paths, skipped)
-        click.echo(f"{len(paths)} job files in {inbox_store.shown_uri}, {len(digests)} of them to run", err=True)
+        click.echo(
+            f"{len(paths)} job files in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run", err=True
+        )
         for path, reason in sorted(skipped.items()):
             click.echo(f"{printable(path)} was not read: {printable(reason)}", err=True)
         code = SOME_FAILED if skipped else 0

@@ -48,10 +48,11 @@ def tail(run_uri: str, custom_id: str, follow: bool) -> None:
       swiftbatch tail my-run story-7 --follow
     """
     from jobs.run import Run
+    from scheduler.summary import harmless
     from scheduler.tailing import follow_text
 
     for piece in follow_text(Run.open(run_uri), custom_id, follow):
-        click.echo(piece, nl=False)
+        click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
     click.echo()
 
 
@@ -94,9 +95,11 @@ def _watch_status(run: Run, as_json: bool) -> None:
 
 
 def _show_run(run: Run) -> None:
-    click.echo(
-        f"{run.store.shown_uri} ({run.manifest.run_id}): model {run.manifest.model}, engine {run.manifest.engine}"
-    )
+    from scheduler.summary import printable
+
+    manifest = run.manifest
+    place = printable(run.store.shown_uri)
+    click.echo(f"{place} ({manifest.run_id}): model {printable(manifest.model)}, engine {manifest.engine}")
 
 
 def _show_status(run: Run, progress: Progress) -> None:
@@ -112,9 +115,9 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 
 def _show_what_next(run: Run, progress: Progress) -> None:
-    from scheduler.summary import duration
+    from scheduler.summary import duration, printable
 
     if progress.state == "interrupted":
-        click.echo(f"no driver runs it; go on with: swiftbatch resume {run.store.shown_uri}")
+        click.echo(f"no driver runs it; go on with: swiftbatch resume {printable(run.store.shown_uri)}")
     elif progress.state != "running":
         click.echo(f"took {duration(progress.updated - progress.started)} since the last start")

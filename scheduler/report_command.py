@@ -25,6 +25,7 @@ def report(run_uri: str, output: str) -> None:
     from metrics.report.facts import gather
     from metrics.report.page import render
     from scheduler.heartbeat import current_progress
+    from scheduler.summary import printable
     from scheduler.takeover import claims
 
     run = Run.open(run_uri)
@@ -34,4 +35,4 @@ def report(run_uri: str, output: str) -> None:
         Path(output).write_bytes(page)
     except OSError as error:
         raise click.FileError(output, error.strerror) from None
-    click.echo(f"report of {len(facts.jobs):,} jobs: {output} ({len(page) / 1000:,.0f} kB)")
+    click.echo(f"report of {len(facts.jobs):,} jobs: {printable(output)} ({len(page) / 1000:,.0f} kB)")

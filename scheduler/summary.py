@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 if TYPE_CHECKING:
     from jobs.run import Progress, WorkerStatus
@@ -73,6 +74,11 @@ def counted(number: int, noun: str) -> str:
 def printable(text: str) -> str:
     """A user's text without what steers a terminal or breaks a line: such characters become escapes as in Python."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def harmless(text: str) -> str:
+    """A text as it is, but for characters that steer a terminal: such become escapes."""
+    return "".join(c if category(c) != "Cc" or c in "\n\t" else printable(c) for c in text)
 
 
 def _job_with_tokens(custom_id: str, num_tokens: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"stop": ["x"] * 17}, ["'stop'", "at most 16 items, not 17"]),
     (GOOD | {"stop": ["x", ""]}, ["'stop[1]'", "at least 1 character"]),
     (GOOD | {"ignore_eos": "yes"}, ["'ignore_eos'", "true or false"]),
+    (GOOD | {"max_tokens": None}, ["'max_tokens'", "found null", "a whole number"]),
+    (GOOD | {"custom_id": None}, ["'custom_id'", "found null", "a string"]),
+    (GOOD | {"prompt": None}, ["'prompt' and 'messages'", "neither"]),
+    (GOOD | {"colour": None}, ['unknown field "colour"']),
+    (json.dumps(GOOD).encode("utf-16"), ["not UTF-8", "0xff"]),
+    (json.dumps(GOOD).encode("utf-16-be"), ["not JSON"]),
+    (b"\0" + json.dumps(GOOD).encode(), ["not JSON"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "body": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, ["deeply"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "seed": -0.0}', ["'seed'", "found -0.0"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1e3}', ["'max_tokens'", "found 1000.0"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "temperature": NaN}', ["'temperature'", "finite"]),
+    (GOOD | {"seed": 2**63}, ["'seed'", "less than or equal to"]),
     (batch({"prompt": "x", "max_tokens": 1}, method="GET"), ["'method'", '"GET"', "'POST'"]),
     (batch({"input": "x"}, "/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
     (GOOD | {"body": {}}, ["'method'", 'unknown field "prompt"']),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from worker.doctor import diagnose
 from worker.drafters.names import ENGINE_NAMES
 from worker.model_files import locate_model
 from worker.text import TextCodec
+
+ROOT = Path(__file__).parent.parent
 
 
 def invoke(*args: str) -> Result:
@@ -178,6 +181,28 @@ def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], problem: str) 
     assert problem in refusal(*args)
 
 
+def test_a_standard_output_that_takes_nothing_is_told_in_one_line_or_closed_on_purpose(run: Run) -> None:
+    finish(run, "a", "text of a")
+    script = f"""swiftbatch() {{ "{sys.executable}" -m scheduler.cli "$@"; echo "$?" >&3; }}
+        exec 3>&1 4>&2
+        swiftbatch status "$1" > /dev/full
+        swiftbatch results "$1" > /dev/full
+        swiftbatch results "$1" >&-
+        swiftbatch status "$1" <&- >&- 2>&-"""
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", run.store.uri], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stderr == "swiftbatch: cannot write to standard output: No space left on device\n" * 2
+    assert done.stdout.split() == ["2", "2", "0", "0"]
+
+
+def test_what_is_shown_of_hostile_names_steers_no_terminal(tmp_path: Path) -> None:
+    hostile = str(tmp_path / "a\nb\x1b[31m\x9b\u202e\udcff")
+    for args in (["status", hostile], ["submit", hostile, "--run", "x"], [hostile], ["submit", hostile]):
+        assert refusal(*args).isprintable()
+    assert refusal("tail", hostile, hostile).isprintable()
+
+
 @pytest.mark.parametrize("command", ["status", "tail", "results", "report", "resume", "cancel"])
 def test_a_folder_without_a_run_is_named(command: str, tmp_path: Path) -> None:
     args = [command, str(tmp_path), *(["a"] if command == "tail" else [])]
@@ -236,6 +261,18 @@ def test_strict_refuses_the_whole_file_and_makes_no_run(tmp_path: Path, tiny_mod
     line = refusal("submit", path, "--run", str(tmp_path / "run"), "--model", str(tiny_model), "--strict")
     assert "line 2" in line
     assert "max_tokens" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_were_cut_off_are_refused_in_one_line_before_anything_is_run(
+    tmp_path: Path, tiny_model: Path, jobs_file: str
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    for args in (["doctor"], ["submit", jobs_file, "--run", str(tmp_path / "run")]):
+        line = refusal(*args, "--model", str(model))
+        assert f"{weights} is damaged or cut off" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -12,11 +12,11 @@ from progress_parts import NOW, make_progress, make_worker
 
 from jobs.run import Progress
 from scheduler import event_reference
-from scheduler.events import LineRejected, RunEnded, WorkerLost, WorkerReady
+from scheduler.events import DriverAwaited, LineRejected, RunEnded, RunOpened, WorkerLost, WorkerReady
 from scheduler.job_events import JobCancelled, JobGivenUp, JobPutBack
 from scheduler.progress import JsonDisplay, Lines, PlainDisplay, QuietDisplay
 from scheduler.speed import RATE_SECONDS, Speed
-from scheduler.summary import checkpoint_age, printable, summary_line
+from scheduler.summary import checkpoint_age, harmless, printable, summary_line
 
 OUTPUTS = ("r/output.jsonl", "r/output.parquet")
 
@@ -129,8 +129,12 @@ def test_what_a_user_named_can_not_steer_the_terminal() -> None:
         JobGivenUp(hostile, hostile),
         JobPutBack(hostile, "worker_died", 1, is_lost=True),
         JobPutBack(hostile, "migrated", 1, is_lost=False),
+        RunOpened(hostile, "run-1", 3),
+        DriverAwaited(hostile),
+        *(RunEnded(hostile, state, {"failed": 1}, (hostile, hostile)) for state in ("interrupted", "finished")),
     ]
-    assert all(str(event).isprintable() for event in events)
+    assert all(line.isprintable() for event in events for line in str(event).split("\n"))
+    assert harmless("a\x1b[2Jb\x9bc\n\td\u200d\u00a0e") == "a\\x1b[2Jb\\x9bc\n\td\u200d\u00a0e"
 
 
 def test_lines_that_nobody_reads_any_more_are_dropped() -> None:

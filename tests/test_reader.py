@@ -31,6 +31,18 @@ def test_both_forms_of_a_chat_line_give_the_same_job(tmp_path: Path) -> None:
     assert short.messages[0].content == "Hello"
 
 
+def test_null_stands_for_the_default_of_a_field_that_has_one(tmp_path: Path) -> None:
+    nulls = dict.fromkeys(["temperature", "top_p", "seed", "stop", "ignore_eos", "messages"])
+    (plain, short), _ = read(tmp_path, GOOD, GOOD | nulls | {"custom_id": "other"})
+    assert short.sampling == plain.sampling.model_copy(update={"seed": short.sampling.seed})
+    body = {"messages": CHAT["messages"], "max_completion_tokens": 7, "max_tokens": None, "n": None, "stream": None}
+    other = body | {"max_completion_tokens": None, "max_tokens": 7}
+    lines = [batch(values, "/v1/chat/completions", custom_id=name) for name, values in (("a", body), ("b", other))]
+    jobs, rejects = read(tmp_path, *lines)
+    assert rejects == []
+    assert [job.sampling.max_tokens for job in jobs] == [7, 7]
+
+
 def test_a_missing_seed_follows_from_run_seed_and_custom_id(tmp_path: Path) -> None:
     def seeds(run_seed: int) -> list[int | None]:
         jobs, _ = read(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ ATTRIBUTES = re.compile(
 )
 
 
-FOLDER = "a run: 100%25 #1?"  # what a link has to spell in another way
+FOLDER = "a run: 100%25 #1?\udcff"  # what a link has to spell in another way
 
 
 class Elements(HTMLParser):
@@ -83,12 +84,14 @@ def test_hostile_words_stay_words(tmp_path: Path) -> None:
     page = Elements(page_of(hostile_run(str(tmp_path))))
     assert [tag for tag, _ in page.elements if not TAGS.fullmatch(tag)] == []
     assert [name for _, found in page.elements for name in found if not ATTRIBUTES.fullmatch(name)] == []
-    for word in HOSTILE:
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", page.text) is None
+    shown = [word.replace("\x00\x1b[31m\udc80", r"\x00\x1b[31m\udc80") for word in HOSTILE]
+    for word in shown:
         assert page.text.count(f"found {word}") == 1
     for word in HOSTILE[:6]:
         assert page.text.count(f"And {word} was all.") == 1
         assert any(word in title for title in page.values("title"))
-    for word in HOSTILE[6:]:
+    for word in shown[6:]:
         assert f"worker said {word}" in page.text
 
 
@@ -137,7 +140,7 @@ def test_links_lead_to_the_files_of_the_run_wherever_the_page_lies(tmp_path: Pat
             link["href"] for tag, link in page.elements if tag == "a" and not link.get("href", "#").startswith("#")
         ]
         assert len(links) == 6 + 2 + 2  # the failed ones are in two tables
-        files = [json.loads((folder / unquote(link)).read_text()) for link in links]
+        files = [json.loads((folder / os.fsdecode(unquote_to_bytes(link))).read_text()) for link in links]
         assert {line["custom_id"] for line in files} == {job.job.custom_id for job in run.jobs()}
 
 

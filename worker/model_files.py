@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 EMBEDDED = Path(__file__).parent / "embedded"
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
@@ -39,6 +41,8 @@ def locate_model(model: str) -> ModelFiles:
     weights = sorted(file for file in path.glob("*.safetensors") if file.name not in DRAFT_FILES)
     if not weights:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
+    for file in weights:
+        _refuse_damaged(model, file)
     return ModelFiles(model, path, _fingerprint(path, weights), *_sizes(model, config))
 
 
@@ -65,6 +69,15 @@ def _sizes(model: str, config: dict[str, object]) -> tuple[int, int]:
         if not isinstance(size, int) or size < 1:
             raise ModelError(f"model {model}: config.json has {key} = {size!r}; expected a positive integer")
     return int(str(sizes[0])), int(str(sizes[1]))
+
+
+def _refuse_damaged(model: str, file: Path) -> None:
+    """The head of a file of weights says how long it is: one that was cut off shows before anything is loaded."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model {model}: {file} is damaged or cut off ({error}); copy it again") from None
 
 
 def _hub_snapshot(model: str) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from jobs.store import Store
 from metrics.report.charts import length_chart, throughput_chart
@@ -24,7 +26,8 @@ MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
 URGENCY = {"failed": 0, "finished": 2}
-PATH_CHARACTERS = "/"  # that stay as they are in a link
+PATH_CHARACTERS = b"/"  # that stay as they are in a link
+NOT_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def render(facts: RunFacts, store: Store, folder: str) -> str:
@@ -35,6 +38,7 @@ def render(facts: RunFacts, store: Store, folder: str) -> str:
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=_in_html,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -116,7 +120,14 @@ def _link(store: Store, file: str, folder: str) -> str | None:
     if not store.is_local:
         return None
     path = os.path.relpath(os.path.join(store.uri, file), folder)
-    return quote("/".join(path.split(os.sep)), safe=PATH_CHARACTERS)
+    return quote(os.fsencode(path), safe=PATH_CHARACTERS)
+
+
+def _in_html(value: object) -> object:
+    """Text as a page can hold it: control characters and halves of characters become escapes as in Python."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return NOT_HTML.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
 
 
 def _css() -> str:
