@@ -21,6 +21,7 @@ from scheduler.train_commands import train
 
 INTERRUPTED = 130
 USER_ERROR = 2
+MAX_LINE = 4000  # characters of an error
 
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
@@ -102,7 +103,8 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo(f"swiftbatch: {printable(' '.join(message.split()))}", err=True)
+    line = printable(" ".join(message.split()))
+    click.echo(f"swiftbatch: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '...'}", err=True)
     sys.exit(USER_ERROR)
 
 

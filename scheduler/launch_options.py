@@ -7,13 +7,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from scheduler.model_options import filled
+
 if TYPE_CHECKING:
     from scheduler.launch import LaunchOptions
     from scheduler.progress import OutputMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-SECONDS = click.FloatRange(0, min_open=True)
+MAX_SECONDS = 1_000_000_000  # 31 years
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds that a clock can count: click takes NaN and infinity for numbers in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not seconds <= MAX_SECONDS:
+            self.fail(f"found {value}, expected at most {MAX_SECONDS:,} seconds", param, ctx)
+        return seconds
+
+
+SECONDS = Seconds(0, min_open=True)
 
 WORKERS = [
     click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Worker processes."),
@@ -26,6 +41,7 @@ WORKERS = [
     click.option(
         "--kv-offload",
         type=click.Path(),
+        callback=filled,
         metavar="DIR",
         help="Keep caches in files there (GPU: in pinned memory), not on the device. [default: the run's, else off]",
     ),
@@ -67,7 +83,7 @@ CHECKPOINTS = [
     ),
     click.option(
         "--grace-seconds",
-        type=click.FloatRange(0),
+        type=Seconds(0),
         default=20.0,
         show_default=True,
         help="Time to write checkpoints in after SIGTERM, Ctrl-C or a drain notice.",
@@ -76,7 +92,7 @@ CHECKPOINTS = [
 RUN_FOLDER = [
     click.option(
         "--store-retry-seconds",
-        type=click.FloatRange(0),
+        type=Seconds(0),
         default=120.0,
         show_default=True,
         help="How long a failing store is tried again before the run stops.",

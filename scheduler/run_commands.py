@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scheduler.launch_options import launch_options, make_launch_options, output_mode
+from scheduler.model_options import MAX_THREADS, filled
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wro
 @click.command()
 @click.argument("jobs", type=click.Path())
 @click.option("--run", "run_uri", required=True, help="Folder of the run: a path, s3:// or gs://. Made if absent.")
-@click.option("--model", help="`embedded`, a folder, or a hub id. [default: embedded]")
+@click.option("--model", callback=filled, help="`embedded`, a folder, or a hub id. [default: embedded]")
 @click.option(
     "--engine", type=click.Choice(ENGINE_NAMES), help=f"Changes speed, not output. [default: {DEFAULT_ENGINE}]"
 )
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="[default: bfloat16]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="[default: auto]")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads per worker. [default: cores / workers]")
+@click.option(
+    "--threads", type=click.IntRange(1, MAX_THREADS), help="CPU threads per worker. [default: cores / workers]"
+)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="For jobs without a seed of their own. [default: 0]")
 @click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")
 @launch_options
@@ -41,7 +44,7 @@ def submit(
     """Run the jobs of a JSONL file and wait for them. The same file again runs only what is missing.
 
     JOBS holds one JSON object a line: `custom_id`, `prompt` (or `messages`), `max_tokens` and sampling fields, or an
-    OpenAI Batch line.
+    OpenAI Batch line. It may be compressed (gzip, zstd), in an object store, a pipe, or `-` for standard input.
 
     \b
     Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted,
