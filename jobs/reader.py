@@ -13,6 +13,7 @@ from jobs.reasons import shown
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
+MAX_REJECTS = 1_000_000  # are kept in memory; a small compressed file may hold any number
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -43,6 +44,7 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Rej
             _refuse_duplicate(job.custom_id, first_lines)
         except LineError as error:
             rejects.append(Reject(line_number, custom_id, str(error)))
+            _refuse_endless(path, rejects)
         else:
             first_lines[job.custom_id] = line_number
             jobs.append((line_number, job))
@@ -89,6 +91,15 @@ def _readable_custom_id(value: object) -> str | None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
     return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value
+
+
+def _refuse_endless(path: str, rejects: list[Reject]) -> None:
+    if len(rejects) > MAX_REJECTS:
+        first = rejects[0]
+        raise InputFileError(
+            f"{shown_input(path)} is no job file: found over {MAX_REJECTS:,} bad lines, "
+            f"the first is line {first.line_number}: {first.reason}"
+        )
 
 
 def _refuse_duplicate(custom_id: str, first_lines: dict[str, int]) -> None:

@@ -120,8 +120,9 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
     """
     from jobs.run import Run
     from scheduler.cancellation import cancel_jobs
+    from scheduler.summary import printable
 
-    click.echo(cancel_jobs(Run.open(run_uri), custom_id))
+    click.echo(printable(cancel_jobs(Run.open(run_uri), custom_id)))
 
 
 def _launch(run: Run, num_jobs: int, options: LaunchOptions, display: Display) -> Outcome:

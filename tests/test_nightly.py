@@ -191,6 +191,19 @@ def test_compressed_files_are_run_and_a_damaged_mark_is_no_end(tmp_path: Path, t
     assert "1 of them to run" in nightly(inbox, runs, tiny_model).stderr
 
 
+def test_job_files_of_any_name_are_run_and_named_in_a_line(tmp_path: Path, tiny_model: Path) -> None:
+    inbox, runs, names = tmp_path / "inbox", tmp_path / "runs", ("a\n\x1b[2J\udcff.jsonl", "-.jsonl", "c?[b]%s{}.jsonl")
+    inbox.mkdir()
+    for name in names:
+        (inbox / name).write_text(lines("x"))
+        finish(str(inbox), str(runs), name, tiny_model)
+    result = nightly(inbox, runs, tiny_model)
+    assert result.exit_code == 0, result.output
+    assert r"job file a\n\x1b[2J\udcff.jsonl" in result.stderr
+    assert all(line.isprintable() for line in result.output.splitlines())
+    assert "0 of them to run" in nightly(inbox, runs, tiny_model).stderr
+
+
 def test_the_folders_are_refused_in_one_line_where_one_is_in_the_other_or_absent(
     tmp_path: Path, tiny_model: Path
 ) -> None:

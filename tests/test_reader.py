@@ -63,6 +63,15 @@ def test_a_duplicate_custom_id_is_a_reject_that_names_the_first_line(tmp_path: P
     assert 'found "good" again (first in line 2)' in rejects[1].reason
 
 
+def test_a_file_of_bad_lines_without_end_is_refused_at_some_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.reader.MAX_REJECTS", 3)
+    assert len(read(tmp_path, *[b"x"] * 3)[1]) == 3
+    with pytest.raises(InputFileError, match=r"no job file: found over 3 bad lines, the first is line 1: not JSON"):
+        read(tmp_path, *[b"x"] * 4, GOOD)
+
+
 def test_bom_crlf_and_blank_lines_are_fine_and_line_numbers_count_all_lines(tmp_path: Path) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_bytes(

@@ -120,15 +120,18 @@ BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SENTENCE_PIECE = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 BOUNDED = {
     "byte level": (fast(WORDS, None, BYTE_LEVEL), 4),
-    "composing": (fast(WORDS, normalizers.NFC(), BYTE_LEVEL), 16),
+    "composing": (fast([*ALPHABET, "á¾", "á¾Ĥ"], normalizers.NFC(), BYTE_LEVEL), 12),
     "composing more": (fast(WORDS, normalizers.NFKC(), BYTE_LEVEL, AddedToken("<end of it>", normalized=True)), 44),
     "byte fallback": (fast([*BYTES, "a", "aa", "▁"], SENTENCE_PIECE, None, byte_fallback=True, fuse_unk=True), 6),
 }
 LETTERS = st.sampled_from("aé ́ͅ\u1f82ﬃ각ᄀ가\n\t<>👍") | st.characters(exclude_categories=["Cs"])
 
 
+DECOMPOSED = st.sampled_from("\u1f82é각").map(normalizers.NFD().normalize_str)
+
+
 @given(
-    text=st.text(LETTERS) | st.integers(0, 50).map("a".__mul__),
+    text=st.text(LETTERS) | st.lists(DECOMPOSED).map("".join) | st.integers(0, 50).map("a".__mul__),
     name=st.sampled_from(sorted(BOUNDED)),
     times=st.integers(1, 4),
 )
