@@ -23,6 +23,7 @@ from job_lines import CHAT, GOOD
 
 from jobs.input_file import InputFileError
 from jobs.reader import MAX_LINE_BYTES, read_jobs
+from scheduler.job_files import read_job_file
 
 ROOT = Path(__file__).parent.parent
 TEXT = b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n\n{broken\n" + json.dumps(CHAT).encode()
@@ -55,6 +56,16 @@ def test_a_compressed_file_is_read_as_what_it_holds_whatever_its_name(
     assert summary(str(path)) == EXPECTED
     path.write_bytes(compress(TEXT[:50]) + compress(TEXT[50:]))  # as `cat` makes of two
     assert summary(str(path)) == EXPECTED
+
+
+def test_a_compressed_file_behind_a_uri_is_read_and_a_damaged_one_is_named_by_it(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl.gz"
+    path.write_bytes(gzip.compress(TEXT))
+    jobs, rejects = read_job_file(path.as_uri(), 1)
+    assert [number for number, _ in jobs] + [reject.line_number for reject in rejects] == [1, 4, 3]
+    path.write_bytes(gzip.compress(TEXT)[:-1])
+    with pytest.raises(InputFileError, match=f"^cannot read the job file {path.as_uri()}: its gzip data is damaged"):
+        read_job_file(path.as_uri(), 1)
 
 
 @pytest.mark.parametrize("compress", [bytes, *COMPRESSED])
