@@ -139,10 +139,12 @@ class Driver:
                 self._beat("running")
 
     def _refuse_endless_starts(self, events: list[Event]) -> None:
-        if self._fleet.num_failed_starts < MAX_FAILED_STARTS or any(worker.info for worker in self._fleet.workers):
+        if any(worker.info for worker in self._fleet.workers):
             return
         for event in events:
-            if isinstance(event, Lost):
+            if isinstance(event, Lost) and event.reason == "model_refused":  # no other try would end otherwise
+                raise DriverError(f"no worker starts: {event.message}")
+            if isinstance(event, Lost) and self._fleet.num_failed_starts >= MAX_FAILED_STARTS:
                 raise DriverError(f"no worker starts, {MAX_FAILED_STARTS} tries: {event.message}")
 
     def _end_state(self) -> RunState:

@@ -74,6 +74,9 @@ class Intake:
         for job_id, message in report.failed:
             worker.job_ids.discard(job_id)
             self._settlement.put_back(job_id, "attempt_failed", message)
+        for job_id, code, message in report.refused:
+            worker.job_ids.discard(job_id)
+            self._settlement.refuse(job_id, code, message)
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
         for progress in report.released:
             worker.job_ids.discard(progress.job_id)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.store import StoreError
 from scheduler.actors import WorkerActor, WorkerInfo, WorkerSpec
+from worker.model_files import ModelError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayError
@@ -82,6 +83,8 @@ def _explain(error: RayError) -> tuple[str, str]:
 
     if isinstance(error, RayTaskError):
         cause = error.cause
+        if isinstance(cause, ModelError):
+            return "model_refused", str(cause)
         return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
     if isinstance(error, RayActorError) and error.preempted:
         return "node_drained", "its node was drained"

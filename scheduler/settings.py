@@ -62,13 +62,15 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
 
 def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
     """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
+    from worker.hardware import hardware_of  # which needs torch; the tokenizer brings it in anyway
+
     torch_version = manifest.versions["torch"]
     key = verdict_key(
         files.fingerprint,
         manifest.dtype,
         manifest.device,
         manifest.num_threads,
-        manifest.cpu_capability,
+        hardware_of(manifest.device),
         torch_version,
     )
     return manifest.model_copy(update={"model_fingerprint": files.fingerprint, "exactness": known_verdict(key)})

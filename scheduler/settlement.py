@@ -36,7 +36,14 @@ class Settlement:
         if self._queue.lose(job_id, time.monotonic()):
             self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=True))
         else:
-            self._give_up(job_id, message)
+            num_attempts = self._checkpoints.attempts(job_id)
+            text = f"given up after {num_attempts} attempts; the last one: {message}"
+            self._give_up(job_id, "attempts_failed", text)
+
+    def refuse(self, job_id: str, code: str, message: str) -> None:
+        """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
+        if not self._has_ended(job_id):
+            self._give_up(job_id, code, f"given up: {message}")
 
     def release(self, job_id: str, reason: str) -> None:
         """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
@@ -86,12 +93,10 @@ class Settlement:
             self._counters.count_finished(CANCELLED)
             self._display.note(JobCancelled(record.job.custom_id))
 
-    def _give_up(self, job_id: str, message: str) -> None:
+    def _give_up(self, job_id: str, code: str, message: str) -> None:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
         if record := self._queue.record(job_id):
-            num_attempts = self._checkpoints.attempts(job_id)
-            text = f"given up after {num_attempts} attempts; the last one: {message}"
-            self._run.write_error(job_id, error_line(record, "attempts_failed", text))
+            self._run.write_error(job_id, error_line(record, code, message))
             self._queue.give_up(job_id)
             self._counters.count_finished("failed")
-            self._display.note(JobGivenUp(record.job.custom_id, text))
+            self._display.note(JobGivenUp(record.job.custom_id, message))

@@ -1,8 +1,9 @@
 """A session without a model: it counts upwards, through the real run folder and the real token log.
 
-What a job does is in its `custom_id`: `fails-*` always fails, `kills-*` ends its worker's process at token 30,
-`unlogged-*` writes its token log only when its worker drains or releases it, `storeless-*` finds the store broken at
-token 30, `stuck-*` never ends a slice after token 30, `dies-*` ends its worker's process when it should be released.
+What a job does is in its `custom_id`: `fails-*` always fails, `refused-*` is refused, `kills-*` ends its worker's
+process at token 30, `unlogged-*` writes its token log only when its worker drains or releases it, `storeless-*` finds
+the store broken at token 30, `stuck-*` never ends a slice after token 30, `dies-*` ends its worker's process when it
+should be released.
 """
 
 from __future__ import annotations
@@ -67,8 +68,13 @@ class CountingSession:
         finished = tuple(self._finish(job) for job in ended)
         if self._must_drain:
             released += self._release(list(self._running))
+        refused = tuple(
+            self._refuse(job) for job in list(self._running.values()) if job.custom_id.startswith("refused")
+        )
         progress = tuple(job.progress for job in self._running.values())
-        return WorkReport(progress, finished, tuple(failed), num_generated, tuple(released), self._must_drain)
+        return WorkReport(
+            progress, finished, tuple(failed), num_generated, tuple(released), self._must_drain, refused=refused
+        )
 
     def drain(self, seconds: float) -> WorkReport:
         self._must_drain = True
@@ -87,6 +93,11 @@ class CountingSession:
         recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
         self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
         return None
+
+    def _refuse(self, job: CountingJob) -> tuple[str, str, str]:
+        job_id = job.assignment.record.job_id
+        del self._running[job_id]
+        return job_id, "logits_not_finite", "its numbers are none"
 
     def _advance(self, job: CountingJob) -> int:
         sampling = job.assignment.record.job.sampling

@@ -44,12 +44,13 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
     """Work until nothing runs; returns the sum of what ended."""
     report = worker.work(Orders(assignments), 0.05)
-    finished, failed = list(report.finished), list(report.failed)
+    finished, failed, refused = list(report.finished), list(report.failed), list(report.refused)
     while report.progress:
         report = worker.work(Orders(), 0.05)
         finished += report.finished
         failed += report.failed
-    return WorkReport(finished=tuple(finished), failed=tuple(failed))
+        refused += report.refused
+    return WorkReport(finished=tuple(finished), failed=tuple(failed), refused=tuple(refused))
 
 
 def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:

@@ -62,7 +62,7 @@ def test_a_killed_workers_jobs_resume_elsewhere_with_the_same_tokens(tmp_path: P
 
 
 def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_path: Path, cluster: Cluster) -> None:
-    run = make_run(tmp_path / "run", {"fails-always": 50, "good": 50})
+    run = make_run(tmp_path / "run", {"fails-always": 50, "refused": 50, "good": 50})
     counters = DriverCounters()
     state = make_driver(run, cluster, RecordingDisplay(), attempts=2, counters=counters).run()
     assert state == "finished"
@@ -73,7 +73,10 @@ def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_pat
     assert "after 2 attempts" in error["error"]["message"]
     assert "it always fails" in error["error"]["message"]
     assert counters.num_preemptions == {"attempt_failed": 2}
-    assert counters.jobs_finished == {"failed": 1}
+    refused = run.error(job_id(run, "refused"))
+    assert refused is not None
+    assert refused["error"] == {"code": "logits_not_finite", "message": "given up: its numbers are none"}  # no retries
+    assert counters.jobs_finished == {"failed": 2}
 
 
 def test_a_job_that_kills_its_workers_takes_no_neighbour_with_it(tmp_path: Path, cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from metrics.counters import EngineCounters
 from worker.budget import NodeBudget, measure_step_costs
 from worker.cache import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
+from worker.finite import NotFiniteError, check_finite
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
-from worker.stopping import StopRule
+from worker.stopping import ERROR, StopRule
 from worker.target import RowOutputs, TargetModel
 from worker.tiles import TILE_ROWS, max_tree_depth, tree_rows
 from worker.tree import DraftTree
@@ -23,6 +25,7 @@ from worker.verification import TOP_K, Verification, walk
 
 Decode = Callable[[list[int]], str]
 
+UNLIKELY = -1e4  # as a log-probability
 PREFILL_SECONDS = 0.2  # per sequence and step
 
 
@@ -34,6 +37,11 @@ class Slot:
     cache: FullKVCache
     sampler: TokenSampler
     stop_rule: StopRule
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """Draw the next token from the target's logits `[vocab]`. Raises NotFiniteError where that can't be done."""
+        check_finite(logits, self.sampler.position)
+        return self.sampler.draw(logits)
 
     def has_ended(self, token_id: int) -> bool:
         """Whether the sequence ends with the token just drawn; sets its finish reason."""
@@ -87,7 +95,7 @@ class Engine:
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; returns those that received tokens, with how.
 
-        A sequence whose `finish_reason` is set afterwards is done; `stop` it.
+        A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
         for slot in unfinished:
@@ -99,9 +107,14 @@ class Engine:
         trees = self.drafter.propose_all([self._request(slot, len(ready)) for slot in ready])
         proposed = time.perf_counter()
         outputs = self._verify(ready, trees)
+        self.target.synchronize()
         verified = time.perf_counter()
-        verifications = [self._commit(*step) for step in zip(ready, trees, outputs, strict=True)]
-        results = [(slot.sequence, verification) for slot, verification in zip(ready, verifications, strict=True)]
+        results = []
+        for slot, tree, rows in zip(ready, trees, outputs, strict=True):
+            try:
+                results.append((slot.sequence, self._commit(slot, tree, rows)))
+            except NotFiniteError as error:  # this sequence's fault alone
+                slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
         for sequence, verification in results:
             self.drafter.update(sequence, verification)
         self._count_step(started, proposed, verified)
@@ -112,6 +125,7 @@ class Engine:
         deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
         while _num_missing(slot) > 1 and time.perf_counter() < deadline:
             read(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
+            self.target.synchronize()
         self.counters.num_prefill_tokens += slot.cache.length - num_before
 
     def _request(self, slot: Slot, num_ready: int) -> DraftRequest:
@@ -130,7 +144,7 @@ class Engine:
         """Walk the tree with the target's own draws; commit the accepted path and the bonus token."""
         sequence = slot.sequence
         root_id = int(sequence.token_ids[-1])
-        path, committed = walk(tree, outputs.logits, slot.sampler.draw, slot.has_ended)
+        path, committed = walk(tree, outputs.logits, slot.draw, slot.has_ended)
         slot.cache.commit(path)
         sequence.extend(committed)
         self.counters.num_generation_tokens += len(committed)
@@ -173,6 +187,8 @@ def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probabilities of the target's `TOP_K` best tokens after every row."""
     top = torch.topk(logits, TOP_K)
     logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
+    # Rows that are verified and not walked may hold NaN: of those, all candidates are as unlikely as can be.
+    logprobs = logprobs.nan_to_num(nan=UNLIKELY, neginf=-math.inf)
     return top.indices.cpu().numpy(), logprobs.cpu().numpy()
 
 

@@ -30,6 +30,7 @@ class Sequence:
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.noise = GumbelNoise(sampling.seed or 0, vocab_size, device)
         self.finish_reason: str | None = None
+        self.error: str | None = None  # what went wrong, where that is the reason
         self._buffer = np.empty(self.max_length, dtype=np.int64)
         self._length = 0
         self.extend(prompt_ids)

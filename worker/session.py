@@ -22,6 +22,7 @@ from worker.checkpointing import Checkpointing
 from worker.config import EngineConfig
 from worker.drafters import create_drafter
 from worker.engine import Engine
+from worker.finite import NOT_FINITE, check_model
 from worker.kv_room import check_folder
 from worker.model_files import locate_model
 from worker.numerics import describe_numerics, exactness_of
@@ -52,6 +53,7 @@ class WorkerSession:
         self._checkpoints = CheckpointStore(self._run.store)
         self._codec = TextCodec(files)
         target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
+        check_model(target)
         self.numerics = describe_numerics(target, config.num_threads)
         drafter = create_drafter(config.engine, target, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.decode, counters)
@@ -72,11 +74,16 @@ class WorkerSession:
         released = self._release(orders.released, self._config.grace_seconds)
         failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
         finished: list[JobProgress] = []
+        refused: list[tuple[str, str, str]] = []
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline and not self._must_drain:
             self._step()
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
-                self._finish(job, finished, failed)
+                self._drop([job.job_id])
+                if job.sequence.error is not None:
+                    refused.append((job.job_id, NOT_FINITE, job.sequence.error))
+                else:
+                    self._finish(job, finished, failed)
             for job in self._running.values():
                 self._checkpointing.put_due(job)
         if self._must_drain:
@@ -85,6 +92,7 @@ class WorkerSession:
             progress=tuple(job.progress for job in self._running.values()),
             finished=tuple(finished),
             failed=tuple(failed),
+            refused=tuple(refused),
             num_generated_tokens=self.engine.counters.num_generation_tokens - num_before,
             released=tuple(released),
             is_draining=self._must_drain,
@@ -121,8 +129,7 @@ class WorkerSession:
         prompt_ids = self._codec.encode_job(record.job)
         sequence = Sequence(record.job_id, prompt_ids, record.job.sampling, target.vocab_size, target.device)
         cache = target.new_cache(sequence.max_length)
-        is_resume = assignment.attempt > 1
-        recovery = self._resumer.recover(sequence, cache, self._config.engine) if is_resume else None
+        recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, started)
         self.engine.start(sequence, cache)
         if recovery is not None:
@@ -154,7 +161,6 @@ class WorkerSession:
 
     def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:
         """Write a finished job's result, then forget its checkpoints; an overtaken attempt writes nothing."""
-        self._drop([job.job_id])
         newest = self._checkpoints.attempts(job.job_id)
         if newest > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from worker.sequence import Sequence
 
-LENGTH, STOP = "length", "stop"
+LENGTH, STOP, ERROR = "length", "stop", "error"
 
 
 class StopRule:

@@ -45,3 +45,4 @@ class WorkReport:
     released: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, as ordered or because it drains
     is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
     counters: EngineCounters | None = None  # all that the worker has counted since it started
+    refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
