@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
+MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
+MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 
 StopString = Annotated[str, Field(min_length=1)]
 
@@ -30,11 +32,20 @@ class SamplingParams(BaseModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     eta: float = Field(default=0.0, ge=0.0, lt=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    repetition_penalty: float = Field(default=1.0, ge=MIN_PENALTY, le=MAX_PENALTY)
     penalty_window: int = Field(default=1024, ge=1, le=MAX_COUNT)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _zero_or_large_enough(cls, value: float) -> float:
+        if 0.0 < value < MIN_TEMPERATURE:
+            raise ValueError(
+                f"field 'temperature': found {value:g}, expected 0 (greedy) or a value of at least {MIN_TEMPERATURE:g}"
+            )
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -17,6 +17,7 @@ from worker.noise import GumbelNoise
 from worker.sequence import Sequence
 
 MASKED = float("-inf")
+SUM_UNITS = 2.0**60  # units of a running sum: 1 + its rounding stays below 2^63
 
 
 def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
@@ -32,10 +33,23 @@ def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
 def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the smallest set of most probable tokens whose mass reaches `top_p` (Holtzman et al. 2020)."""
-    ascending, order = torch.sort(scores)
-    removed = torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1.0 - top_p
+    ascending, order = torch.sort(scores, stable=True)
+    removed = running_sum(torch.softmax(ascending, dim=-1)) <= 1.0 - top_p
     removed[-1] = False
     return scores.masked_fill(torch.zeros_like(removed).scatter(0, order, removed), MASKED)
+
+
+def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
+    """Sums of the first i + 1 of some probabilities `[n] float32`."""
+    if probabilities.device.type == "cpu":
+        return probabilities.cumsum(dim=-1)  # one after the other
+    return running_sum_in_any_order(probabilities)
+
+
+def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
+    """The same over whole numbers, where no order of summation changes a bit: GPUs choose theirs as they run."""
+    units = (probabilities.double() * SUM_UNITS).long()
+    return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
 
 
 def keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
@@ -52,9 +66,17 @@ def keep_eta(scores: torch.Tensor, eta: float) -> torch.Tensor:
     return scores.masked_fill(removed, MASKED)
 
 
+def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits over temperature; where that leaves float32, their distances from the best one, which draw the same."""
+    scores = logits / temperature
+    if temperature < 1.0 and math.isinf(float(scores.max())):
+        return (logits - logits.max()) / temperature
+    return scores
+
+
 def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Apply everything after the penalty to one row; only for temperature > 0."""
-    scores = logits / params.temperature
+    scores = _tempered(logits, params.temperature)
     if params.top_k:
         scores = keep_top_k(scores, params.top_k)
     if params.top_p < 1.0:
@@ -113,7 +135,7 @@ class TokenSampler:
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._params = sequence.sampling
         self._noise = sequence.noise
-        self._position = len(sequence)
+        self.position = len(sequence)  # of the next token
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
 
@@ -125,13 +147,13 @@ class TokenSampler:
 
     def draw(self, logits: torch.Tensor) -> int:
         """Draw the token at the next position from the target's logits there, `[vocab] float32`."""
-        token_id = draw(self.penalised(logits), self._position, self._params, self._noise)
+        token_id = draw(self.penalised(logits), self.position, self._params, self._noise)
         self.push(token_id)
         return token_id
 
     def push(self, token_id: int) -> None:
         """Take in a token at the next position that was drawn elsewhere."""
-        self._position += 1
+        self.position += 1
         if self._window is not None:
             self._window.push(token_id)
 
