@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker import attention
 from worker.config import EngineConfig
-from worker.doctor import diagnose
+from worker.doctor import Diagnosis, diagnose
 from worker.verdicts import known_verdict
 
 
@@ -22,28 +21,35 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_exact_machine_is_called_exact_and_remembered(tiny_model: Path) -> None:
-    config = EngineConfig(model=str(tiny_model), num_threads=2)
+    config = EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1)
     diagnosis = diagnose(config, num_rows=300)
     assert diagnosis.verdict == "exact"
     assert diagnosis.num_rows >= 300
     assert "every engine, batch and resume gives the same tokens" in diagnosis.summary()
     assert known_verdict(diagnosis.key()) == "exact"
-    other = diagnosis.model_copy(update={"num_threads": 1})
+    other = diagnosis.model_copy(update={"num_threads": 2})
     assert known_verdict(other.key()) == "not probed"
 
 
-def test_a_machine_whose_rows_differ_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_ROW_QUANTUM", 1)
-    diagnosis = diagnose(EngineConfig(num_threads=2), num_rows=600)
-    assert diagnosis.verdict == "exact up to ties"
-    assert "can change where two candidates nearly tie" in diagnosis.summary()
+COMMAND = ("-m", "scheduler.cli")
+ON_SPOILT_ATTENTION = (str(Path(__file__).parent / "spoilt_attention.py"),)
 
 
-def doctor(*args: str) -> subprocess.CompletedProcess[str]:
+def doctor(*args: str, program: tuple[str, ...] = COMMAND) -> subprocess.CompletedProcess[str]:
     """The command on a machine without a GPU, its output in pipes."""
-    command = [sys.executable, "-m", "scheduler.cli", "doctor", *args]
+    command = [sys.executable, *program, "doctor", *args]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path) -> None:
+    process = doctor("--model", str(tiny_model), "--json", program=ON_SPOILT_ATTENTION)
+    assert (process.returncode, process.stderr) == (0, "")
+    diagnosis = Diagnosis.model_validate_json(process.stdout)
+    assert (diagnosis.verdict, known_verdict(diagnosis.key())) == ("exact up to ties", "exact up to ties")
+    assert diagnosis.num_differing > 0
+    assert "can change where two candidates nearly tie" in diagnosis.summary()
 
 
 def test_a_log_holds_the_verdict_and_no_progress_bars(tiny_model: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from spoilt_attention import rows_that_depend_on_neighbours
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.sampling import SamplingParams
-from worker import attention, probe
+from worker import probe
 from worker.drafters import DRAFTERS, create_drafter
 from worker.engine import Engine
 from worker.model_files import locate_model
@@ -20,6 +21,7 @@ from worker.probe import probe_rows
 from worker.sequence import Sequence
 from worker.target import TargetModel
 from worker.text import TextCodec
+from worker.tiles import MIN_ROWS
 
 SETTINGS = {
     "greedy": {"temperature": 0.0},
@@ -93,18 +95,28 @@ def test_of_many_random_tree_rows_none_differs_in_any_bit(
     assert result.num_differing == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_probe_finds_attention_whose_rows_depend_on_their_neighbours(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+    embedded_targets: dict[str, TargetModel], dtype: str
 ) -> None:
-    monkeypatch.setattr(attention, "QUERY_ROW_QUANTUM", 1)
-    assert probe_rows(target, num_rows=600, seed=1).num_differing > 0
+    with rows_that_depend_on_neighbours():
+        assert probe_rows(embedded_targets[dtype], num_rows=30, seed=1).num_differing > 0
 
 
 def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
-    embedded_targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+    embedded_targets: dict[str, TargetModel],
 ) -> None:
-    monkeypatch.setattr(embedded_targets["float32"], "pads_rows", False)
-    assert probe_rows(embedded_targets["float32"], num_rows=300, seed=1).num_differing > 0
+    """A layer that flips its last bits where it has more rows than plain decoding gives it."""
+    target = embedded_targets["bfloat16"]
+
+    def spoil(_module: object, _inputs: object, output: torch.Tensor) -> None:
+        output.view(torch.int16)[:] ^= int(output.shape[-2] > MIN_ROWS)
+
+    handle = target.model.model.layers[-1].self_attn.v_proj.register_forward_hook(spoil)
+    try:
+        assert probe_rows(target, num_rows=30, seed=1).num_differing > 0
+    finally:
+        handle.remove()
 
 
 def test_shapes_whose_single_rows_take_another_kernel_are_exact_too(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from worker.attention_kernel import attention_kernel, flash_attention, query_row_quantum
 from worker.tiles import TILE_ROWS, SequenceRows, tail_mask
 
 ATTENTION_NAME = "swiftbatch_row_groups"
@@ -101,7 +102,7 @@ def _attend(
     """Attend `query [num_rows, kv_heads, group, head_dim]` to prefix and tail; same shape out."""
     tail_keys = keys[:, part.tail_slots].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
     tail_values = values[:, part.tail_slots].transpose(0, 1)
-    tail, tail_lse = _flash(query, tail_keys, tail_values, scaling, part.tail_mask)
+    tail, tail_lse = _each_row(query, tail_keys, tail_values, scaling, part.tail_mask)
     boundary = part.rows.boundary
     if boundary == 0:
         return tail
@@ -115,23 +116,34 @@ def _prefix(
     """One call over the shared prefix, the query heads of a KV head laid out as rows (and padded to the quantum)."""
     num_rows, _, group, _ = query.shape
     rows = query.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, num_rows * group, head_dim]
-    padding = -rows.shape[2] % QUERY_ROW_QUANTUM
+    padding = -rows.shape[2] % query_row_quantum(query.device.type, query.dtype, group)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     output, lse = _flash(rows, keys[None], values[None], scaling, None)
     output = output[0, :, : num_rows * group].unflatten(1, (num_rows, group)).transpose(0, 1)
     return output, lse[0, :, : num_rows * group].unflatten(1, (num_rows, group)).transpose(0, 1)
 
 
+def _each_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every row to keys of its own, in a batch of one size where products may choose their order by it."""
+    if attention_kernel(query.device.type, query.dtype) == "flash attention":
+        return flash_attention(query, keys, values, scaling, mask)
+    num_rows, short = len(query), TILE_ROWS - len(query)
+    query, keys, values, mask = (
+        torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 0, 0, short)) for each in (query, keys, values, mask)
+    )
+    output, lse = attention_by_definition(query, keys, values, scaling, mask)
+    return output[:num_rows], lse[:num_rows]
+
+
 def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with its log-sum-exp: output as `query`, lse `[batch, heads, rows] float32`."""
-    if query.device.type != "cpu":
-        return attention_by_definition(query, keys, values, scaling, mask)
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, False, attn_mask=mask, scale=scaling
-    )
-    return output, lse
+    if attention_kernel(query.device.type, query.dtype) == "flash attention":
+        return flash_attention(query, keys, values, scaling, mask)
+    return attention_by_definition(query, keys, values, scaling, mask)
 
 
 def attention_by_definition(
@@ -154,12 +166,5 @@ def _merge(
     weight = torch.sigmoid(padded)[: len(difference), ..., None]  # the first part's share of the softmax sum
     return (first.float() * weight + second.float() * (1.0 - weight)).to(first.dtype)
 
-
-def _query_row_quantum() -> int:
-    """Multiple of query rows at which the CPU kernel treats every row alike: its AMX path needs more than AVX-512."""
-    return 16 if torch.cpu._is_amx_tile_supported() else 4
-
-
-QUERY_ROW_QUANTUM = _query_row_quantum()
 
 AttentionInterface.register(ATTENTION_NAME, attend_in_groups)

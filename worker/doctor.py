@@ -9,8 +9,10 @@ import transformers
 from pydantic import BaseModel, ConfigDict
 
 from jobs.status import Exactness
-from worker.attention import QUERY_ROW_QUANTUM
+from worker.attention_kernel import attention_kernel
 from worker.config import EngineConfig
+from worker.finite import check_model
+from worker.hardware import hardware_of
 from worker.model_files import locate_model
 from worker.probe import probe_rows
 from worker.target import TargetModel
@@ -33,7 +35,8 @@ class Diagnosis(BaseModel):
     device: str
     cpu_capability: str
     num_threads: int
-    query_row_quantum: int
+    hardware: str
+    attention: str
     versions: dict[str, str]
 
     def key(self) -> str:
@@ -43,7 +46,7 @@ class Diagnosis(BaseModel):
             self.dtype,
             self.device,
             self.num_threads,
-            self.cpu_capability,
+            self.hardware,
             self.versions["torch"],
         )
 
@@ -58,7 +61,7 @@ class Diagnosis(BaseModel):
             f"{self.verdict}: {meaning}\n"
             f"{self.num_differing} of {self.num_rows} random tree rows differ from plain decoding\n"
             f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype} on {self.device} "
-            f"({self.cpu_capability}), {self.num_threads} threads, torch {self.versions['torch']}"
+            f"({self.hardware}), {self.num_threads} threads, torch {self.versions['torch']}, {self.attention}"
         )
 
 
@@ -67,6 +70,7 @@ def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     target = TargetModel.load(files, config.dtype, config.device)
+    check_model(target)
     result = probe_rows(target, num_rows)
     diagnosis = Diagnosis(
         verdict="exact" if result.num_differing == 0 else "exact up to ties",
@@ -78,7 +82,8 @@ def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis
         device=target.device.type,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         num_threads=config.num_threads,
-        query_row_quantum=QUERY_ROW_QUANTUM,
+        hardware=hardware_of(target.device.type),
+        attention=attention_kernel(target.device.type, target.dtype),
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,

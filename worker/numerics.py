@@ -7,15 +7,16 @@ from collections.abc import Iterable
 import torch
 
 from jobs.status import Exactness
+from worker.attention_kernel import attention_kernel
+from worker.hardware import hardware_of
 from worker.target import TargetModel
 
 
 def describe_numerics(target: TargetModel, num_threads: int) -> str:
-    """Hardware, dtype, threads and torch version: all that decides bits beside the weights."""
-    is_cuda = target.device.type == "cuda"
-    hardware = torch.cuda.get_device_name(target.device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    dtype = str(target.dtype).removeprefix("torch.")
-    return f"{target.device.type} {hardware}, {dtype}, {num_threads} threads, torch {torch.__version__}"
+    """Hardware, dtype, threads, torch version and attention kernel: all that decides bits beside the weights."""
+    device, dtype = target.device.type, str(target.dtype).removeprefix("torch.")
+    kernel = attention_kernel(device, target.dtype)
+    return f"{device} {hardware_of(device)}, {dtype}, {num_threads} threads, torch {torch.__version__}, {kernel}"
 
 
 def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:

@@ -10,9 +10,9 @@ from pathlib import Path
 from jobs.status import Exactness
 
 
-def verdict_key(fingerprint: str, dtype: str, device: str, num_threads: int, cpu_capability: str, torch: str) -> str:
-    """Names everything that a verdict depends on."""
-    named = json.dumps([fingerprint, dtype, device, num_threads, cpu_capability, torch])
+def verdict_key(fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str) -> str:
+    """Names everything that a verdict depends on; `hardware` as `hardware_of` says it."""
+    named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch])
     return hashlib.sha256(named.encode()).hexdigest()
 
 
