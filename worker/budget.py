@@ -12,7 +12,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from worker.cache import MAX_TREE_NODES, FullKVCache
 from worker.target import TargetModel
 from worker.tiles import BLOCK, TILE_ROWS, tree_rows
 from worker.tree import DraftTree
@@ -68,10 +70,7 @@ class StepCosts:
 @functools.cache
 def measure_step_costs(target: TargetModel) -> StepCosts:
     """Time forwards over an empty cache of several lengths, once per target; a second on the embedded model."""
-    longest = min(PROBE_BYTES // target.cache_shape.bytes_per_position(), target.files.max_positions - TILE_ROWS)
-    lengths = tuple(length for length in PROBE_LENGTHS if length <= longest) or (BLOCK,)
-    cache = target.new_cache(max(lengths) + TILE_ROWS)
-    cache.clear()
+    cache, lengths = _probe_cache(target)
     seconds = np.zeros((len(lengths), len(ROW_COUNTS)))
     for i, length in enumerate(lengths):
         cache.roll_back(0)
@@ -80,11 +79,30 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
             rows = tree_rows(cache, 0, DraftTree.chain([0] * (num_rows - 1)))
             times = []
             for _ in range(PROBE_REPEATS):
+                target.synchronize()
                 started = time.perf_counter()
                 target.verify([rows])
+                target.synchronize()
                 times.append(time.perf_counter() - started)
             seconds[i, j] = min(times)
     return StepCosts(lengths, np.maximum.accumulate(seconds, axis=1))
+
+
+def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
+    """A cache of zeros, and the lengths to time in it; where it would be large, all layers share the memory of one."""
+    shape, num_bytes = target.cache_shape, target.cache_shape.bytes_per_position()
+    if not target.is_offloaded:
+        num_bytes //= shape.num_layers
+    longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS)
+    lengths = tuple(length for length in PROBE_LENGTHS if length <= longest) or (BLOCK,)
+    capacity = max(lengths) + TILE_ROWS
+    if target.is_offloaded or capacity * shape.bytes_per_position() <= PROBE_BYTES:
+        cache = target.new_cache(capacity)
+        cache.clear()
+        return cache, lengths
+    size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.head_dim)
+    layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    return FullKVCache(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
 
 
 @dataclass(frozen=True)

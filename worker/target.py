@@ -57,8 +57,9 @@ class TargetModel:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype, self.device)
         self._kv_offload = kv_offload
-        # float32 linear layers give a row other bits at another row count (measured); bf16 ones up to 32 rows don't.
-        self.pads_rows = self.dtype == torch.float32
+        # Linear layers give a row other bits at another row count: in float32 (measured), and in any dtype on GPUs.
+        # On CPUs bf16 ones up to 32 rows don't.
+        self.pads_rows = self.dtype == torch.float32 or self.device.type != "cpu"
 
     @classmethod
     def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
@@ -77,6 +78,16 @@ class TargetModel:
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"model {files.name}: cannot be loaded: {str(error).splitlines()[0]}") from error
         return cls(model.to(resolve_device(device)).eval().requires_grad_(False), files, kv_offload)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether caches live outside the device."""
+        return self._kv_offload is not None
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given, as whoever takes the time must."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def new_cache(self, max_length: int) -> FullKVCache:
         """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room."""

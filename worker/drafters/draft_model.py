@@ -82,8 +82,10 @@ class DraftModel:
         self.logits({"probe": token_ids[:-PROBE_REPEATS]})
         seconds = []
         for num_left in range(PROBE_REPEATS - 1, -1, -1):
+            self._model.synchronize()
             started = time.perf_counter()
             self.logits({"probe": token_ids[: len(token_ids) - num_left]})
+            self._model.synchronize()
             seconds.append(time.perf_counter() - started)
         self.stop("probe")
         return statistics.median(seconds)

@@ -133,8 +133,10 @@ class GriffinDraft:
         features = torch.zeros(PROBE_NODES, self._model.config.hidden_size, device=self._target.device)
         seconds = []
         for _ in range(PROBE_REPEATS):
+            self._target.synchronize()
             started = time.perf_counter()
             self._forward([rows], [features.to(self._target.dtype)])
+            self._target.synchronize()
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds)
 
