@@ -89,7 +89,7 @@ def test_a_store_that_stays_dark_is_one_clear_line_after_the_bound(
     start = time.monotonic()
     with s3_proxy.dark(), pytest.raises(StoreError) as caught:
         store.write("file", b"x")
-    assert 3 <= time.monotonic() - start < 8
+    assert 3 <= time.monotonic() - start < 30
     line = str(caught.value)
     assert line.startswith(f"cannot write 'file' in {s3_store.shown_uri}: ")
     assert line.endswith(", tried for 3 s; check the bucket, the endpoint and the credentials, or use another folder")

@@ -129,7 +129,7 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
     assert "scheduler" in imported
     assert not imported & {"torch", "transformers", "ray", "tokenizers"}
     # the best of three keeps a busy machine from telling tales
-    assert min(seconds) < 0.5
+    assert min(seconds) < 2  # without torch and Ray 0.2 on an idle core, with them 5
 
 
 def test_bad_job_files_are_refused_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
