@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from worker import attention
 from worker.attention import ExactRows, attend_in_groups, attention_by_definition
 from worker.cache import CacheShape, FullKVCache
-from worker.tiles import Tile, tree_rows
+from worker.tiles import Tile, tail_mask, tree_rows
 from worker.tree import DraftTree
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -43,7 +43,7 @@ def test_attention_by_definition_is_the_kernel_s(masked: bool) -> None:
     torch.manual_seed(0)
     query = torch.randn(3, 2, 4, HEAD_DIM)
     keys, values = (torch.randn(3, 2, 64, HEAD_DIM) for _ in range(2))
-    mask = attention.tail_mask([5, 64, 17], torch.float32, torch.device("cpu")) if masked else None
+    mask = tail_mask([5, 64, 17], [0, 9, 0], torch.float32, torch.device("cpu")) if masked else None
     ours = attention_by_definition(query, keys, values, 0.3, mask)
     kernel = attention._flash(query, keys, values, 0.3, mask)
     for a, b in zip(ours, kernel, strict=True):

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from worker.attention_kernel import attention_kernel, flash_attention, query_row_quantum
-from worker.tiles import TILE_ROWS, SequenceRows, tail_mask
+from worker.seen import Seen, see
+from worker.span import FULL, Span
+from worker.tiles import TILE_ROWS, SequenceRows
 
 ATTENTION_NAME = "swiftbatch_row_groups"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a layer asks of its attention beside queries, keys and values."""
+
+    scaling: float
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
+    sinks: torch.Tensor | None = None  # [num_kv_heads, group] scores that take their share and give nothing (GPT-OSS)
 
 
 class RowGroup(Protocol):
@@ -20,7 +33,7 @@ class RowGroup(Protocol):
     def __len__(self) -> int: ...
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
         """Keep `key` and `value` `[num_kv_heads, num_rows, head_dim]` and attend to what the rows may see.
 
@@ -34,21 +47,26 @@ class ExactRows:
 
     rows: SequenceRows
     tail_slots: torch.Tensor  # [num_rows, BLOCK] int64
-    tail_mask: torch.Tensor  # [num_rows, 1, 1, BLOCK]
+    spans: Sequence[Span]  # of every layer
+    seen: dict[Span, Seen]
 
     @classmethod
-    def prepare(cls, rows: SequenceRows, dtype: torch.dtype, device: torch.device) -> ExactRows:
-        return cls(rows, torch.from_numpy(rows.tail_slots).to(device), tail_mask(rows.tail_lengths, dtype, device))
+    def prepare(
+        cls, rows: SequenceRows, dtype: torch.dtype, device: torch.device, spans: Sequence[Span] = (FULL,)
+    ) -> ExactRows:
+        """For layers of these spans."""
+        seen = {span: see(rows, span, dtype, device) for span in set(spans)}
+        return cls(rows, torch.from_numpy(rows.tail_slots).to(device), spans, seen)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
         """Write keys and values to their slots; attend to the shared prefix and to each row's gathered tail."""
         keys, values = self.rows.cache.write(layer, self.rows.first_slot, key, value)
-        return _attend(query, keys, values, self, scaling)
+        return _attend(query, keys, values, self, self.seen[self.spans[layer]], asked)
 
 
 class QueryTap:
@@ -62,10 +80,10 @@ class QueryTap:
         return len(self._rows)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
         self._queries.append(query[0].clone())
-        return self._rows.attend(layer, query, key, value, scaling)
+        return self._rows.attend(layer, query, key, value, asked)
 
     def queries(self) -> torch.Tensor:
         """`[num_layers, num_kv_heads, group, head_dim]`."""
@@ -81,46 +99,85 @@ def attend_in_groups(
     *,
     row_groups: list[RowGroup],
     scaling: float,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,  # `layer_needs` has refused models that ask for what matters and is not known here
 ) -> tuple[torch.Tensor, None]:
-    """Let every group of rows attend to its own cache; returns `[1, num_rows, num_heads, head_dim]`."""
+    """Let every group of rows attend to its own cache; returns `[1, num_rows, num_heads, head_dim of values]`."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    num_kv_heads = key.shape[1]
+    num_kv_heads, value_dim = key.shape[1], value.shape[3]
+    head_dim = max(key.shape[3], value_dim)
+    query, key, value = (pad(each, (0, head_dim - each.shape[3])) for each in (query, key, value))
+    sinks = None if s_aux is None else s_aux.float().view(num_kv_heads, -1)
+    asked = Asked(scaling, softcap, sinks)
     grouped = query[0].unflatten(0, (num_kv_heads, -1)).permute(2, 0, 1, 3)  # [num_rows, kv_heads, group, head_dim]
-    output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])  # padding rows stay zero
+    output = query.new_zeros(1, query.shape[2], query.shape[1], head_dim)  # padding rows stay zero
     start = 0
     for group in row_groups:
         rows = slice(start, start + len(group))
-        output[0, rows] = group.attend(layer, grouped[rows], key[0, :, rows], value[0, :, rows], scaling).flatten(1, 2)
+        output[0, rows] = group.attend(layer, grouped[rows], key[0, :, rows], value[0, :, rows], asked).flatten(1, 2)
         start = rows.stop
-    return output, None
+    return output[..., :value_dim], None
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: ExactRows, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: ExactRows, seen: Seen, asked: Asked
 ) -> torch.Tensor:
     """Attend `query [num_rows, kv_heads, group, head_dim]` to prefix and tail; same shape out."""
-    tail_keys = keys[:, part.tail_slots].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
-    tail_values = values[:, part.tail_slots].transpose(0, 1)
-    tail, tail_lse = _each_row(query, tail_keys, tail_values, scaling, part.tail_mask)
-    boundary = part.rows.boundary
-    if boundary == 0:
-        return tail
-    prefix, prefix_lse = _prefix(query, keys[:, :boundary], values[:, :boundary], scaling)
-    return _merge(prefix, prefix_lse, tail, tail_lse)
+    output, lse = _tail(query, keys, values, part.tail_slots, seen, asked)
+    if seen.start < part.rows.boundary:
+        shared = slice(seen.start, part.rows.boundary)
+        prefix, prefix_lse = seen.without_blind(*_prefix(query, keys[:, shared], values[:, shared], seen, asked))
+        share = _on_whole_tiles(_share, prefix_lse, lse)[..., None]
+        output = (prefix.float() * share + output.float() * (1.0 - share)).to(output.dtype)
+        lse = lse if asked.sinks is None else _on_whole_tiles(torch.logaddexp, prefix_lse, lse)
+    if asked.sinks is not None:
+        share = _on_whole_tiles(_share, lse, asked.sinks.expand_as(lse))[..., None]
+        output = (output.float() * share).to(output.dtype)
+    return output
+
+
+def _tail(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, seen: Seen, asked: Asked
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each row to its own gathered keys: output as `query`, lse `[num_rows, kv_heads, group]`."""
+    tail_keys = keys[:, slots].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
+    tail_values = values[:, slots].transpose(0, 1)
+    if asked.softcap is None:
+        return _each_row(query, tail_keys, tail_values, asked.scaling, seen.tail_mask)
+    return _row_by_row(query, tail_keys, tail_values, asked, seen.tail_mask)
 
 
 def _prefix(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call over the shared prefix, the query heads of a KV head laid out as rows (and padded to the quantum)."""
+    """Attention to the shared prefix, as `_tail`: one call, the query heads of a KV head laid out as rows."""
     num_rows, _, group, _ = query.shape
+    if asked.softcap is not None:
+        keys, values = (each.expand(num_rows, *each.shape) for each in (keys, values))
+        return _row_by_row(query, keys, values, asked, seen.prefix_of_each())
     rows = query.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, num_rows * group, head_dim]
     padding = -rows.shape[2] % query_row_quantum(query.device.type, query.dtype, group)
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
-    output, lse = _flash(rows, keys[None], values[None], scaling, None)
+    rows = pad(rows, (0, 0, 0, padding))
+    output, lse = _flash(rows, keys[None], values[None], asked.scaling, seen.prefix_rows(group, padding))
     output = output[0, :, : num_rows * group].unflatten(1, (num_rows, group)).transpose(0, 1)
     return output, lse[0, :, : num_rows * group].unflatten(1, (num_rows, group)).transpose(0, 1)
+
+
+def _row_by_row(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    asked: Asked,
+    masks: Iterable[torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What no kernel knows: every row is a call of its own, the very one that plain decoding makes."""
+    parts = [
+        attention_by_definition(row, its_keys, its_values, asked.scaling, mask, asked.softcap)
+        for row, its_keys, its_values, mask in zip(query, keys, values, masks, strict=True)
+    ]
+    output, lse = (torch.stack(part) for part in zip(*parts, strict=True))
+    return output, lse
 
 
 def _each_row(
@@ -130,9 +187,7 @@ def _each_row(
     if attention_kernel(query.device.type, query.dtype) == "flash attention":
         return flash_attention(query, keys, values, scaling, mask)
     num_rows, short = len(query), TILE_ROWS - len(query)
-    query, keys, values, mask = (
-        torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 0, 0, short)) for each in (query, keys, values, mask)
-    )
+    query, keys, values, mask = (pad(each, (0, 0, 0, 0, 0, 0, 0, short)) for each in (query, keys, values, mask))
     output, lse = attention_by_definition(query, keys, values, scaling, mask)
     return output[:num_rows], lse[:num_rows]
 
@@ -147,24 +202,34 @@ def _flash(
 
 
 def attention_by_definition(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as plain matrix products, for devices without a kernel that returns the log-sum-exp."""
+    """The same as plain matrix products, for devices without a kernel that returns the log-sum-exp, and soft caps."""
     scores = (query @ keys.transpose(-1, -2)).float() * scaling
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = scores if mask is None else scores + mask
     lse = torch.logsumexp(scores, dim=-1)
     return torch.exp(scores - lse[..., None]).to(values.dtype) @ values, lse
 
 
-def _merge(
-    first: torch.Tensor, first_lse: torch.Tensor, second: torch.Tensor, second_lse: torch.Tensor
-) -> torch.Tensor:
-    """Combine two partial attentions `[num_rows, kv_heads, group, head_dim]` of the same queries over disjoint keys."""
-    difference = (first_lse - second_lse).contiguous()
-    # Padded to whole tiles: an elementwise exponential has other bits in the scalar rest of a loop than in its vectors.
-    padded = torch.nn.functional.pad(difference, (0, 0, 0, 0, 0, TILE_ROWS - len(difference)))
-    weight = torch.sigmoid(padded)[: len(difference), ..., None]  # the first part's share of the softmax sum
-    return (first.float() * weight + second.float() * (1.0 - weight)).to(first.dtype)
+def _share(first_lse: torch.Tensor, second_lse: torch.Tensor) -> torch.Tensor:
+    """The first part's share of the sum of two softmax sums."""
+    return torch.sigmoid(first_lse - second_lse)
+
+
+def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+    """An elementwise function of tensors `[num_rows, ...]`, taken over `TILE_ROWS` rows.
+
+    An elementwise exponential has other bits in the scalar rest of a loop than in its vectors.
+    """
+    num_rows = len(rows[0])
+    padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
+    return function(*padded)[:num_rows]
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_in_groups)

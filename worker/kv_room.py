@@ -43,6 +43,8 @@ def bytes_per_position(model: Path, dtype: str) -> int | None:
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
+    if "qk_nope_head_dim" in config:  # latent attention: `head_dim` is the rotary part alone
+        head_dim = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
     num_layers = config.get("num_hidden_layers")
     if not (num_layers and num_kv_heads and head_dim):
         return None

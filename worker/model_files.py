@@ -6,6 +6,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from worker.kinds import SUPPORTED_KINDS, what_it_lacks
 
 from safetensors import SafetensorError, safe_open
 
@@ -34,10 +37,12 @@ class ModelFiles:
 def locate_model(model: str) -> ModelFiles:
     """Find `embedded`, a folder, or a hub id's local snapshot (downloaded where the hub can be reached).
 
-    Raises ModelError with one line that says what was looked for.
+    Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
     """
     path = model_folder(model)
     config = _read_config(model, path)
+    if lack := what_it_lacks(config):
+        raise ModelError(f"model {model}: {lack}; kinds that run here: {', '.join(SUPPORTED_KINDS)}")
     weights = sorted(file for file in path.glob("*.safetensors") if file.name not in DRAFT_FILES)
     if not weights:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
@@ -52,7 +57,7 @@ def model_folder(model: str) -> Path:
     return path if path.is_dir() else _hub_snapshot(model)
 
 
-def _read_config(model: str, path: Path) -> dict[str, object]:
+def _read_config(model: str, path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -62,7 +67,7 @@ def _read_config(model: str, path: Path) -> dict[str, object]:
     return config
 
 
-def _sizes(model: str, config: dict[str, object]) -> tuple[int, int]:
+def _sizes(model: str, config: dict[str, Any]) -> tuple[int, int]:
     """Positions and vocabulary size from a config."""
     sizes = [config.get("max_position_embeddings"), config.get("vocab_size")]
     for key, size in zip(("max_position_embeddings", "vocab_size"), sizes, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from worker.attention import Asked, attention_by_definition
 from worker.draft_cache import DraftCache
 from worker.tree import ROOT, DraftTree
 
@@ -24,7 +25,7 @@ class PartialRows:
         return len(self.token_ids)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
         """Write keys and values behind the cache's slots and attend to all of them that the mask shows."""
         keys, values = self._cache.append(layer, key, value)
@@ -32,9 +33,23 @@ class PartialRows:
         if self._mask is not None and self._group_mask is None:
             self._group_mask = self._mask.repeat_interleave(group, dim=0)
         rows = query.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, num_rows * group, head_dim]
-        output = scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=self._group_mask, scale=scaling)
+        output = _attend(rows, keys[None], values[None], self._group_mask, asked)
         attended: torch.Tensor = output[0].unflatten(1, (num_rows, group)).transpose(0, 1)
         return attended
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, asked: Asked
+) -> torch.Tensor:
+    """Attention of rows `[1, num_kv_heads, num_rows * group, head_dim]` to all slots; what it is asked for included."""
+    if asked.softcap is None and asked.sinks is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=asked.scaling)
+    output, lse = attention_by_definition(query, keys, values, asked.scaling, mask, asked.softcap)
+    if asked.sinks is None:
+        return output
+    group = asked.sinks.shape[1]
+    share = torch.sigmoid(lse.unflatten(2, (-1, group)) - asked.sinks[:, None]).flatten(2)
+    return output * share[..., None].to(output.dtype)
 
 
 def _mask(cache: DraftCache, tree: DraftTree) -> torch.Tensor:

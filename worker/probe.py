@@ -56,7 +56,12 @@ class _Context:
         if self.plain_cache.length > CONTEXT_LIMIT - CONTEXT_GROWTH:
             self.tree_cache.roll_back(0)
             self.plain_cache.roll_back(0)
-        self.root_id, *new_ids = self._random_ids(self._rng.randrange(2, CONTEXT_GROWTH))
+        [self.root_id] = self._random_ids(1)
+        self.append(self._rng.randrange(1, CONTEXT_GROWTH - 1))
+
+    def append(self, num_tokens: int) -> None:
+        """Append so many random tokens to both caches."""
+        new_ids = self._random_ids(num_tokens)
         for cache in (self.tree_cache, self.plain_cache):
             end = cache.length + len(new_ids)
             while cache.length < end:
@@ -70,10 +75,15 @@ class _Context:
         return [self._rng.randrange(self._target.vocab_size) for _ in range(count)]
 
 
-def probe_rows(target: TargetModel, num_rows: int, seed: int = 0) -> ProbeResult:
-    """Verify random trees of `NUM_SEQUENCES` sequences at once and compare `num_rows` rows with plain decoding."""
+def probe_rows(target: TargetModel, num_rows: int, seed: int = 0, first_length: int = 0) -> ProbeResult:
+    """Verify random trees of `NUM_SEQUENCES` sequences at once and compare `num_rows` rows with plain decoding.
+
+    Contexts begin with `first_length` tokens and grow.
+    """
     rng = random.Random(seed)
     contexts = [_Context(target, rng) for _ in range(NUM_SEQUENCES)]
+    for context in contexts:
+        context.append(first_length)
     compared = differing = 0
     while compared < num_rows:
         for context in contexts:

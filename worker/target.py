@@ -12,7 +12,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from worker.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
 from worker.cache import CacheShape, FullKVCache
+from worker.causal_lm import Head, decoder_of
+from worker.experts import EXPERTS_NAME
 from worker.kv_room import KVRoom, place_of_caches
+from worker.layer_needs import observe_layers
 from worker.model_files import ModelError, ModelFiles
 from worker.offloaded_cache import OffloadedKVCache
 from worker.partial_rows import PartialRows
@@ -47,15 +50,19 @@ class TargetModel:
     def __init__(self, model: Any, files: ModelFiles, kv_offload: str | None = None) -> None:
         """With `kv_offload`, a folder, caches live outside the device."""
         config = model.config
+        layers = observe_layers(model, files.name, files.max_positions)
+        model.set_attn_implementation(ATTENTION_NAME)
+        config._experts_implementation = EXPERTS_NAME
         self.files = files
         self.model = model
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(model)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim, self.dtype, self.device)
+        head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
+        self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device)
+        self.spans = [needs.span for needs in layers]
+        self._decoder, self._head = decoder_of(model), Head(model)
         self._kv_offload = kv_offload
         # Linear layers give a row other bits at another row count: in float32 (measured), and in any dtype on GPUs.
         # On CPUs bf16 ones up to 32 rows don't.
@@ -70,7 +77,6 @@ class TargetModel:
             model = AutoModelForCausalLM.from_pretrained(
                 files.path,
                 dtype=DTYPES[dtype],
-                attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -136,24 +142,23 @@ class TargetModel:
         """
         rows = tree_rows(cache, token_id, DraftTree())
         [tile] = pack_tiles([rows], self.pads_rows)
-        tap = QueryTap(ExactRows.prepare(rows, self.dtype, self.device))
+        tap = QueryTap(ExactRows.prepare(rows, self.dtype, self.device, self.spans))
         self._hidden(tile.token_ids(), tile.positions(), [tap])
         return tap.queries()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
-        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
-        return logits.float()
+        return self._head(hidden)
 
     def _tile(self, tile: Tile) -> torch.Tensor:
         """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
-        groups: list[RowGroup] = [ExactRows.prepare(part, self.dtype, self.device) for part in tile.parts]
+        groups: list[RowGroup] = [ExactRows.prepare(part, self.dtype, self.device, self.spans) for part in tile.parts]
         return self._hidden(tile.token_ids(), tile.positions(), groups)
 
     def _hidden(self, token_ids: list[int], positions: list[int], groups: list[RowGroup]) -> torch.Tensor:
         """Final hidden states of all rows of one forward: `[num_rows, hidden]`."""
-        output = self.model.model(
+        output = self._decoder(
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,

@@ -117,7 +117,9 @@ def pack_tiles(groups: list[SequenceRows], pad_rows: bool) -> Iterator[Tile]:
         yield Tile(parts, num_rows, TILE_ROWS if pad_rows else max(num_rows, MIN_ROWS))
 
 
-def tail_mask(lengths: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask `[num_rows, 1, 1, BLOCK]` that hides the unused end of each row's tail."""
-    used = torch.arange(BLOCK, device=device) < torch.tensor(lengths, device=device)[:, None]
-    return torch.zeros_like(used, dtype=dtype).masked_fill_(~used, float("-inf"))[:, None, None]
+def tail_mask(lengths: list[int], num_unseen: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Additive mask `[num_rows, 1, 1, BLOCK]`: a row's tail is used from `num_unseen` (0 where less) to its length."""
+    slots = torch.arange(BLOCK, device=device)
+    ends, starts = (torch.tensor(each, device=device)[:, None] for each in (lengths, num_unseen))
+    is_used = (starts <= slots) & (slots < ends)
+    return torch.zeros_like(is_used, dtype=dtype).masked_fill_(~is_used, float("-inf"))[:, None, None]

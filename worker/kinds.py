@@ -1,0 +1,96 @@
+"""Which kinds of models run here, by their `config.json`: those that were held against transformers' own forward.
+
+A kind that nobody compared may be silently wrong, so it is refused before any job is taken in. `docs/models.md` is the
+table of the kinds, written by the test that compares them. Without torch, since the driver asks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+SUPPORTED_KINDS = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "hunyuan_v1_dense",
+    "llama",
+    "llama4_text",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+
+ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+SHIFTING_ROTARY = {"dynamic", "longrope", "su"}  # their angles depend on the longest text of a forward
+NEEDS = {  # what kinds that are asked for need beside attention to keys and values
+    "bloom": "position biases (ALiBi)",
+    "mpt": "position biases (ALiBi)",
+    "gpt2": "learned positions",
+    "opt": "learned positions",
+    "falcon_mamba": "state-space layers",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "rwkv": "recurrent layers",
+    "recurrent_gemma": "recurrent layers",
+    "nemotron": "a way past its class, which hands nothing on to its attention",
+    "stablelm": "a way past its class, which hands nothing on to its attention",
+}
+
+
+def what_it_lacks(config: dict[str, Any]) -> str | None:
+    """What a model would need that is not here, in words; None for one that runs."""
+    kind = str(config.get("model_type"))
+    if kind in NEEDS:
+        return f"its kind {kind!r} needs {NEEDS[kind]}"
+    layers = {str(layer) for layer in config.get("layer_types") or ()} - ATTENDING_LAYERS
+    if layers:
+        return f"its kind {kind!r} has layers of the kinds {', '.join(sorted(layers))}"
+    if kind not in SUPPORTED_KINDS:
+        return f"its kind {kind!r} was not compared with transformers' own forward"
+    rotary = set(_rotary_types(config)) & SHIFTING_ROTARY
+    return f"its rotary positions ({', '.join(sorted(rotary))}) change with the length of the text" if rotary else None
+
+
+def _rotary_types(config: dict[str, Any]) -> Iterator[str]:
+    """The rope types anywhere in a config: for all layers, or by the kind of layer."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _rotary_types(value)
+        elif name in {"rope_type", "type"}:
+            yield str(value)
