@@ -25,6 +25,8 @@ def test_an_exact_machine_is_called_exact_and_remembered(tiny_model: Path) -> No
     diagnosis = diagnose(config, num_rows=300)
     assert diagnosis.verdict == "exact"
     assert diagnosis.num_rows >= 300
+    assert diagnosis.agreement.agrees
+    assert diagnosis.agreement.summary() in diagnosis.summary()
     assert "every engine, batch and resume gives the same tokens" in diagnosis.summary()
     assert known_verdict(diagnosis.key()) == "exact"
     other = diagnosis.model_copy(update={"num_threads": 2})

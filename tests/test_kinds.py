@@ -57,6 +57,13 @@ def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, mo
     assert not compare(target).agrees
 
 
+def test_doctor_s_words_for_a_forward_that_is_another_one() -> None:
+    target = tiny_target("mistral")
+    assert compare(target).summary().startswith("the forward agrees with that of transformers: ")
+    target.spans = [FULL] * len(target.spans)
+    assert compare(target).summary().startswith("THE FORWARD IS NOT THAT OF TRANSFORMERS: ")
+
+
 @pytest.mark.parametrize("kind", PROBED)
 def test_rows_of_every_kind_of_attention_are_exact(kind: str) -> None:
     """Contexts grow past the window's edge, which then lies in the prefix, in the tail, or in both."""

@@ -26,6 +26,16 @@ class Agreement:
     num_same_choices: int  # rows whose best token is the same
     agrees: bool
 
+    def summary(self) -> str:
+        """A line for a person."""
+        found = (
+            f"the greatest difference between two logits is {self.greatest_difference:.2g}, {self.num_same_choices} of "
+            f"{self.num_rows} rows have the same best token"
+        )
+        if self.agrees:
+            return f"the forward agrees with that of transformers: {found}"
+        return f"THE FORWARD IS NOT THAT OF TRANSFORMERS: {found}; do not use this model here, and please report it"
+
 
 @torch.inference_mode()
 def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:

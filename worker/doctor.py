@@ -9,6 +9,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict
 
 from jobs.status import Exactness
+from worker.agreement import Agreement, compare
 from worker.attention_kernel import attention_kernel
 from worker.config import EngineConfig
 from worker.finite import check_model
@@ -29,6 +30,7 @@ class Diagnosis(BaseModel):
     verdict: Exactness
     num_rows: int
     num_differing: int
+    agreement: Agreement
     model: str
     model_fingerprint: str
     dtype: str
@@ -60,13 +62,17 @@ class Diagnosis(BaseModel):
         return (
             f"{self.verdict}: {meaning}\n"
             f"{self.num_differing} of {self.num_rows} random tree rows differ from plain decoding\n"
+            f"{self.agreement.summary()}\n"
             f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype} on {self.device} "
             f"({self.hardware}), {self.num_threads} threads, torch {self.versions['torch']}, {self.attention}"
         )
 
 
 def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
-    """Compare `num_rows` random tree rows with plain decoding, in bits of logits, keys and values; keep the verdict."""
+    """Compare `num_rows` random tree rows with plain decoding, bit by bit, and keep the verdict.
+
+    Some hundred rows are compared with transformers' own forward, too.
+    """
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     target = TargetModel.load(files, config.dtype, config.device)
@@ -76,6 +82,7 @@ def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis
         verdict="exact" if result.num_differing == 0 else "exact up to ties",
         num_rows=result.num_rows,
         num_differing=result.num_differing,
+        agreement=compare(target),
         model=config.model,
         model_fingerprint=files.fingerprint,
         dtype=config.dtype,

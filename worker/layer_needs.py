@@ -36,8 +36,9 @@ class LayerNeeds:
 class _Observer:
     """Stands for attention during one forward, and keeps what each layer asked for."""
 
-    def __init__(self, num_positions: int) -> None:
+    def __init__(self, num_positions: int, device: torch.device) -> None:
         self.layers: dict[int, LayerNeeds] = {}
+        self._device = device
         self._num_positions = num_positions
         self._spans: dict[int, Span] = {}  # of the masks that layers use
         self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by identity: layers get the very masks
@@ -72,13 +73,13 @@ class _Observer:
 
     def _span(self, mask_id: int) -> Span:
         if mask_id not in self._spans:
-            self._spans[mask_id] = span_of(self._masks[mask_id][1], self._num_positions)
+            self._spans[mask_id] = span_of(self._masks[mask_id][1], self._num_positions, self._device)
         return self._spans[mask_id]
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
     """What each layer of a causal language model asks for. Raises ModelError, in one line, for what we can't give."""
-    observer = _Observer(num_positions)
+    observer = _Observer(num_positions, model.device)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
     before = model.config._attn_implementation

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.kinds import SUPPORTED_KINDS, what_it_lacks
-
 from safetensors import SafetensorError, safe_open
+
+from worker.kinds import SUPPORTED_KINDS, what_it_lacks
 
 EMBEDDED = Path(__file__).parent / "embedded"
 HEADS_FILE = "tokenswift_heads.safetensors"

@@ -36,26 +36,26 @@ class Span:
 FULL = Span()
 
 
-def span_of(mask_function: MaskFunction, num_positions: int) -> Span:
+def span_of(mask_function: MaskFunction, num_positions: int, device: torch.device) -> Span:
     """The span that a model's mask has at its first positions. Raises UnsupportedError for other masks."""
-    cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position) > 0)
+    cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position, device) > 0)
     if cut == num_positions:
         span = FULL
     else:
-        first = _first(mask_function, cut)
+        first = _first(mask_function, cut, device)
         span = Span("chunk", cut) if first == cut > 1 else Span("window", cut)
     step = max(1, num_positions // NUM_SAMPLES)
     for position in sorted({0, 1, cut - 1, cut, cut + 1, *range(0, num_positions, step), num_positions - 1}):
-        if 0 <= position < num_positions and _first(mask_function, position) != span.first(position):
+        if 0 <= position < num_positions and _first(mask_function, position, device) != span.first(position):
             raise UnsupportedError("its mask is neither causal, nor a sliding window, nor chunks")
     return span
 
 
-def _first(mask_function: MaskFunction, position: int) -> int:
+def _first(mask_function: MaskFunction, position: int, device: torch.device) -> int:
     """The first position that a row sees. Raises UnsupportedError where it sees not all from there to its own."""
-    zero = torch.zeros((), dtype=torch.int64)
-    keys = torch.arange(position + 2)
-    sees = torch.as_tensor(mask_function(zero, zero, torch.tensor(position), keys)).expand(position + 2)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(position + 2, device=device)
+    sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
     seen = sees.nonzero()[:, 0]
     if not len(seen) or seen[-1] != position or len(seen) != seen[-1] - seen[0] + 1:
         raise UnsupportedError("its mask shows a row others than the positions up to its own")

@@ -19,7 +19,7 @@ from worker.layer_needs import observe_layers
 from worker.model_files import ModelError, ModelFiles
 from worker.offloaded_cache import OffloadedKVCache
 from worker.partial_rows import PartialRows
-from worker.tiles import SequenceRows, Tile, chain_rows, pack_tiles, tree_rows
+from worker.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 from worker.tree import DraftTree
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -64,9 +64,7 @@ class TargetModel:
         self.spans = [needs.span for needs in layers]
         self._decoder, self._head = decoder_of(model), Head(model)
         self._kv_offload = kv_offload
-        # Linear layers give a row other bits at another row count: in float32 (measured), and in any dtype on GPUs.
-        # On CPUs bf16 ones up to 32 rows don't.
-        self.pads_rows = self.dtype == torch.float32 or self.device.type != "cpu"
+        self.pads_rows = needs_whole_tiles(self.device.type, self.dtype)
 
     @classmethod
     def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
