@@ -53,6 +53,7 @@ DRIVER_METRICS = (
             "store_failed",
             "worker_died",
             "worker_error",
+            "worker_silent",
             "worker_terminated",
             "worker_unreachable",
         ),

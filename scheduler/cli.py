@@ -11,6 +11,7 @@ import click
 
 from scheduler.bench_commands import bench
 from scheduler.chaos.command import chaos
+from scheduler.interruption import INTERRUPTED
 from scheduler.nightly_command import nightly
 from scheduler.read_commands import results, status, tail
 from scheduler.report_command import report
@@ -19,7 +20,6 @@ from scheduler.summary import printable
 from scheduler.tool_commands import doctor
 from scheduler.train_commands import train
 
-INTERRUPTED = 130
 USER_ERROR = 2
 MAX_LINE = 4000  # characters of an error
 
@@ -109,4 +109,6 @@ def _fail(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    from scheduler.__main__ import main as start
+
+    start()

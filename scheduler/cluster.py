@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scheduler.cluster_watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
+from scheduler.embedded_ray import EmbeddedRay
+from scheduler.interruption import INTERRUPTED, call_interruptibly
 
 OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
 
@@ -44,47 +48,72 @@ class Cluster:
 def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
     """Start an embedded Ray (`address` None) or join the cluster at `address`; leave it at the end.
 
-    Raises ClusterError. While connected, nothing but the returned context's user writes to the terminal. After a
-    ClusterLostError the process ends with exit code 2 as soon as Python does.
+    Raises ClusterError, and KeyboardInterrupt at a signal while Ray starts. While connected, nothing but the returned
+    context's user writes to the terminal. After a ClusterLostError the process ends with exit code 2 as soon as Python
+    does, after an interruption of Ray with 130.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise a warning about a future default
     with contextlib.ExitStack() as stack:
+        embedded = None
         if address is None:
             _protect()
+            embedded = EmbeddedRay()
+            stack.callback(embedded.end)
         else:
             _refuse_unreachable(address)
         # Ray's listener thread prints a lost worker's obituary to stdout whatever its log level is.
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
-        import ray
-
-        try:
-            _init(address, num_workers)
-        except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
-            where = "an embedded Ray does not start" if address is None else f"no Ray cluster answers at {address}"
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ClusterError(f"{where}: {reason}") from error
-        stack.push(_leave)
+        left = threading.Event()
+        stack.callback(left.set)
+        _init(address, num_workers, embedded, left)
+        stack.push(functools.partial(_leave, embedded))
         watch = _open_watch()
         if watch is not None:
             stack.callback(watch.stop)
         yield Cluster(is_embedded=address is None, num_gpus=_num_gpus(), watch=watch)
 
 
-def _init(address: str | None, num_workers: int) -> None:
+def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, left: threading.Event) -> None:
+    """Have Ray up in this process, until `left`. Raises ClusterError, and KeyboardInterrupt."""
     import ray
 
-    if address is None:
-        # "local": never by accident another cluster that runs on this machine
-        ray.init(
-            address="local",
-            num_cpus=num_workers,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        return
+    def init() -> None:
+        if embedded is None:
+            _join(address)
+        else:
+            with embedded.apart():
+                _start(num_workers, embedded)
+
+    try:
+        call_interruptibly(init, left)
+    except KeyboardInterrupt:
+        _end_without_ray(INTERRUPTED)  # it may be starting still, in its thread
+        raise
+    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
+        where = f"no Ray cluster answers at {address}" if embedded is None else "an embedded Ray does not start"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logs = "" if embedded is None else f"; its logs are in {embedded.keep_logs()}"
+        raise ClusterError(f"{where}: {reason}{logs}") from error
+
+
+def _start(num_workers: int, embedded: EmbeddedRay) -> None:
+    import ray
+
+    ray.init(
+        address="local",  # never by accident another cluster that runs on this machine
+        num_cpus=num_workers,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(embedded.folder),
+    )
+
+
+def _join(address: str | None) -> None:
+    import ray
+
     import jobs
     import metrics
     import scheduler
@@ -110,15 +139,26 @@ def _open_watch() -> ClusterWatch | None:
     return ClusterWatch(head, own_node_id)
 
 
-def _leave(_type: object, error: BaseException | None, _traceback: object) -> None:
+def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | None, _traceback: object) -> None:
     """Leave the cluster. One that was lost is not said goodbye to: that hangs, or crashes the process."""
     import ray
 
     if isinstance(error, ClusterLostError):
-        _silence_ray()
-        atexit.register(_end_process)  # runs before Ray's own
-    else:
+        if embedded is not None:
+            embedded.keep_logs()
+        _end_without_ray(2)
+        return
+    try:
         ray.shutdown()
+    except KeyboardInterrupt:
+        _end_without_ray(INTERRUPTED)
+        raise
+
+
+def _end_without_ray(code: int) -> None:
+    """Let nothing of Ray speak or be waited for any more: the process ends with `code`."""
+    _silence_ray()
+    atexit.register(_end_process, code)  # runs before Ray's own
 
 
 def _silence_ray() -> None:
@@ -129,10 +169,10 @@ def _silence_ray() -> None:
         os.dup2(nowhere.fileno(), 2)
 
 
-def _end_process() -> None:
+def _end_process(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(2)
+    os._exit(code)
 
 
 def _refuse_unreachable(address: str) -> None:

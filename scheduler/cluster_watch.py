@@ -10,6 +10,8 @@ import threading
 import time
 from typing import Any, Protocol
 
+from scheduler.awake_clock import AwakeClock
+
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 SILENT_SECONDS = 30.0  # a head with a database behind it comes back within this time
@@ -33,17 +35,23 @@ class ClusterWatch:
     def __init__(self, head: Head, own_node_id: Any) -> None:
         self._head = head
         self._own_node_id = own_node_id
-        self._answered = time.monotonic()
+        self._clock = AwakeClock()
+        self._answered = 0.0  # on that clock
+        self._has_answered = threading.Event()  # since the last look
         self._problem: str | None = None
         self._draining: dict[str, float] = {}
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raise ClusterLostError if the cluster is gone."""
+        """Raise ClusterLostError if the cluster is gone. Several times a second, else its silence is not noticed."""
         if self._problem is not None:
             raise ClusterLostError(self._problem)
-        silence = time.monotonic() - self._answered
+        now = self._clock.now()
+        if self._has_answered.is_set():
+            self._has_answered.clear()
+            self._answered = now
+        silence = now - self._answered
         if silence > SILENT_SECONDS:
             raise ClusterLostError(f"the head of the Ray cluster has not answered for {silence:.0f} s")
 
@@ -69,9 +77,9 @@ class ClusterWatch:
         except AuthenticationError:
             self._problem = "the head of the Ray cluster was started anew, and does not know this run's workers"
         except RayError:
-            return  # it is silent: how long for is in `_answered`
+            return  # it is silent: how long for, `check` says
         else:
-            self._answered = time.monotonic()
+            self._has_answered.set()
             if not is_alive:
                 self._problem = "the Ray node of this machine has died, and the run's workers with it"
             # 0 is no deadline; the cluster's clock may differ from ours, so that one may have passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.store import StoreError
 from scheduler import remote
 from scheduler.actors import WorkerInfo, WorkerSpec
+from scheduler.awake_clock import AwakeClock
 from scheduler.speed import Speed
 from worker.work import Orders, WorkReport
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 FIRST_RESTART_SECONDS = 1.0
 LONGEST_RESTART_SECONDS = 30.0
+DEFAULT_TIMEOUT = 120.0
+LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
 @dataclass(eq=False)
@@ -30,6 +34,8 @@ class Worker:
     job_ids: set[str] = field(default_factory=set)
     cancelled_ids: set[str] = field(default_factory=set)  # to be dropped at the next call
     released_ids: set[str] = field(default_factory=set)  # to be handed back, until the next report
+    patience: float = math.inf  # until its call is answered; a start takes as long as it takes
+    silent_since: float = 0.0  # on the fleet's clock
     drain_reason: str | None = None  # why it takes no more work: a word for the metrics
     drain_by: float = 0.0  # in `time.monotonic()` seconds
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
@@ -77,11 +83,16 @@ Event = Started | Reported | Lost | StoreFailed
 
 
 class Fleet:
-    """Keeps up to a wished number of workers alive and carries one call to each at a time."""
+    """Keeps up to a wished number of workers alive and carries one call to each at a time.
 
-    def __init__(self, spec: WorkerSpec, cluster: Cluster) -> None:
+    A started worker that does not answer for `timeout` seconds is lost.
+    """
+
+    def __init__(self, spec: WorkerSpec, cluster: Cluster, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._spec = spec
         self._cluster = cluster
+        self._timeout = timeout
+        self._clock = AwakeClock()
         self._num_created = 0
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a worker that starts sets it back
@@ -115,18 +126,20 @@ class Fleet:
 
     def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
         """Give an idle worker its next slice of work."""
-        worker.call = worker.actor.work.remote(orders, seconds)
+        is_longer = orders.assignments or orders.released
+        self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
 
     def drain(self, worker: Worker, seconds: float) -> None:
         """Have an idle worker write its checkpoints, in at most `seconds`, and hand its jobs back."""
-        worker.call = worker.actor.drain.remote(seconds)
+        self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
         """What has happened, after at most `seconds`."""
         calls = {worker.call: worker for worker in self.workers if worker.call is not None}
         if not calls:
             return []
-        return [self._event(calls[call], now) for call in remote.wait(list(calls), seconds)]
+        events = [self._event(calls[call], now) for call in remote.wait(list(calls), seconds)]
+        return [*events, *self._silent()]
 
     def retire(self, worker: Worker) -> None:
         """End a worker that is no longer wanted, or out of reach, or broken inside: it must not work on."""
@@ -137,6 +150,19 @@ class Fleet:
         """End all workers at once; what they had not written yet is recomputed on resume."""
         for worker in list(self.workers):
             self.retire(worker)
+
+    def _await(self, worker: Worker, call: Any, patience: float) -> None:
+        worker.call, worker.patience, worker.silent_since = call, patience, self._clock.now()
+
+    def _silent(self) -> list[Event]:
+        """Give up the workers whose answer is overdue: stopped, hanging or cut off, they hold their jobs up."""
+        now = self._clock.now()
+        overdue = [
+            worker for worker in self.workers if worker.call is not None and now - worker.silent_since > worker.patience
+        ]
+        for worker in overdue:
+            self.retire(worker)
+        return [Lost(worker, "worker_silent", f"it has not reported for {worker.patience:.0f} s") for worker in overdue]
 
     def _event(self, worker: Worker, now: float) -> Event:
         call, worker.call = worker.call, None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 
 from jobs.retries import Retries
 from jobs.run import Run, RunManifest
@@ -21,12 +19,15 @@ from scheduler.cluster import Cluster, ClusterError, connect
 from scheduler.cluster_watch import ClusterLostError
 from scheduler.driver import Driver, DriverError
 from scheduler.driver_endpoint import served_metrics
-from scheduler.fleet import Fleet
+from scheduler.fleet import DEFAULT_TIMEOUT, Fleet
+from scheduler.interruption import held
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 from worker.config import EngineConfig
 from worker.drafters.parts import check_parts
 from worker.kv_room import check_folder
+
+STORE_SLACK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class LaunchOptions:
     checkpoint_seconds: float = 5.0
     grace_seconds: float = 20.0
     store_retry_seconds: float = 120.0
+    worker_timeout: float | None = None  # seconds without a report; None for the default
     may_take_over: bool = False  # a run whose driver has not been heard of for long
     metrics_port: int | None = None
     session_factory: str = SESSION_FACTORY
@@ -100,7 +102,7 @@ def _drive(
         log_folder=_log_folder(run, cluster),
     )
     with contextlib.ExitStack() as stack:
-        fleet = Fleet(spec, cluster)
+        fleet = Fleet(spec, cluster, _worker_timeout(options))
         if options.metrics_port is not None:
             stack.enter_context(served_metrics(run, fleet, config, counters, options.metrics_port, display))
         driver = Driver(
@@ -114,7 +116,7 @@ def _drive(
             grace_seconds=options.grace_seconds,
             may_take_over=options.may_take_over,
         )
-        stack.enter_context(_stop_on_signals(driver))
+        stack.enter_context(held(driver.request_stop))
         return driver.run()
 
 
@@ -158,23 +160,14 @@ def _told_how_to_go_on(run: Run) -> Iterator[None]:
         raise DriverError(f"{error}; {hint}") from error
 
 
+def _worker_timeout(options: LaunchOptions) -> float:
+    """Seconds; a worker that waits for the store is to say so before it is given up."""
+    if options.worker_timeout is not None:
+        return options.worker_timeout
+    return max(DEFAULT_TIMEOUT, options.store_retry_seconds + STORE_SLACK_SECONDS)
+
+
 def _log_folder(run: Run, cluster: Cluster) -> str | None:
     """Workers on this machine log into the run folder; elsewhere it may not be there."""
     folder = local_path(run.store.uri)
     return f"{folder}/logs" if folder is not None and cluster.is_embedded else None
-
-
-@contextlib.contextmanager
-def _stop_on_signals(driver: Driver) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the driver to stop; a second one ends the process at once."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        driver.request_stop()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -54,6 +54,11 @@ WORKERS = [
         help="Attempts in a row without progress before a job is given up.",
     ),
     click.option(
+        "--worker-timeout",
+        type=SECONDS,
+        help="Seconds without a report after which a worker is replaced. [default: 120, or 30 more than store retries]",
+    ),
+    click.option(
         "--metrics-port",
         type=click.IntRange(0, 65535),
         help="Serve metrics; here the driver's, and at /sd where to find the workers' (0: any port).",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.run_commands import INTERRUPTED, SOME_FAILED, submit
+from scheduler.interruption import INTERRUPTED
+from scheduler.run_commands import SOME_FAILED, submit
 from scheduler.summary import printable
 
 if TYPE_CHECKING:

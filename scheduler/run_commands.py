@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scheduler.interruption import INTERRUPTED
 from scheduler.launch_options import launch_options, make_launch_options, output_mode
 from scheduler.model_options import MAX_THREADS, filled
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from scheduler.progress import Display
 
 SOME_FAILED = 1
-INTERRUPTED = 130
 START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
 
 

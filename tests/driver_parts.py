@@ -19,7 +19,7 @@ from scheduler.backlog import load_queue
 from scheduler.cluster import Cluster, connect
 from scheduler.driver import Driver
 from scheduler.events import Event
-from scheduler.fleet import Fleet
+from scheduler.fleet import DEFAULT_TIMEOUT, Fleet
 from worker.config import EngineConfig
 
 
@@ -86,6 +86,7 @@ def make_driver(
     counters: DriverCounters | None = None,
     grace: float = 20.0,
     may_take_over: bool = False,
+    worker_timeout: float = DEFAULT_TIMEOUT,
 ) -> Driver:
     spec = WorkerSpec(
         EngineConfig(), run.store.uri, session_factory=f"counting_session:{session}", log_folder=f"{run.store.uri}/logs"
@@ -93,7 +94,7 @@ def make_driver(
     return Driver(
         run,
         load_queue(run, attempts),
-        Fleet(spec, cluster),
+        Fleet(spec, cluster, worker_timeout),
         display,
         counters or DriverCounters(),
         num_workers=workers,

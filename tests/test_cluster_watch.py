@@ -84,6 +84,16 @@ def test_a_head_that_stays_silent_is_lost(head: FakeHead) -> None:
     assert "has not answered for" in await_loss(watch)
 
 
+def test_a_driver_that_was_stopped_does_not_blame_the_head(head: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_watch, "SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(cluster_watch, "POLL_SECONDS", 3600.0)
+    watch = ClusterWatch(head, "own")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 38)  # it could not hear the answers meanwhile
+    watch.check()
+    watch.stop()
+
+
 def test_a_question_that_never_returns_is_a_silent_head(head: FakeHead) -> None:
     hangs = threading.Event()
     head.alive = lambda: [hangs.wait(20)]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from driver_parts import RecordingDisplay, counting_cluster, make_driver, make_run, result_metrics
+from driver_parts import RecordingDisplay, counting_cluster, make_driver, make_run, result_metrics, token_hash
+from driving import is_alive
 
 from jobs.run import Progress
 from metrics.counters import DriverCounters
@@ -19,6 +23,7 @@ from scheduler.actors import WorkerSpec
 from scheduler.cluster import Cluster
 from scheduler.fleet import Fleet
 from worker.config import EngineConfig
+from worker.work import Orders
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,84 @@ def test_a_worker_that_dies_while_it_drains_is_no_fault_of_its_job(
     assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
     assert set(counters.num_preemptions) == {"node_drained"}
     assert not run.failed()
+
+
+def test_a_stopped_worker_is_replaced_and_its_late_return_changes_nothing(tmp_path: Path, cluster: Cluster) -> None:
+    jobs = {"a": 600, "b": 600}
+    calm = make_run(tmp_path / "calm", jobs)
+    make_driver(calm, cluster, RecordingDisplay()).run()
+    run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
+    stopped: list[int] = []
+
+    def stop_one(progress: Progress) -> None:
+        busy = [worker.pid for worker in progress.workers if worker.jobs]
+        if not stopped and busy and progress.num_generated_tokens > 100:
+            stopped.append(busy[0])
+            os.kill(stopped[0], signal.SIGSTOP)
+        elif stopped and counters.num_preemptions.get("worker_silent"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped[0], signal.SIGCONT)
+
+    display.on_update = stop_one
+    assert make_driver(run, cluster, display, counters=counters, worker_timeout=5.0).run() == "finished"
+    assert counters.num_preemptions["worker_silent"] >= 1
+    assert any("is lost: it has not reported for " in note for note in display.notes)
+    assert {name: token_hash(run, name) for name in jobs} == {name: token_hash(calm, name) for name in jobs}
+    assert max(result_metrics(run, name)["num_recovered_tokens"] for name in jobs) > 0
+    deadline = time.monotonic() + 60
+    while is_alive(stopped[0]):  # it is not left behind
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@dataclass
+class SilentFleet:
+    """Two workers that never answer, and a clock that the test moves."""
+
+    fleet: Fleet
+    killed: list[object]
+    clock: list[float]
+
+    def wait(self, seconds: float) -> list[str]:
+        """Let the time pass, with many looks; returns the ids of workers that were given up."""
+        events = []
+        for _ in range(int(seconds * 2)):
+            self.clock[0] += 0.5
+            events += self.fleet.wait(0.0, self.clock[0])
+        return [event.worker.id for event in events]
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
+    killed: list[object] = []
+    clock = [0.0]
+    method = SimpleNamespace(remote=lambda *_: object())
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(remote, "create_actor", lambda *_, **__: SimpleNamespace(start=method, work=method))
+    monkeypatch.setattr(remote, "wait", lambda calls, seconds: [])
+    monkeypatch.setattr(remote, "kill", killed.append)
+    cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0)
+    fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
+    fleet.fill(2, 0.0)
+    return SilentFleet(fleet, killed, clock)
+
+
+def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: SilentFleet) -> None:
+    starting, working = silent.fleet.workers
+    silent.fleet.work(working, Orders(assignments=(cast("Any", object()),)), 0.5)
+    assert silent.wait(190) == []  # it may have gigabytes of checkpoints to read
+    assert silent.wait(20) == ["w2"]
+    assert silent.killed == [working.actor]
+    assert silent.wait(1000) == []
+    assert silent.fleet.workers == [starting]
+
+
+def test_a_driver_that_was_stopped_blames_no_worker(silent: SilentFleet) -> None:
+    silent.fleet.work(silent.fleet.workers[0], Orders(), 0.5)
+    assert silent.wait(10) == []
+    silent.clock[0] += 1000
+    assert silent.wait(5) == []  # nobody listened meanwhile
+    assert silent.wait(10) == ["w1"]
 
 
 def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,119 @@
+"""What a command does when it is told to end: SIGTERM and a closed terminal (SIGHUP) mean what Ctrl-C does.
+
+The first signal raises KeyboardInterrupt wherever the command is: it ends with one line and exit code 130. A second one
+ends the process at once, should that hang. While jobs run, `held` has the first signal ask for an end in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130
+SAME_SECONDS = 1.0  # a closed terminal, `timeout` and service managers tell the same thing twice
+LOOK_SECONDS = 0.05
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def signals() -> list[signal.Signals]:
+    """The signals that ask to end. Under `nohup` a closed terminal does not."""
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] if is_kept else [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+def interrupt_on_signals() -> None:
+    """From now on the first signal raises KeyboardInterrupt in the main thread, and the next one ends the process."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        _handle(_unless_same(lambda _number, _frame: os._exit(INTERRUPTED)))
+        raise KeyboardInterrupt
+
+    _handle(interrupt)
+
+
+def end_on_signals() -> None:
+    """From now on a signal ends the process without a word: nothing is left that would have to be undone."""
+    for number in signals():
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def held(ask: Callable[[], None]) -> Iterator[None]:
+    """Call `ask` at the first signal. The next one does what it did before, as all do behind the context."""
+    before = {number: signal.getsignal(number) for number in signals()}
+
+    def again(number: int, _frame: FrameType | None) -> None:
+        _restore(before)
+        signal.raise_signal(number)
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        _handle(_unless_same(again))
+        ask()
+
+    _handle(first)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None:
+    """Make a call in a thread that lives until `ended`, and raise what it raises, or KeyboardInterrupt at a signal.
+
+    For a call that may hang outside of Python, and that sets handlers of its own: signals wait until it has returned,
+    and the handlers are then what they were. After an interruption the call goes on, unheard.
+    """
+    returned, errors = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            returned.set()
+        ended.wait()
+
+    awaited = signals()
+    handlers = {number: signal.getsignal(number) for number in awaited}
+    before, heard = signal.pthread_sigmask(signal.SIG_BLOCK, awaited), None  # in its threads, too
+    try:
+        threading.Thread(target=run, name="interruptible-call", daemon=True).start()
+        while heard is None and not returned.is_set():
+            heard = signal.sigtimedwait(awaited, LOOK_SECONDS)
+        _restore(handlers)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if heard is not None:
+        signal.raise_signal(heard.si_signo)
+        raise KeyboardInterrupt
+    if errors:
+        raise errors[0]
+
+
+def _unless_same(handler: Handler) -> Handler:
+    """The handler, deaf for a moment."""
+    first = time.monotonic()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - first > SAME_SECONDS:
+            handler(number, frame)
+
+    return handle
+
+
+def _handle(handler: Handler) -> None:
+    for number in signals():
+        signal.signal(number, handler)
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
