@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 from scheduler.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
@@ -16,9 +18,21 @@ def main() -> None:
         command()
     except KeyboardInterrupt:  # the commands were not there yet
         print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        _end_interrupted()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            _end_interrupted()
+        raise
     finally:
         end_on_signals()
+
+
+def _end_interrupted() -> None:
+    """End without Python's own end: it waits for what was interrupted, and its exit code may be another one."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
