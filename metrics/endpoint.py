@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import make_wsgi_app
@@ -21,14 +22,49 @@ Page = Callable[[str], str]  # the address of the endpoint's own metrics to a JS
 
 OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: no packet is sent to it
 METRICS_PATH = "/metrics"
+MAX_CONNECTIONS = 16
+CLIENT_SECONDS = 10.0  # for a client to send or take the next bytes
 
 
 class MetricsError(RuntimeError):
     """The endpoint cannot be served."""
 
 
+class _Server(ThreadingWSGIServer):
+    """Keeps a bounded number of connections: who opens and holds them must not take the files of a worker."""
+
+    request_queue_size = 64  # that wait to be taken; beyond it, a scrape would wait a second for its next try
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []  # the oldest first
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; beyond the bound, the oldest connection has had its time."""
+        with self._lock:
+            self._connections.append(request)
+            if len(self._connections) > MAX_CONNECTIONS:
+                with contextlib.suppress(OSError):
+                    self._connections.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._connections.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that was too slow, or has gone."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 class _SilentHandler(WSGIRequestHandler):
     """Writes no line for each scrape."""
+
+    timeout = CLIENT_SECONDS
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -45,7 +81,7 @@ def serve(
     host = own_host()
     app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
     try:
-        server = make_server("", port, app, ThreadingWSGIServer, _SilentHandler)
+        server = make_server("", port, app, _Server, _SilentHandler)
     except OSError as error:
         raise MetricsError(
             f"metrics port {port}: {error.strerror}; choose another one or 0 for any free port"

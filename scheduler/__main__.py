@@ -7,17 +7,19 @@ import os
 import sys
 
 from scheduler.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
+from scheduler.lines import Lines
 
 
 def main() -> None:
     """Run the command that the process's arguments name; a signal at any moment is one line and exit code 130."""
     try:
         interrupt_on_signals()
+        _open_closed_streams()
         from scheduler.cli import main as command
 
         command()
     except KeyboardInterrupt:  # the commands were not there yet
-        print("interrupted", file=sys.stderr)
+        Lines(sys.stderr).write("interrupted")
         _end_interrupted()
     except SystemExit as end:
         if end.code == INTERRUPTED:
@@ -25,6 +27,15 @@ def main() -> None:
         raise
     finally:
         end_on_signals()
+
+
+def _open_closed_streams() -> None:
+    """Where the command was started without one (`>&-`), let nothing else take its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def _end_interrupted() -> None:

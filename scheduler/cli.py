@@ -12,6 +12,7 @@ import click
 from scheduler.bench_commands import bench
 from scheduler.chaos.command import chaos
 from scheduler.interruption import INTERRUPTED
+from scheduler.lines import Lines
 from scheduler.nightly_command import nightly
 from scheduler.read_commands import results, status, tail
 from scheduler.report_command import report
@@ -52,7 +53,7 @@ class OneLineErrors(click.Group):
         except click.ClickException as error:
             _fail(error.format_message())
         except (click.Abort, KeyboardInterrupt):
-            click.echo("interrupted", err=True)
+            Lines(sys.stderr).write("interrupted")
             sys.exit(INTERRUPTED)
         except Exception as error:
             if _is_output_error(error):
@@ -104,7 +105,7 @@ def _is_user_error(error: Exception) -> bool:
 
 def _fail(message: str) -> NoReturn:
     line = printable(" ".join(message.split()))
-    click.echo(f"swiftbatch: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '...'}", err=True)
+    Lines(sys.stderr).write(f"swiftbatch: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '...'}")
     sys.exit(USER_ERROR)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self, TextIO
+from typing import IO, Self, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -11,7 +11,7 @@ from rich.live import Live
 from jobs.run import Progress
 from scheduler.display_frame import Frame
 from scheduler.events import Event
-from scheduler.progress import Lines
+from scheduler.lines import Lines, SteadyStream
 
 REDRAWS_PER_SECOND = 4  # the figures change more rarely; the terminal's size may at any time
 
@@ -20,7 +20,7 @@ class LiveDisplay:
     """Draws from the first `update` to the end of its context; with `errors`, lines about errors go there."""
 
     def __init__(self, stream: TextIO, errors: Lines | None) -> None:
-        self._console = Console(file=stream, force_terminal=True)
+        self._console = Console(file=cast("IO[str]", SteadyStream(stream)), force_terminal=True)
         self._errors = errors
         # what stands in for stdout while Ray is at work must not be wrapped
         self._live = Live(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from scheduler.interruption import INTERRUPTED
+from scheduler.lines import Lines
 from scheduler.run_commands import SOME_FAILED, submit
 from scheduler.summary import printable
 
@@ -51,11 +53,11 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     with hold(runs, if_busy == "wait") as held:
         paths, skipped = job_files(inbox_store)
         digests = _without_done(inbox_store, runs, paths, skipped)
-        click.echo(
-            f"{len(paths)} job files in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run", err=True
+        Lines(sys.stderr).write(
+            f"{len(paths)} job files in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run"
         )
         for path, reason in sorted(skipped.items()):
-            click.echo(f"{printable(path)} was not read: {printable(reason)}", err=True)
+            Lines(sys.stderr).write(f"{printable(path)} was not read: {printable(reason)}")
         code = SOME_FAILED if skipped else 0
         for path, digest in digests.items():
             held.check()
@@ -81,14 +83,14 @@ def _run_file(
     from scheduler.submission import StrictError
 
     run_uri = joined(runs_uri, path)
-    click.echo(f"job file {printable(path)}", err=True)
+    Lines(sys.stderr).write(f"job file {printable(path)}")
     try:
         context.invoke(submit, jobs=joined(inbox, path), run_uri=run_uri, **options)
         code = 0
     except click.exceptions.Exit as ended:
         code = ended.exit_code
     except (InputFileError, RunError, StrictError) as error:  # its own fault: the others go on
-        click.echo(f"{printable(path)} was not run: {printable(str(error))}", err=True)
+        Lines(sys.stderr).write(f"{printable(path)} was not run: {printable(str(error))}")
         return SOME_FAILED
     if code != INTERRUPTED:
         Store(run_uri).write(MARK, dump_line({"job_file": path, "sha256": digest}))

@@ -12,16 +12,17 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
-import click
 from pydantic import BaseModel, ConfigDict
 
 from jobs.run_files import RunError, pretty, read_model
 from jobs.store import Store, StoreError
 from scheduler.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
+from scheduler.lines import Lines
 
 FILE = "nightly.json"
 POLL_SECONDS = 2.0
@@ -87,7 +88,7 @@ def hold(runs: Store, is_patient: bool) -> Iterator[Hold]:
         if not is_patient:
             raise NightlyHeldError(f"{_who(runs, holder)} is at work; wait for it, or use --if-busy wait")
         if not is_told:
-            click.echo(f"{_who(runs, holder)} is at work: waiting for it to end", err=True)
+            Lines(sys.stderr).write(f"{_who(runs, holder)} is at work: waiting for it to end")
             is_told = True
         time.sleep(POLL_SECONDS)
     held = Hold(runs)

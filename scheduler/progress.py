@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol
 
 from jobs.run import Progress
 from scheduler.events import Event, RunEnded
+from scheduler.lines import Lines
 from scheduler.summary import summary_line
 
 OutputMode = Literal["auto", "quiet", "json"]
@@ -30,20 +31,6 @@ class Display(Protocol):
 
     def update(self, progress: Progress) -> None:
         """Show where the run is."""
-
-
-class Lines:
-    """A stream that takes whole lines, each at once. Once it can't be written to, they go nowhere."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> None:
-        """Write one line, or several."""
-        try:
-            print(text, file=self._stream, flush=True)
-        except OSError:  # its reader has gone, or the disk is full: nothing that a run should end for
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class PlainDisplay:

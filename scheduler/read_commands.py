@@ -116,8 +116,12 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 def _show_what_next(run: Run, progress: Progress) -> None:
     from scheduler.summary import duration, printable
+    from scheduler.watch_display import silent_driver
 
-    if progress.state == "interrupted":
-        click.echo(f"no driver runs it; go on with: swiftbatch resume {printable(run.store.shown_uri)}")
+    place = printable(run.store.shown_uri)
+    if progress.state == "interrupted" and (silence := silent_driver(run)) is not None:
+        click.echo(f"{silence}; if it is surely dead: swiftbatch resume {place} --takeover")
+    elif progress.state == "interrupted":
+        click.echo(f"no driver runs it; go on with: swiftbatch resume {place}")
     elif progress.state != "running":
         click.echo(f"took {duration(progress.updated - progress.started)} since the last start")

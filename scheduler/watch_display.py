@@ -34,6 +34,14 @@ def watch(run: Run, display: Display) -> Progress:
     return progress
 
 
+def silent_driver(run: Run) -> DriverSilent | None:
+    """What is to be told of a driver that may be stopped or cut off; None where there is none, or it is heard of."""
+    progress = run.progress()
+    if progress is None or liveness(run, progress) != "silent":
+        return None
+    return DriverSilent(progress.driver_host, progress.driver_pid, progress.updated)
+
+
 def _is_awaited(run: Run, display: Display) -> bool:
     """Whether the run is yet to get its first driver: `submit` takes some seconds until then."""
     if run.progress() is not None or not count_jobs(run)["pending"]:

@@ -13,8 +13,8 @@ from jobs.run import Progress
 from scheduler.display_frame import Frame
 from scheduler.events import WorkerLost, WorkerReady
 from scheduler.job_events import JobCancelled, JobGivenUp
+from scheduler.lines import Lines
 from scheduler.live_display import LiveDisplay
-from scheduler.progress import Lines
 from scheduler.summary import printable
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from metrics import endpoint
 from metrics.counters import DriverCounters, EngineCounters
 from metrics.endpoint import MetricsError, serve
 from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
@@ -124,3 +129,37 @@ def test_a_taken_port_is_one_clear_line() -> None:
             serve(registry, port)
     finally:
         stop()
+
+
+@contextmanager
+def idle_clients(num: int) -> Iterator[tuple[str, list[socket.socket]]]:
+    """An endpoint's address, and clients of it: every other one begins a request, none ends it."""
+    address, stop = serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0)
+    host, port = address.removeprefix("http://").removesuffix("/metrics").split(":")
+    clients = [socket.create_connection((host, int(port)), timeout=30) for _ in range(num)]
+    for client in clients[::2]:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nHost: ")
+    yield address, clients
+    for client in clients:
+        client.close()
+    stop()
+
+
+def test_idle_clients_take_few_files_and_keep_nobody_out() -> None:
+    num_before = len(os.listdir("/proc/self/fd"))
+    with idle_clients(60) as (address, clients):
+        for _ in range(3):
+            assert b"swiftbatch_jobs" in urllib.request.urlopen(address, timeout=30).read()
+        deadline = time.monotonic() + 5
+        while len(os.listdir("/proc/self/fd")) - num_before > len(clients) + endpoint.MAX_CONNECTIONS + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_client_that_sends_no_more_is_left(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoint._SilentHandler, "timeout", 0.3)
+    with idle_clients(2) as (_, clients):
+        assert [client.recv(1) for client in clients] == [b"", b""]
+    assert capfd.readouterr().err == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import time
 
 import pytest
@@ -14,7 +15,9 @@ from jobs.run import Progress
 from scheduler import event_reference
 from scheduler.events import DriverAwaited, LineRejected, RunEnded, RunOpened, WorkerLost, WorkerReady
 from scheduler.job_events import JobCancelled, JobGivenUp, JobPutBack
-from scheduler.progress import JsonDisplay, Lines, PlainDisplay, QuietDisplay
+from scheduler.lines import Lines
+from scheduler.live_display import LiveDisplay
+from scheduler.progress import JsonDisplay, PlainDisplay, QuietDisplay
 from scheduler.speed import RATE_SECONDS, Speed
 from scheduler.summary import checkpoint_age, harmless, printable, summary_line
 
@@ -144,6 +147,19 @@ def test_lines_that_nobody_reads_any_more_are_dropped() -> None:
         lines = Lines(stream)
         lines.write("one")
         lines.write("two")
+
+
+def test_a_terminal_that_is_closed_shows_nothing_more_and_stops_nothing() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream, LiveDisplay(stream, None) as shown:
+        shown.note(WorkerReady("w1", "h", 1))
+        shown.update(make_progress())
+        os.close(master)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(slave, b"x")
+        shown.note(WorkerReady("w2", "h", 1))
+        shown.update(make_progress())
+        shown.note(WorkerReady("w3", "h", 1))
 
 
 def test_the_page_about_events_is_as_the_code_says() -> None:

@@ -1,0 +1,48 @@
+"""Streams that may fail, as when a terminal is closed or the program that reads has gone: no reason to end a run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TextIO
+
+
+class SteadyStream:
+    """A text stream that goes nowhere once it can't be written to. For all else it is the stream itself."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or forget the text."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._turn_away()
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back, or forget it."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._turn_away()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _turn_away(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+class Lines:
+    """A stream that takes whole lines, each at once. Once it can't be written to, they go nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = SteadyStream(stream)
+
+    def write(self, text: str) -> None:
+        """Write one line, or several."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
