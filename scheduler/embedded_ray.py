@@ -62,12 +62,17 @@ class EmbeddedRay:
 
     def end(self) -> None:
         """Kill what still runs, stopped workers too, and remove the folder."""
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.getsid(int(path.name)) in self._sessions:
-                    os.kill(int(path.name), signal.SIGKILL)
+        kill_sessions(self._sessions)
         if not self._keeps_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def kill_sessions(sessions: set[int]) -> None:
+    """SIGKILL every process of these sessions."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) in sessions:
+                os.kill(int(path.name), signal.SIGKILL)
 
 
 def _is_short(place: str) -> bool:

@@ -82,7 +82,12 @@ def submission(folder: Path, model: Path, *options: str) -> Iterator[Submission]
         command = swiftbatch("submit", str(jobs), "--run", str(run), "--model", str(model), "--threads", "1", *options)
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=os.environ | {"RAY_TMPDIR": ray_folder}, start_new_session=True
+                command,
+                stdout=file,
+                stderr=file,
+                env=os.environ | {"RAY_TMPDIR": ray_folder},
+                start_new_session=True,
+                preexec_fn=_hear_all,
             )
         try:
             yield Submission(run, Path(ray_folder), log, process)
@@ -90,3 +95,9 @@ def submission(folder: Path, model: Path, *options: str) -> Iterator[Submission]
             process.kill()
             process.wait()
             print(log.read_text(errors="replace"))
+
+
+def _hear_all() -> None:
+    """Also where the tests run under `nohup` or in the background of a shell."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

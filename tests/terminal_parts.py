@@ -39,8 +39,14 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._master)
+        self.close()
         print("\n".join(self.lines()))
+
+    def close(self) -> None:
+        """As a user does who closes the window."""
+        if self._master >= 0:
+            os.close(self._master)
+            self._master = -1
 
     def resize(self, columns: int, num_lines: int) -> None:
         """As a user does who drags the window's corner."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from signal_parts import NO_HANDLER_YET, Submission, submission
+from driving import DEADLINE_SECONDS, swiftbatch
+from signal_parts import JOB, NO_HANDLER_YET, Submission, submission
+from terminal_parts import Terminal
+
+from jobs.checkpoints import CheckpointStore
+from jobs.run import Progress, Run, RunError
+from jobs.store import Store
 
 SOON_SECONDS = 60  # for a machine with other things to do; a Ray that is waited for in vain takes as long
 
@@ -22,14 +31,11 @@ def check_end(command: Submission, exit_code: int) -> None:
     assert command.left_behind() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(
-    number: signal.Signals, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:
     with submission(tmp_path, tiny_model) as command:
         command.wait_for(lambda: any(command.ray_folder.glob("*/session_*")))
         started = time.monotonic()
-        check_end(command, command.end(number, to_group=True))
+        check_end(command, command.end(signal.SIGTERM, to_group=True))
         assert time.monotonic() - started < SOON_SECONDS
         assert command.state() is None  # no driver ever had it
 
@@ -38,9 +44,68 @@ def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: 
     with submission(tmp_path, tiny_model) as command:
         command.wait_for(lambda: "starting workers" in command.output())
         started = time.monotonic()
-        check_end(command, command.end(signal.SIGTERM, to_group=True))
+        check_end(command, command.end(signal.SIGHUP, to_group=True))
         assert time.monotonic() - started < SOON_SECONDS
         assert "nothing is lost" in command.output()
+        assert "is lost:" not in command.output()  # workers hear of it from the driver alone
+
+
+def newest_beat(run: Path, pid: int) -> Progress | None:
+    """The newest beat of that driver; None before the first."""
+    try:
+        progress = Run.open(str(run)).progress()
+    except RunError:
+        return None
+    return progress if progress is not None and progress.driver_pid == pid else None
+
+
+def num_tokens(run: Path, pid: int) -> int:
+    beat = newest_beat(run, pid)
+    return 0 if beat is None else beat.num_generated_tokens
+
+
+def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_path: Path, tiny_model: Path) -> None:
+    run, jobs = tmp_path / "run", tmp_path / "jobs.jsonl"
+    jobs.write_text(json.dumps(JOB | {"custom_id": "a"}) + "\n")
+    command = swiftbatch("submit", str(jobs), "--run", str(run), "--model", str(tiny_model), "--threads", "1")
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command, "--checkpoint-seconds", "600"]
+    with Terminal(nohup, 100, 30) as terminal:
+        pid = terminal.process.pid
+        terminal.wait_for(lambda text: "worker w1 is ready" in text and num_tokens(run, pid))
+        terminal.close()
+        before = num_tokens(run, pid)
+        os.kill(pid, signal.SIGHUP)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while num_tokens(run, pid) == before:  # it goes on
+            assert time.monotonic() < deadline
+            assert terminal.process.poll() is None
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGTERM)
+        assert terminal.process.wait(DEADLINE_SECONDS) == 130
+    beat = newest_beat(run, pid)
+    assert beat is not None
+    assert (beat.state, beat.running) == ("interrupted", {})  # nothing was left without a checkpoint
+    (record,) = Run.open(str(run)).jobs()
+    assert len(CheckpointStore(Store(str(run))).read_tokens(record.job_id)) == beat.num_generated_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_driver_that_was_stopped_for_a_while_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    with submission(tmp_path, tiny_model) as command:
+        command.wait_for(lambda: num_tokens(command.run, command.process.pid))
+        command.process.send_signal(signal.SIGSTOP)
+        time.sleep(45)
+        told = subprocess.run(
+            swiftbatch("status", str(command.run)), capture_output=True, text=True, timeout=60, check=True
+        )
+        command.process.send_signal(signal.SIGCONT)
+        assert command.process.wait(DEADLINE_SECONDS) == 0
+        assert "no driver runs it" not in told.stdout
+        assert f"no word from the driver, process {command.process.pid} on " in told.stdout
+        assert "lost" not in command.output()
+        assert "run finished; jobs: 2 finished" in command.output()
+        assert command.left_behind() == []
 
 
 @pytest.mark.slow
@@ -61,7 +126,7 @@ def test_a_signal_every_half_second_after_the_start(
             print(f"{number.name} after {moment / 2} s: exit code {exit_code} after {seconds:.1f} s")
             if moment == 0 and exit_code in NO_HANDLER_YET:
                 continue  # Python itself was starting
-            if command.output().endswith("run finished; jobs: 2 finished\n"):
-                continue
+            if "run finished" in command.output():
+                continue  # it was too late
             check_end(command, exit_code)
             assert seconds < SOON_SECONDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ NOT_PASSED = 1
 @click.option("--address", help="A running Ray cluster, as HOST:PORT; its nodes stay. [default: one of its own]")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the findings.")
 def chaos(run_uri: str | None, json_path: Path | None, **options: Any) -> None:
-    """Run jobs undisturbed, then again while workers, nodes and the driver are killed, and compare every token.
+    """Run jobs undisturbed, then while workers, nodes and the driver are killed or stopped, and compare every token.
 
     \b
     Exit code: 0 all kills were done and all outputs are identical, 1 not so, 2 wrong usage or a run that gave up.
@@ -38,7 +37,6 @@ def chaos(run_uri: str | None, json_path: Path | None, **options: Any) -> None:
     from scheduler.chaos.options import ChaosOptions
 
     chaos_options = ChaosOptions(run_uri=run_uri or f"chaos-{time.strftime('%Y%m%d-%H%M%S')}", **options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the cluster is to be ended with us
     report = run_chaos(chaos_options, click.echo)
     for line in report.lines():
         click.echo(line)

@@ -13,6 +13,13 @@ from scheduler.chaos.plan import Kind, PlannedKill
 from scheduler.chaos.victims import Way
 
 POLL_SECONDS = 0.1
+DEEDS: Mapping[Kind, str] = {
+    "worker": "killed worker",
+    "raylet": "killed raylet",
+    "driver": "killed driver",
+    "stop": "stopped worker",
+    "hangup": "hung up on driver",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class DisturbedRun:
         self._run_uri = run_uri
         self._submit = submit
         self._resume = resume
-        self._ways: Mapping[Kind, Way] = {**ways, "driver": self._kill_driver}
+        self._ways: Mapping[Kind, Way] = {**ways, "driver": self._kill_driver, "hangup": self._hang_up}
         self._show = show
 
     def run(self, plan: Sequence[PlannedKill]) -> list[Kill]:
@@ -65,7 +72,7 @@ class DisturbedRun:
                 victim = self._ways[planned.kind](busy) if busy else None
                 if victim is not None:
                     seconds = round(time.monotonic() - self._started, 1)
-                    self._show(f"{progress.num_generated_tokens:,} tokens: killed {planned.kind} ({victim})")
+                    self._show(f"{progress.num_generated_tokens:,} tokens: {DEEDS[planned.kind]} ({victim})")
                     return Kill(planned.kind, victim, progress.num_generated_tokens, seconds)
             time.sleep(POLL_SECONDS)
         return None
@@ -79,7 +86,13 @@ class DisturbedRun:
         return progress if progress is not None and progress.driver_pid == self._driver.pid else None
 
     def _kill_driver(self, _workers: Sequence[object]) -> str:
+        return self._end_driver(DriverProcess.kill)
+
+    def _hang_up(self, _workers: Sequence[object]) -> str:
+        return self._end_driver(DriverProcess.hang_up)
+
+    def _end_driver(self, end: Callable[[DriverProcess], None]) -> str:
         pid = self._driver.pid
-        self._driver.kill()
+        end(self._driver)
         self._driver = self._resume(self._run_uri)
         return f"process {pid}"

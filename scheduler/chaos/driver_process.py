@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,13 @@ class DriverProcess:
         command = [sys.executable, "-m", "scheduler.cli", *args]
         with output.open("wb") as file:  # a session of its own: Ctrl-C is for the chaos run, which then ends it
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=_hear_hangups,
             )
 
     @property
@@ -37,6 +44,11 @@ class DriverProcess:
         self._process.kill()
         self._process.wait()
 
+    def hang_up(self) -> None:
+        """SIGHUP, as when its terminal is closed, and wait until it has written its checkpoints."""
+        self._process.send_signal(signal.SIGHUP)
+        self._process.wait()
+
     def expect_success(self) -> None:
         """Wait for its end. Raises ChaosError, with the last line that it printed, if it gave up."""
         code = self._process.wait()
@@ -44,3 +56,7 @@ class DriverProcess:
             lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             last = lines[-1] if lines else "nothing was printed"
             raise ChaosError(f"{self._name} ended with exit code {code}, expected 0: {last}")
+
+
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the chaos run itself is under `nohup`

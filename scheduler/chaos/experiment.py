@@ -17,7 +17,7 @@ from scheduler.chaos.comparison import RunOutput, compare
 from scheduler.chaos.disturbed_run import DisturbedRun, Kill
 from scheduler.chaos.driver_process import DriverProcess
 from scheduler.chaos.options import ChaosError, ChaosOptions, write_jobs
-from scheduler.chaos.plan import KINDS, plan_kills
+from scheduler.chaos.plan import DRIVER_KINDS, KINDS, plan_kills
 from scheduler.chaos.report import ChaosReport
 
 Show = Callable[[str], None]
@@ -74,7 +74,7 @@ class Experiment:
 
     def run_disturbed(self, random: Random) -> tuple[float, list[Kill]]:
         """Returns the seconds that it took, and the kills that were done."""
-        kinds = [kind for kind in KINDS if kind in self._arena.ways or kind == "driver"]
+        kinds = [kind for kind in KINDS if kind in self._arena.ways or kind in DRIVER_KINDS]
         plan = plan_kills(self._options.num_kills, kinds, self._options.num_run_tokens, random)
         self._show(f"disturbed run: {len(plan)} kills of {', '.join(kinds)}")
         started = time.monotonic()

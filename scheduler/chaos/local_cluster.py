@@ -21,6 +21,7 @@ from pathlib import Path
 
 from scheduler.chaos.options import ChaosError
 from scheduler.cluster import OBJECT_STORE_BYTES
+from scheduler.embedded_ray import kill_sessions
 
 NUM_RAYLETS = 2  # so that one can be lost and the run goes on
 START_SECONDS = 60.0
@@ -72,6 +73,7 @@ class LocalCluster:
         self._folder = folder
         self._num_cpus = num_cpus
         self._num_started = 0
+        self._sessions: set[int] = set()
         self._port = _free_port()
         self.address = f"127.0.0.1:{self._port}"
         self.environment = cluster_environment()
@@ -103,11 +105,12 @@ class LocalCluster:
         return next((node for node in self.raylets if node.process.pid == session), None)
 
     def stop(self) -> None:
-        """End all nodes."""
+        """End all nodes, and the workers that were stopped and could not notice."""
         for node in self.raylets:
             node.stop()
         if self.head is not None:
             self.head.stop()
+        kill_sessions(self._sessions)
 
     def _start(self, *args: str) -> Node:
         self._num_started += 1
@@ -127,6 +130,7 @@ class LocalCluster:
                 stderr=output,
                 start_new_session=True,
             )
+        self._sessions.add(process.pid)
         return Node(process, log)
 
 

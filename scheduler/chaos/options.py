@@ -10,6 +10,7 @@ from typing import Any
 
 from scheduler.demo_prompts import PROMPTS
 
+WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
 PROMPT_TEXTS = tuple(PROMPTS.values())
 SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must have right again
     {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
@@ -59,6 +60,7 @@ class ChaosOptions:
         max_attempts = self.num_kills + 1  # every kill may hit the same job, which is no fault of its own
         args = ["--workers", self.num_workers, "--slots", self.num_slots, "--address", address]
         args += ["--checkpoint-tokens", self.checkpoint_tokens, "--max-attempts", max_attempts]
+        args += ["--worker-timeout", WORKER_TIMEOUT]
         return [str(arg) for arg in args]
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
-Kind = Literal["worker", "raylet", "driver"]
+Kind = Literal["worker", "raylet", "driver", "stop", "hangup"]  # a stopped worker, a driver whose terminal closes
 KINDS: tuple[Kind, ...] = get_args(Kind)
+DRIVER_KINDS: tuple[Kind, ...] = ("driver", "hangup")  # wherever the workers are
 
 QUIET_END = 0.15  # share of the run's tokens after which nothing is killed: a kill must not come too late to be done
 

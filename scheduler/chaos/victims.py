@@ -1,6 +1,6 @@
-"""How a worker or a node is killed: on a cluster of our own by signals, on the user's by a Ray task.
+"""How a worker or a node is hit: on a cluster of our own by signals, on the user's by a Ray task.
 
-A way takes the workers that have jobs (one at least), kills one of them or its node, and says what was killed;
+A way takes the workers that have jobs (one at least), kills or stops one of them or kills its node, and says which;
 None if that was gone already.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,18 +24,18 @@ Way = Callable[[Sequence[WorkerStatus]], str | None]
 def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:
     """Workers and raylets of a cluster of our own."""
     victims = LocalVictims(cluster, random)
-    return {"worker": victims.kill_worker, "raylet": victims.kill_raylet}
+    return {"worker": victims.kill_worker, "raylet": victims.kill_raylet, "stop": victims.stop_worker}
 
 
 def remote_ways(address: str, random: Random) -> Mapping[Kind, Way]:
     """Workers of the user's cluster; its nodes are not ours to kill."""
 
-    def kill_worker(workers: Sequence[WorkerStatus]) -> str | None:
+    def hit_worker(number: signal.Signals, workers: Sequence[WorkerStatus]) -> str | None:
         worker = random.choice(workers)
-        is_done = _end_worker_on(address, worker.node_id, worker.pid)
+        is_done = _signal_worker_on(address, worker.node_id, worker.pid, number)
         return f"{worker.id}, process {worker.pid} on {worker.host}" if is_done else None
 
-    return {"worker": kill_worker}
+    return {"worker": partial(hit_worker, signal.SIGKILL), "stop": partial(hit_worker, signal.SIGSTOP)}
 
 
 class LocalVictims:
@@ -47,8 +48,15 @@ class LocalVictims:
 
     def kill_worker(self, workers: Sequence[WorkerStatus]) -> str | None:
         """SIGKILL a worker's process."""
+        return self._hit(workers, signal.SIGKILL)
+
+    def stop_worker(self, workers: Sequence[WorkerStatus]) -> str | None:
+        """SIGSTOP a worker's process: it is there, and says nothing any more."""
+        return self._hit(workers, signal.SIGSTOP)
+
+    def _hit(self, workers: Sequence[WorkerStatus], number: signal.Signals) -> str | None:
         worker = self._choose(workers)
-        if worker is None or not end_worker(worker.pid):
+        if worker is None or not signal_worker(worker.pid, number):
             return None
         self._dead_pids.add(worker.pid)
         return f"{worker.id}, process {worker.pid}"
@@ -70,25 +78,25 @@ class LocalVictims:
         return self._random.choice(living) if living else None
 
 
-def end_worker(pid: int) -> bool:
-    """SIGKILL a Ray worker of the machine that this is called on; False if no worker has this number any more."""
+def signal_worker(pid: int, number: signal.Signals) -> bool:
+    """Signal a Ray worker of the machine that this is called on; False if no worker has this number any more."""
     try:
         if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             return False
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except (FileNotFoundError, ProcessLookupError):
         return False
     return True
 
 
-def _end_worker_on(address: str, node_id: str, pid: int) -> bool:
+def _signal_worker_on(address: str, node_id: str, pid: int, number: signal.Signals) -> bool:
     with connect(address, num_workers=1):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_worker)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(signal_worker)
         try:
-            return bool(ray.get(task.remote(pid)))
+            return bool(ray.get(task.remote(pid, number)))
         except ray.exceptions.RayError:  # the node is gone as well
             return False
