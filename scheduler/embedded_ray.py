@@ -7,17 +7,21 @@ driver alone: workers are needed to write their checkpoints. Should the driver d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from scheduler import interruption
 
-LONGEST_PLACE = 20  # characters: Ray makes sockets below, and their paths may have 107
+PREFIX = "swiftbatch-ray-"
+KEPT_SECONDS = 86_400.0  # that logs stay for which nobody is there to remove them
+LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
 USUAL_PLACE = "/tmp"
 
 
@@ -25,8 +29,12 @@ class EmbeddedRay:
     """The folder and the processes of one embedded Ray."""
 
     def __init__(self) -> None:
-        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-        self.folder = Path(tempfile.mkdtemp(prefix="swiftbatch-", dir=place if _is_short(place) else USUAL_PLACE))
+        wished = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        place = Path(wished if len(os.path.abspath(wished)) <= LONGEST_PLACE else USUAL_PLACE)
+        _remove_old(place)
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when this process ends, however it does
         self._sessions: set[int] = set()
         self._keeps_folder = False
 
@@ -65,6 +73,7 @@ class EmbeddedRay:
         kill_sessions(self._sessions)
         if not self._keeps_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
 
 
 def kill_sessions(sessions: set[int]) -> None:
@@ -75,5 +84,20 @@ def kill_sessions(sessions: set[int]) -> None:
                 os.kill(int(path.name), signal.SIGKILL)
 
 
-def _is_short(place: str) -> bool:
-    return len(os.path.abspath(place)) <= LONGEST_PLACE
+def _remove_old(place: Path) -> None:
+    """Remove what processes have left that were killed, or whose Ray had failed."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or in use
+            if time.time() - folder.stat().st_mtime > KEPT_SECONDS and not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,5 +132,8 @@ except ClusterLostError as error:
     print(error, file=sys.stderr)
     os.write(2, b"what a thread of Ray writes behind it")
 """
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory(prefix="cw-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        command, environment = [sys.executable, "-c", program], os.environ | {"RAY_TMPDIR": folder}
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert list(Path(folder).glob("*/session_latest/logs/gcs_server.out"))  # Ray's logs may say why
     assert (process.returncode, process.stderr) == (2, "the head is gone\n")
