@@ -53,6 +53,7 @@ DRIVER_METRICS = (
             "store_failed",
             "worker_died",
             "worker_error",
+            "worker_out_of_memory",
             "worker_silent",
             "worker_terminated",
             "worker_unreachable",

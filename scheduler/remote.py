@@ -79,7 +79,7 @@ def kill(actor: Any) -> None:
 
 def _explain(error: RayError) -> tuple[str, str]:
     """A word and a line for why a worker was lost."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -88,6 +88,8 @@ def _explain(error: RayError) -> tuple[str, str]:
         return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
     if isinstance(error, RayActorError) and error.preempted:
         return "node_drained", "its node was drained"
+    if isinstance(error, OutOfMemoryError):
+        return "worker_out_of_memory", "its machine ran low on memory, and Ray ended it; fewer --slots need less"
     if isinstance(error, ActorUnavailableError):
         return "worker_unreachable", "it can't be reached"
     return "worker_died", "its process ended"

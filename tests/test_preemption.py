@@ -13,11 +13,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 from driver_parts import RecordingDisplay, counting_cluster, make_driver, make_run, result_metrics, token_hash
 from driving import is_alive
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError
 
 from jobs.run import Progress
 from metrics.counters import DriverCounters
+from metrics.driver_metrics import DRIVER_METRICS
 from scheduler import remote
 from scheduler.actors import WorkerSpec
 from scheduler.cluster import Cluster
@@ -181,6 +184,28 @@ def test_a_driver_that_was_stopped_blames_no_worker(silent: SilentFleet) -> None
     silent.clock[0] += 1000
     assert silent.wait(5) == []  # nobody listened meanwhile
     assert silent.wait(10) == ["w1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (OutOfMemoryError("1 worker(s) were killed\nTop 10 memory users:"), "worker_out_of_memory", "low on memory"),
+        (ActorDiedError(), "worker_died", "its process ended"),
+        (ActorUnavailableError("no route", None), "worker_unreachable", "can't be reached"),
+    ],
+)
+def test_why_a_worker_was_lost_is_said_in_a_line(
+    error: RayError, reason: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", fail)
+    with pytest.raises(remote.WorkerLostError, match=message) as caught:
+        remote.answer(object())
+    assert caught.value.reason == reason
+    assert reason in next(metric.label_values for metric in DRIVER_METRICS if metric.name == "preemptions_total")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
