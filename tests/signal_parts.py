@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,18 @@ class Submission:
     def _left(self) -> list[str]:
         running = [line for line in _command_lines() if str(self.ray_folder) in line]
         return [*running, *(path.name for path in self.ray_folder.iterdir())]
+
+
+@contextmanager
+def heard(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command that hears all signals; it is ended with the context."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_all
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _command_lines() -> Iterator[str]:

@@ -8,16 +8,20 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from driver_parts import make_run
 from driving import DEADLINE_SECONDS, swiftbatch
-from signal_parts import JOB, NO_HANDLER_YET, Submission, submission
+from nightly_parts import held_elsewhere
+from signal_parts import JOB, NO_HANDLER_YET, Submission, heard, submission
 from terminal_parts import Terminal
 
 from jobs.checkpoints import CheckpointStore
 from jobs.run import Progress, Run, RunError
 from jobs.store import Store
+from scheduler.heartbeat import current_progress
 
 SOON_SECONDS = 60  # for a machine with other things to do; a Ray that is waited for in vain takes as long
 
@@ -62,6 +66,38 @@ def newest_beat(run: Path, pid: int) -> Progress | None:
 def num_tokens(run: Path, pid: int) -> int:
     beat = newest_beat(run, pid)
     return 0 if beat is None else beat.num_generated_tokens
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_commands_that_wait_or_compute_end_in_a_line(number: signal.Signals, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"a": 300})
+    alive = {"state": "running", "updated": time.time(), "driver_host": "elsewhere", "driver_pid": 1}
+    run.write_progress(current_progress(run).model_copy(update=alive))
+    (tmp_path / "inbox").mkdir()
+    commands = [
+        ["status", run.store.uri, "--watch"],
+        ["nightly", str(tmp_path / "inbox"), "--runs", str(tmp_path / "runs"), "--if-busy", "wait"],
+        ["bench", "decode", "--positions", "100000"],
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(held_elsewhere(tmp_path / "runs"))
+        started = [stack.enter_context(heard(swiftbatch(*command))) for command in commands]
+        assert started[0].stdout is not None
+        assert started[0].stdout.readline().startswith(run.store.uri)
+        for process in started:
+            process.send_signal(number)
+        for process in started:
+            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+            assert process.returncode == 130
+            assert errors.strip().splitlines()[-1] == "interrupted"
+            assert "Traceback" not in errors
+
+
+def test_a_command_that_was_started_without_streams_does_its_work(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {})
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *swiftbatch("resume", run.store.uri)]
+    assert subprocess.run(closed, check=False, timeout=DEADLINE_SECONDS).returncode == 0
+    assert (tmp_path / "run/output.jsonl").exists()
 
 
 def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_path: Path, tiny_model: Path) -> None:
