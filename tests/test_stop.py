@@ -103,7 +103,7 @@ def test_a_store_that_fails_a_worker_stops_the_run_and_blames_no_job(tmp_path: P
 def test_the_first_failure_of_the_store_is_the_one_that_is_told(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, display = make_run(tmp_path / "run", {"good": 400}), RecordingDisplay()
+    run, display = make_run(tmp_path / "run", {"good": 40_000}), RecordingDisplay()
     num_failures = itertools.count(1)
 
     def fail(self: LocalFolder, path: str, source: BinaryIO) -> None:
