@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import shutil
+import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 from uuid import uuid4
 
+ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of a file that has yet to get its own
 COPY_BYTES = 2**23
 NUM_DELETE_TRIES = 5
 CHANGED_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY}
+NO_FILE = {errno.ENXIO, errno.ELOOP}  # a socket, a link to itself
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -47,6 +53,12 @@ class Folder(Protocol):
 
     def list(self, folder: str) -> list[str]: ...
 
+    def sizes(self, folder: str) -> dict[str, int | None]: ...
+
+    def move(self, path: str, target: str) -> bool: ...
+
+    def delete_leftovers(self, folder: str, min_age_seconds: float) -> None: ...
+
     def delete(self, path: str) -> None: ...
 
     def delete_folder(self, folder: str) -> None: ...
@@ -74,14 +86,16 @@ class LocalFolder:
         return True
 
     def read(self, path: str) -> bytes | None:
-        try:
-            return (self._root / path).read_bytes()
-        except FileNotFoundError:
+        source = self.open(path)
+        if source is None:
             return None
+        with source:
+            return source.read(-1)
 
     def open(self, path: str) -> Reader | None:
         try:
-            return open(self._root / path, "rb", buffering=0)
+            # a pipe without a writer would hold us up
+            return open(self._root / path, "rb", buffering=0, opener=_open_file)
         except FileNotFoundError:
             return None
 
@@ -93,6 +107,33 @@ class LocalFolder:
             return os.listdir(self._root / folder)
         except FileNotFoundError:
             return []
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        try:
+            with os.scandir(self._root / folder) as entries:
+                return {entry.name: _size(entry) for entry in entries}
+        except FileNotFoundError:
+            return {}
+
+    def move(self, path: str, target: str) -> bool:
+        (self._root / target).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.rename(self._root / path, self._root / target)
+        except FileNotFoundError:
+            return False
+        for folder in {(self._root / path).parent, (self._root / target).parent}:
+            _sync_folder(folder)
+        return True
+
+    def delete_leftovers(self, folder: str, min_age_seconds: float) -> None:
+        try:
+            names = [name for name in os.listdir(self._root / folder) if ASIDE.fullmatch(name)]
+        except FileNotFoundError:
+            return
+        for path in (self._root / folder / name for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.lstat().st_mtime >= min_age_seconds:
+                    path.unlink()
 
     def delete(self, path: str) -> None:
         (self._root / path).unlink(missing_ok=True)
@@ -123,6 +164,28 @@ class LocalFolder:
         finally:
             aside.unlink(missing_ok=True)
         _sync_folder(target.parent)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a file. Raises FileNotFoundError for what is none, such as a folder, a pipe or a link to itself."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in NO_FILE:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    try:
+        status = entry.stat()
+    except OSError:  # gone, or a link that leads nowhere
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _link_new(aside: Path, target: Path) -> None:

@@ -1,11 +1,33 @@
-"""`jobs.parquet`: the jobs of a run in input order, with the job itself as JSON."""
+"""The jobs of a run in input order, with the job itself as JSON: a table of its own for each file that was submitted.
+
+jobs.parquet                      of the first one
+jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 from jobs.job import Job, JobRecord
+from jobs.store import Store
+
+FIRST = "jobs.parquet"
+LATER = "jobs"
+
+
+def add(store: Store, records: Sequence[JobRecord]) -> None:
+    """Add a table of jobs to a run. Two at once do not harm each other."""
+    data = to_parquet(records)
+    if not store.write_new(FIRST, data):
+        number = len(store.list(LATER)) + 2
+        store.write(f"{LATER}/{number:06d}-{uuid4().hex[:8]}.parquet", data)
+
+
+def paths(store: Store) -> list[str]:
+    """The tables of a run, oldest first."""
+    return [FIRST, *(f"{LATER}/{name}" for name in store.list(LATER) if name.endswith(".parquet"))]
 
 
 def to_parquet(records: Sequence[JobRecord]) -> bytes:

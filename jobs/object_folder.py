@@ -73,6 +73,25 @@ class ObjectFolder:
             selector = fs.FileSelector(self._full(folder), allow_not_found=True)
             return [info.base_name for info in self._filesystem.get_file_info(selector)]
 
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        from pyarrow import fs
+
+        with as_os_error():
+            selector = fs.FileSelector(self._full(folder), allow_not_found=True)
+            infos = self._filesystem.get_file_info(selector)
+            return {info.base_name: info.size if info.is_file else None for info in infos}
+
+    def move(self, path: str, target: str) -> bool:
+        data = self.read(path)
+        if data is None:
+            return False
+        self.write(target, data)
+        self.delete(path)
+        return True
+
+    def delete_leftovers(self, folder: str, min_age_seconds: float) -> None:
+        pass  # a write has no other name before its own
+
     def delete(self, path: str) -> None:
         try:
             with as_os_error():

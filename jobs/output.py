@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from jobs.json_lines import dump_line
 from jobs.store import Store, StoreError
@@ -18,17 +19,41 @@ COUNT_COLUMNS = ("prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
 
 
-def write_output(store: Store, lines: Iterable[dict[str, Any]]) -> None:
-    """Write both files from output lines in the form of `jobs.results`. Raises `StoreError`."""
+def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
+    """Write both files from output lines in the form of `jobs.results`. Raises `StoreError`.
+
+    `check` is called when both are put together, and nothing is written yet.
+    """
     try:
         with TemporaryFile() as jsonl, TemporaryFile() as table:
-            metric_types = _write_lines(jsonl, lines)
-            _write_table(table, (_row(json.loads(line)) for line in jsonl), metric_types)
+            _put_together(jsonl, table, lines)
+            check()
             for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
                 file.seek(0)
                 store.write_from(path, file)
     except OSError as error:
-        raise StoreError(f"cannot put the output together in a temporary file: {error}; make room there") from None
+        raise _no_room(error) from None
+
+
+def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
+    """Write the Parquet file alone to `target`, whose errors stay what they are. Raises `StoreError`."""
+    with TemporaryFile() as jsonl, TemporaryFile() as table:
+        try:
+            _put_together(jsonl, table, lines)
+            table.seek(0)
+        except OSError as error:
+            raise _no_room(error) from None
+        shutil.copyfileobj(table, target)
+
+
+def _no_room(error: OSError) -> StoreError:
+    """What is told where a temporary file can't be written."""
+    return StoreError(f"cannot put the output together in a temporary file: {error}; make room there")
+
+
+def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, Any]]) -> None:
+    metric_types = _write_lines(jsonl, lines)
+    _write_table(table, (_row(json.loads(line)) for line in jsonl), metric_types)
 
 
 def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:

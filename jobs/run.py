@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jobs import job_table
 from jobs.job import JobRecord
 from jobs.json_lines import dump_line
+from jobs.line_files import LineFiles, read_lines
 from jobs.output import write_output
 from jobs.reader import Reject
 from jobs.retries import Retries
-from jobs.run_files import RunError, pretty, read_model, read_object, read_objects, read_parsed
+from jobs.run_files import RunError, pretty, read_model, read_parsed
 from jobs.status import Progress, RunManifest, WorkerStatus
 from jobs.store import Store
 
 __all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
 
 MANIFEST = "run.json"
-JOBS = "jobs.parquet"
 REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
@@ -34,6 +34,9 @@ class Run:
     def __init__(self, store: Store, manifest: RunManifest) -> None:
         self.store = store
         self.manifest = manifest
+        self.damaged: dict[str, str] = {}  # results and errors that were met and can't be used: path and why
+        self._results = LineFiles(store, "results", self.damaged)
+        self._errors = LineFiles(store, "errors", self.damaged)
 
     @classmethod
     def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
@@ -41,17 +44,25 @@ class Run:
 
         Raises `RunError` when the run there has another model or dtype: its results would not fit the new ones.
         """
+        return cls.planned(uri, manifest, retries).made()
+
+    @classmethod
+    def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
+        """As `create_or_open`, but where there is no run yet, nothing is written before `made`."""
         store = Store(uri, retries)
-        if not store.exists(MANIFEST):
-            strangers = {"results", "errors", "checkpoints", "output.jsonl", JOBS} & set(store.list(""))
-            if strangers:
-                found = ", ".join(sorted(strangers))
-                raise RunError(f"{store.shown_uri} holds {found} but no {MANIFEST}: expected a run or a new folder")
-            store.write_new(MANIFEST, pretty(manifest))
-        run = cls.open(uri, retries)
-        run._refuse_other("model_fingerprint", f"model {run.manifest.model}", manifest)
-        run._refuse_other("dtype", f"dtype {run.manifest.dtype}", manifest)
-        return run
+        if store.exists(MANIFEST):
+            return cls.open(uri, retries)._fit_for(manifest)
+        strangers = {"results", "errors", "checkpoints", "output.jsonl", job_table.FIRST} & set(store.list(""))
+        if strangers:
+            found = ", ".join(sorted(strangers))
+            raise RunError(f"{store.shown_uri} holds {found} but no {MANIFEST}: expected a run or a new folder")
+        return cls(store, manifest)
+
+    def made(self) -> Run:
+        """The run as its folder has it, written there if it was planned only. Raises as `create_or_open` does."""
+        self.store.write_new(MANIFEST, pretty(self.manifest))
+        found = read_model(self.store, MANIFEST, RunManifest)
+        return self if found is None else Run(self.store, found)._fit_for(self.manifest)
 
     @classmethod
     def open(cls, uri: str, retries: Retries | None = None) -> Run:
@@ -64,19 +75,21 @@ class Run:
 
     def add_jobs(self, records: Sequence[JobRecord]) -> None:
         """Add the jobs that the run does not have yet, in their order after those it has."""
-        known = self.jobs()
-        known_ids = {record.job_id for record in known}
-        new = {record.job_id: record for record in records if record.job_id not in known_ids}
+        known = set(self.job_ids())
+        new = {record.job_id: record for record in records if record.job_id not in known}
         if new:
-            self.store.write(JOBS, job_table.to_parquet([*known, *new.values()]))
+            job_table.add(self.store, list(new.values()))
 
     def jobs(self) -> list[JobRecord]:
         """All jobs in input order."""
-        return read_parsed(self.store, JOBS, job_table.from_parquet) or []
+        tables = (read_parsed(self.store, path, job_table.from_parquet) for path in job_table.paths(self.store))
+        # two commands at once may both have added a job
+        return list({record.job_id: record for table in tables for record in table or []}.values())
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
-        return read_parsed(self.store, JOBS, job_table.job_ids) or []
+        tables = (read_parsed(self.store, path, job_table.job_ids) for path in job_table.paths(self.store))
+        return list(dict.fromkeys(job_id for table in tables for job_id in table or []))
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
@@ -88,45 +101,61 @@ class Run:
 
     def write_result(self, job_id: str, line: dict[str, Any]) -> bool:
         """Keep the output line of a finished job. False when there is one: a result is never overwritten."""
-        return self.store.write_new(_result_path(job_id), dump_line(line))
+        return self._results.write_new(job_id, line)
 
     def write_error(self, job_id: str, line: dict[str, Any]) -> None:
         """Keep the output line of a dead-lettered or cancelled job, in place of an older one."""
-        self.store.write(_error_path(job_id), dump_line(line))
+        self._errors.write(job_id, line)
 
     def finished(self) -> set[str]:
         """The job ids with a result."""
-        return self._job_ids("results")
+        return self._results.job_ids()
 
     def failed(self) -> set[str]:
         """The job ids with an error and no result: a late result makes up for an error."""
-        return self._job_ids("errors") - self.finished()
+        return self.ended()[1]
+
+    def ended(self) -> tuple[set[str], set[str]]:
+        """`finished` and `failed`, for a look at each folder once."""
+        finished = self.finished()
+        return finished, self._errors.job_ids() - finished
 
     def result(self, job_id: str) -> dict[str, Any] | None:
         """The output line of a finished job, else None."""
-        return read_object(self.store, _result_path(job_id))
+        return self._results.read(job_id)
 
     def error(self, job_id: str) -> dict[str, Any] | None:
         """The output line of a dead-lettered or cancelled job, else None."""
-        return read_object(self.store, _error_path(job_id))
+        return self._errors.read(job_id)
 
     def errors(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any]]:
         """The output lines of dead-lettered or cancelled jobs, in that order."""
-        return (line for line in read_objects(self.store, map(_error_path, job_ids)) if line is not None)
+        lines = read_lines(self.store, map(self._errors.path, job_ids), self.damaged)
+        return (line for line in lines if line is not None)
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its output line, None while it has neither result nor error."""
-        records, finished, failed = self.jobs(), self.finished(), self.failed()
-        paths = {job_id: _result_path(job_id) for job_id in finished}
-        paths |= {job_id: _error_path(job_id) for job_id in failed}
-        lines = read_objects(self.store, (paths.get(record.job_id) for record in records))
+        records, (finished, failed) = self.jobs(), self.ended()
+        paths = {job_id: self._results.path(job_id) for job_id in finished}
+        paths |= {job_id: self._errors.path(job_id) for job_id in failed}
+        lines = read_lines(self.store, (paths.get(record.job_id) for record in records), self.damaged)
         return zip(records, lines, strict=True)
+
+    def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+        """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
+        return [*self._results.set_damaged_aside(job_ids), *self._errors.set_damaged_aside(job_ids)]
+
+    def delete_leftovers(self) -> None:
+        """Remove what killed writers have left half written; for who holds the run."""
+        for folder in ("", job_table.LATER, "results", "errors"):
+            self.store.delete_leftovers(folder)
+        self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
 
     def clear_errors(self) -> int:
         """Make failed and cancelled jobs pending again; returns how many errors there were."""
-        job_ids = self._job_ids("errors")
+        job_ids = self._errors.job_ids()
         for job_id in job_ids:
-            self.store.delete(_error_path(job_id))
+            self._errors.delete(job_id)
         return len(job_ids)
 
     def write_progress(self, progress: Progress) -> None:
@@ -134,8 +163,15 @@ class Run:
         self.store.write(PROGRESS, pretty(progress))
 
     def progress(self) -> Progress | None:
-        """The newest heartbeat; None before the first."""
-        return read_model(self.store, PROGRESS, Progress)
+        """The newest heartbeat; None before the first, and for a damaged one: the next is written over it."""
+        try:
+            return read_model(self.store, PROGRESS, Progress)
+        except RunError:
+            return None
+
+    def has_had_a_driver(self) -> bool:
+        """Whether there is a heartbeat, be it damaged."""
+        return self.store.exists(PROGRESS)
 
     def request_cancel(self, job_id: str | None) -> None:
         """Ask the driver to cancel one job, or the whole run for None."""
@@ -144,34 +180,40 @@ class Run:
 
     def cancel_requests(self) -> tuple[bool, set[str]]:
         """Whether the whole run is to be cancelled, and the job ids to be cancelled."""
-        return self.store.exists(CANCEL_RUN), self._job_ids(CANCEL_JOBS)
+        names = self.store.list(CANCEL_JOBS)
+        return self.store.exists(CANCEL_RUN), {name.removesuffix(".json") for name in names if name.endswith(".json")}
 
     def clear_cancel(self) -> None:
         """Forget all requests to cancel."""
         self.store.delete_folder("cancel")
 
-    def write_output(self) -> None:
-        """`output.jsonl` and `output.parquet` from the results and errors so far, in input order."""
-        write_output(self.store, (line for _, line in self.output_lines() if line is not None))
+    def write_output(self, check: Callable[[], None] = lambda: None) -> None:
+        """`output.jsonl` and `output.parquet` from the results and errors so far, in input order.
 
-    def _refuse_other(self, field: str, shown: str, manifest: RunManifest) -> None:
-        here, asked = getattr(self.manifest, field), getattr(manifest, field)
+        `check` is called before anything is replaced; what it raises leaves the older files in place.
+        """
+        write_output(self.store, (line for _, line in self.output_lines() if line is not None), check)
+
+    def refuse_other_model(self, model_fingerprint: str, text_fingerprint: str | None) -> None:
+        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others."""
+        shown = f"model {self.manifest.model}"
+        self._refuse_other("model_fingerprint", shown, model_fingerprint)
+        if self.manifest.text_fingerprint is not None and text_fingerprint is not None:
+            shown += ", with another chat template or another file of its tokenizer"
+            self._refuse_other("text_fingerprint", shown, text_fingerprint)
+
+    def _fit_for(self, manifest: RunManifest) -> Run:
+        self.refuse_other_model(manifest.model_fingerprint, manifest.text_fingerprint)
+        self._refuse_other("dtype", f"dtype {self.manifest.dtype}", manifest.dtype)
+        return self
+
+    def _refuse_other(self, field: str, shown: str, asked: str) -> None:
+        here = getattr(self.manifest, field)
         if here != asked:
             raise RunError(
                 f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}; "
                 "use the same one, or another run folder"
             )
-
-    def _job_ids(self, folder: str) -> set[str]:
-        return {name.removesuffix(".json") for name in self.store.list(folder) if name.endswith(".json")}
-
-
-def _result_path(job_id: str) -> str:
-    return f"results/{job_id}.json"
-
-
-def _error_path(job_id: str) -> str:
-    return f"errors/{job_id}.json"
 
 
 def _parse_rejects(data: bytes) -> list[Reject]:

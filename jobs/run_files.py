@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -37,7 +35,7 @@ def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Val
         return None
     try:
         return parse(data)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise RunError(f"cannot use {path} in {store.shown_uri}: {problem}; restore it or use another folder") from None
 
@@ -45,14 +43,6 @@ def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Val
 def read_object(store: Store, path: str) -> dict[str, Any] | None:
     """The JSON object in a file; None when it is absent. Raises `RunError`."""
     return read_parsed(store, path, _parse_object)
-
-
-def read_objects(store: Store, paths: Iterable[str | None]) -> Iterator[dict[str, Any] | None]:
-    """`read_object` of many files in their order, None for a path that is None. Reads ahead, a bounded number."""
-    remaining = iter(paths)
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        while batch := list(islice(remaining, NUM_READ_AHEAD)):
-            yield from pool.map(lambda path: None if path is None else read_object(store, path), batch)
 
 
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:

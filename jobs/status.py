@@ -12,6 +12,16 @@ Exactness = Literal["exact", "exact up to ties", "not probed"]
 RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
 
+class ProcessKey(BaseModel):
+    """What tells a process from all others with its number: `start_ticks` is when it began, since its system did."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    boot_id: str
+    pid_namespace: str
+    start_ticks: int
+
+
 class RunManifest(BaseModel):
     """How a run computes: all that decides its bytes. `created` is in seconds since the epoch."""
 
@@ -22,6 +32,7 @@ class RunManifest(BaseModel):
     created: float
     model: str
     model_fingerprint: str
+    text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: beside the model's weights
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
@@ -81,6 +92,7 @@ class Progress(BaseModel):
     num_rejects: int = 0  # lines of the newest job file
     driver_host: str
     driver_pid: int
+    driver_process: ProcessKey | None = None  # None where the driver's system does not say
     epoch: int = 0
 
 
@@ -92,5 +104,6 @@ class DriverClaim(BaseModel):
     version: Literal[1] = 1
     host: str
     pid: int
+    process: ProcessKey | None = None
     driver_id: str  # random, since hosts and processes may look alike
     started: float

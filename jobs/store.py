@@ -102,6 +102,23 @@ class Store:
         names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
         return sorted(name for name in names if name[0] != ".")
 
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """The names in a folder with the bytes of each file, None for what is no file; {} when it is absent."""
+        sizes = self._try("list", folder, lambda: self._folder.sizes(folder))
+        return {name: sizes[name] for name in sorted(sizes) if name[0] != "."}
+
+    def move(self, path: str, target: str) -> bool:
+        """Give a file, or whatever else is there, another name; False when there is none. `target` must be free."""
+        _check(target)
+        return self._try("move", path, lambda: self._folder.move(path, target))
+
+    def delete_leftovers(self, folder: str, min_age_seconds: float = 0) -> None:
+        """Remove what writers that were killed have left of files that never got their names ('' is the store's own).
+
+        A writer that is at work there is disturbed: its write fails, where its file is older than `min_age_seconds`.
+        """
+        self._try("clean", folder, lambda: self._folder.delete_leftovers(folder, min_age_seconds), is_root_meant=True)
+
     def delete(self, path: str) -> None:
         """Remove a file; an absent file is fine."""
         self._try("delete", path, lambda: self._folder.delete(path))

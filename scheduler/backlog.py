@@ -29,23 +29,22 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
             num_logged = len(checkpoints.read_tokens(record.job_id)) if record.job_id in with_checkpoint else 0
             queue.add(record, max(num_logged, reported.get(record.job.custom_id, 0)))
         elif line["error"] is None:
-            queue.add_ended("finished", _num_completion_tokens(line))
+            queue.add_ended("finished", num_completion_tokens(line))
         else:
             queue.add_ended(_state_of_failure(line), 0)
     return queue
 
 
-def num_completion_tokens(run: Run, job_id: str) -> int:
-    """Generated tokens of a finished job; 0 without a result."""
-    line = run.result(job_id)
-    return 0 if line is None else _num_completion_tokens(line)
+def num_completion_tokens(line: dict[str, Any]) -> int:
+    """Generated tokens of a finished job, from its output line."""
+    return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
 def count_jobs(run: Run) -> dict[str, int]:
     """Number of jobs by state, while no driver runs them."""
     counts = {"pending": 0, "running": 0, "finished": 0, "failed": 0, CANCELLED: 0}
     job_ids = set(run.job_ids())
-    finished, failed = run.finished() & job_ids, run.failed() & job_ids
+    finished, failed = (ended & job_ids for ended in run.ended())
     counts["finished"] = len(finished)
     counts["pending"] = len(job_ids) - len(finished) - len(failed)
     for line in run.errors(failed):
@@ -56,10 +55,6 @@ def count_jobs(run: Run) -> dict[str, int]:
 def cancel_job(run: Run, record: JobRecord) -> None:
     """Write that a job was cancelled. Its token log stays: `resume --retry-failed` goes on from there."""
     run.write_error(record.job_id, error_line(record, CANCELLED, "cancelled by its user"))
-
-
-def _num_completion_tokens(line: dict[str, Any]) -> int:
-    return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
 def _state_of_failure(line: dict[str, Any]) -> str:

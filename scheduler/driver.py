@@ -21,12 +21,12 @@ from scheduler.draining import Draining
 from scheduler.events import DriverStarted, RunStopping
 from scheduler.fleet import Event, Fleet, Lost, Worker
 from scheduler.heartbeat import Heartbeat
+from scheduler.hold import Hold
 from scheduler.intake import Intake
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 from scheduler.settlement import Settlement
 from scheduler.speed import Speed
-from scheduler.takeover import Epoch, refuse_if_taken
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
@@ -43,6 +43,7 @@ class Driver:
     def __init__(
         self,
         run: Run,
+        hold: Hold,
         queue: JobQueue,
         fleet: Fleet,
         display: Display,
@@ -51,16 +52,15 @@ class Driver:
         num_workers: int,
         num_slots: int,
         grace_seconds: float = 20.0,
-        may_take_over: bool = False,
     ) -> None:
         self._run = run
+        self._hold = hold
         self._queue = queue
         self._fleet = fleet
         self._display = display
         self._counters = counters
         self._num_workers = num_workers
         self._grace_seconds = grace_seconds
-        self._may_take_over = may_take_over
         self._dispatcher = Dispatcher(queue, fleet, CheckpointStore(run.store), display, num_workers, num_slots)
         self._speed = Speed(time.monotonic())
         self._settlement = Settlement(run, queue, counters, display)
@@ -75,30 +75,29 @@ class Driver:
         self._is_stopping = True
 
     def run(self) -> RunState:
-        """Run until no job is left, or until asked to stop.
+        """Run until no job is left, or until asked to stop; the output files are written before the last beat.
 
         Raises DriverError, RunTakenError, ClusterLostError, and StoreError when the store has failed for good.
         """
-        refuse_if_taken(self._run, self._may_take_over)
         self._num_rejects = len(self._run.rejects())
-        self._hold(Epoch.begin(self._run))
+        self._reach_through(self._run)
         state: RunState = "interrupted"
         try:
+            self._hold.stop_beating()
             self._beat("running")
-            claim = self._epoch.claim
-            self._display.note(DriverStarted(claim.host, claim.pid, self._epoch.number))
+            epoch = self._hold.epoch
+            self._display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
             while self._queue.num_unfinished and not self._is_stopping:
                 self._step()
             if self._queue.num_unfinished:
                 self._display.note(RunStopping())
                 self._drain_all("driver_stopped")
-            state = self._end_state()
+            state = self._write_output()
         except ClusterLostError:
             self._drain_all("cluster_lost")  # workers are called directly, not through the cluster's head
             raise
         except StoreError:
-            run = Run(Store(self._run.store.uri), self._run.manifest)  # was tried again for long enough
-            self._hold(Epoch(run, self._epoch.number, self._epoch.claim))
+            self._reach_through(Run(Store(self._run.store.uri), self._run.manifest))  # was tried again for long enough
             raise
         finally:
             self._fleet.stop()
@@ -106,9 +105,9 @@ class Driver:
                 self._beat(state)
         return state
 
-    def _hold(self, epoch: Epoch) -> None:
-        self._epoch = epoch
-        self._heartbeat = Heartbeat(epoch.run, epoch.number, epoch.claim, self._num_rejects)
+    def _reach_through(self, run: Run) -> None:
+        self._hold.go_on_through(run)
+        self._heartbeat = Heartbeat(run, self._hold.epoch.number, self._hold.epoch.claim, self._num_rejects)
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -147,6 +146,14 @@ class Driver:
             if isinstance(event, Lost) and self._fleet.num_failed_starts >= MAX_FAILED_STARTS:
                 raise DriverError(f"no worker starts, {MAX_FAILED_STARTS} tries: {event.message}")
 
+    def _write_output(self) -> RunState:
+        """Write the output files, while nobody else may; returns how the run stands."""
+        state = self._end_state()
+        self._fleet.stop()
+        with self._hold.beating():
+            self._run.write_output(self._hold.epoch.check)
+        return state
+
     def _end_state(self) -> RunState:
         if self._queue.num_unfinished:
             return "interrupted"
@@ -156,7 +163,7 @@ class Driver:
 
     def _beat(self, state: RunState) -> None:
         """Show how the run stands, here and in the run folder. Raises RunTakenError if the run is no longer ours."""
-        self._epoch.check()
+        self._hold.epoch.check()
         queue, at_risk = self._queue, self._intake.tokens_at_risk()
         if state != "running":
             queue.stop_running()

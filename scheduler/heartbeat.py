@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from typing import Any, Literal
 
 from jobs.run import Progress, Run, WorkerStatus
-from jobs.status import DriverClaim, RunState
+from jobs.status import DriverClaim, ProcessKey, RunState
 from jobs.store import Store
 from metrics.counters import DriverCounters
 from scheduler.backlog import count_jobs
 from scheduler.job_queue import JobQueue
+from scheduler.processes import is_gone
 
 BEAT_SECONDS = 1.0
 BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time
@@ -59,6 +58,7 @@ class Heartbeat:
             num_rejects=self._num_rejects,
             driver_host=self._claim.host,
             driver_pid=self._claim.pid,
+            driver_process=self._claim.process,
             epoch=self._epoch,
             **_queued(queue),
             **_counted(counters),
@@ -90,43 +90,69 @@ def liveness(run: Run, progress: Progress | None) -> Liveness:
     """Whether the driver that wrote this beat is at work: silent are those that may be, but have not been heard of."""
     if progress is None or progress.state != "running":
         return "gone"
-    return process_liveness(run.store, progress.driver_host, progress.driver_pid, progress.updated)
+    return process_liveness(
+        run.store, progress.driver_host, progress.driver_pid, progress.driver_process, progress.updated
+    )
 
 
-def process_liveness(store: Store, host: str, pid: int, updated: float) -> Liveness:
+def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, updated: float) -> Liveness:
     """Whether a process is at work that wrote its newest sign of life to the store at `updated` (time since epoch)."""
-    if host == socket.gethostname() and not _process_exists(pid):
+    if is_gone(host, pid, key):
         return "gone"
     limit = STALE_SECONDS if store.is_local else STALE_SECONDS_OBJECT_STORE
     return "alive" if abs(time.time() - updated) <= limit else "silent"
 
 
 def current_progress(run: Run) -> Progress:
-    """What `status` shows: the newest beat, or what the folder says where no driver is alive."""
+    """What `status` shows: the newest beat, or what the folder says where no driver is alive, or has yet counted."""
     progress = run.progress()
-    if progress is not None and (progress.state != "running" or liveness(run, progress) == "alive"):
-        return progress
-    created = run.manifest.created
+    if progress is None:
+        return _not_yet_run(run)
+    if liveness(run, progress) == "alive":
+        return progress if progress.jobs else with_counts(run, progress)
+    if progress.state == "running":
+        return stopped(progress, "interrupted", count_jobs(run)).model_copy(update={"running": {}})
+    jobs = count_jobs(run)  # a result may have come late, or be damaged
+    state: RunState = "interrupted" if jobs["pending"] else progress.state
+    return progress if jobs == progress.jobs else stopped(progress, state, jobs)
+
+
+def with_counts(run: Run, progress: Progress) -> Progress:
+    """The beat of a driver that has yet to count, with the jobs as they are."""
+    return progress.model_copy(update={"jobs": count_jobs(run)})
+
+
+def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progress:
+    """The beat of a driver that is no more, with the run's state and its jobs as they are now."""
     return Progress(
-        state="interrupted",
-        updated=created if progress is None else progress.updated,
-        started=created if progress is None else progress.started,
-        jobs=count_jobs(run),
-        num_generated_tokens=0 if progress is None else progress.num_generated_tokens,
+        state=state,
+        updated=progress.updated,
+        started=progress.started,
+        jobs=jobs,
+        running=progress.running,
+        num_generated_tokens=progress.num_generated_tokens,
         tokens_per_second=0.0,
         eta_seconds=None,
         workers=(),
-        driver_host="" if progress is None else progress.driver_host,
-        driver_pid=0 if progress is None else progress.driver_pid,
-        epoch=0 if progress is None else progress.epoch,
+        num_rejects=progress.num_rejects,
+        driver_host=progress.driver_host,
+        driver_pid=progress.driver_pid,
+        driver_process=progress.driver_process,
+        epoch=progress.epoch,
     )
 
 
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _not_yet_run(run: Run) -> Progress:
+    created = run.manifest.created
+    return Progress(
+        state="interrupted",
+        updated=created,
+        started=created,
+        jobs=count_jobs(run),
+        num_generated_tokens=0,
+        tokens_per_second=0.0,
+        eta_seconds=None,
+        workers=(),
+        driver_host="",
+        driver_pid=0,
+    )

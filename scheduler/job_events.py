@@ -63,3 +63,16 @@ class JobCancelled(Event):
     """Its user has stopped the job."""
 
     custom_id: str
+
+
+@dataclass(frozen=True)
+class LineDamaged(Event):
+    """A job's result or error can't be used: the job runs again, and the file at `path` is `kept` under another one."""
+
+    is_error: ClassVar[bool] = True
+    path: str
+    problem: str
+    kept: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged, {printable(self.problem)}: kept as {self.kept}, its job runs again"

@@ -20,7 +20,9 @@ from scheduler.cluster_watch import ClusterLostError
 from scheduler.driver import Driver, DriverError
 from scheduler.driver_endpoint import served_metrics
 from scheduler.fleet import DEFAULT_TIMEOUT, Fleet
+from scheduler.hold import Hold
 from scheduler.interruption import held
+from scheduler.job_events import LineDamaged
 from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 from worker.config import EngineConfig
@@ -47,7 +49,6 @@ class LaunchOptions:
     grace_seconds: float = 20.0
     store_retry_seconds: float = 120.0
     worker_timeout: float | None = None  # seconds without a report; None for the default
-    may_take_over: bool = False  # a run whose driver has not been heard of for long
     metrics_port: int | None = None
     session_factory: str = SESSION_FACTORY
 
@@ -64,27 +65,33 @@ class Outcome:
         return sum(count for state, count in self.jobs.items() if state != "finished")
 
 
-def launch(run: Run, options: LaunchOptions, display: Display) -> Outcome:
-    """Run what is unfinished, and write the output files, also after an interruption.
+def launch(hold: Hold, options: LaunchOptions, display: Display) -> Outcome:
+    """Run what is unfinished of the run that is held, and write the output files, also after an interruption.
 
     Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError, each with
     one line for the user.
     """
     counters = DriverCounters()
-    run = Run.open(run.store.uri, Retries(options.store_retry_seconds, counters.count_store_retry))
+    run = Run.open(hold.epoch.run.store.uri, Retries(options.store_retry_seconds, counters.count_store_retry))
+    hold.go_on_through(run)
     with _told_how_to_go_on(run):
         queue = load_queue(run, options.max_attempts)
+        for path, problem, kept in run.set_damaged_aside(queue.unfinished()):
+            display.note(LineDamaged(path, problem, kept))
         state: RunState = "finished"
         if queue.num_unfinished:
             config = _engine_config(run.manifest, options)
             with connect(options.address, options.num_workers) as cluster:
-                state = _drive(run, queue, config, options, cluster, display, counters)
-        run.write_output()
+                state = _drive(run, hold, queue, config, options, cluster, display, counters)
+        else:
+            run.write_output(hold.epoch.check)
+            hold.end(state)
         return Outcome(state, count_jobs(run))
 
 
 def _drive(
     run: Run,
+    hold: Hold,
     queue: JobQueue,
     config: EngineConfig,
     options: LaunchOptions,
@@ -107,6 +114,7 @@ def _drive(
             stack.enter_context(served_metrics(run, fleet, config, counters, options.metrics_port, display))
         driver = Driver(
             run,
+            hold,
             queue,
             fleet,
             display,
@@ -114,7 +122,6 @@ def _drive(
             num_workers=options.num_workers,
             num_slots=options.num_slots,
             grace_seconds=options.grace_seconds,
-            may_take_over=options.may_take_over,
         )
         stack.enter_context(held(driver.request_stop))
         return driver.run()

@@ -20,9 +20,11 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict
 
 from jobs.run_files import RunError, pretty, read_model
+from jobs.status import ProcessKey
 from jobs.store import Store, StoreError
 from scheduler.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
 from scheduler.lines import Lines
+from scheduler.processes import own_key
 
 FILE = "nightly.json"
 POLL_SECONDS = 2.0
@@ -40,6 +42,7 @@ class Holder(BaseModel):
     holder_id: str
     host: str
     pid: int
+    process: ProcessKey | None = None
     started: float
     updated: float
 
@@ -51,7 +54,12 @@ class Hold:
         now = time.time()
         self._runs = runs
         self._holder = Holder(
-            holder_id=secrets.token_hex(8), host=socket.gethostname(), pid=os.getpid(), started=now, updated=now
+            holder_id=secrets.token_hex(8),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process=own_key(),
+            started=now,
+            updated=now,
         )
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="nightly-hold", daemon=True)
@@ -100,9 +108,10 @@ def hold(runs: Store, is_patient: bool) -> Iterator[Hold]:
 
 def _other_holder(runs: Store) -> Holder | None:
     holder = read_model(runs, FILE, Holder)
-    if holder is None or process_liveness(runs, holder.host, holder.pid, holder.updated) != "alive":
+    if holder is None:
         return None
-    return holder
+    state = process_liveness(runs, holder.host, holder.pid, holder.process, holder.updated)
+    return holder if state == "alive" else None
 
 
 def _who(runs: Store, holder: Holder) -> str:

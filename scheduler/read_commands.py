@@ -34,6 +34,7 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
         click.echo(progress.model_dump_json(indent=2))
     else:
         _show_status(run, progress)
+    _tell_damage(run)
 
 
 @click.command()
@@ -67,19 +68,33 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     Example:
       swiftbatch results my-run --format parquet --output answers.parquet
     """
+    from jobs.json_lines import dump_line
+    from jobs.output import write_table
     from jobs.run import Run
 
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
     run = Run.open(run_uri)
-    run.write_output()
+    lines = (line for _, line in run.output_lines() if line is not None)
     try:
         with click.open_file(output or "-", "wb") as file:
-            run.store.copy_to(f"output.{kind}", file)
+            if kind == "parquet":
+                write_table(file, lines)
+            else:
+                for line in lines:
+                    file.write(dump_line(line))
     except OSError as error:
         if output is None:  # a reader that has seen enough, as in `| head`
             raise
         raise click.FileError(output, error.strerror) from None
+    _tell_damage(run)
+
+
+def _tell_damage(run: Run) -> None:
+    from scheduler.summary import damage_lines
+
+    for line in damage_lines(run):
+        click.echo(line, err=True)
 
 
 def _watch_status(run: Run, as_json: bool) -> None:
@@ -92,6 +107,7 @@ def _watch_status(run: Run, as_json: bool) -> None:
         progress = watch(run, display)
     if not as_json:
         _show_what_next(run, progress)
+    _tell_damage(run)
 
 
 def _show_run(run: Run) -> None:

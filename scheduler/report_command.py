@@ -25,7 +25,7 @@ def report(run_uri: str, output: str) -> None:
     from metrics.report.facts import gather
     from metrics.report.page import render
     from scheduler.heartbeat import current_progress
-    from scheduler.summary import printable
+    from scheduler.summary import damage_lines, printable
     from scheduler.takeover import claims
 
     run = Run.open(run_uri)
@@ -36,3 +36,5 @@ def report(run_uri: str, output: str) -> None:
     except OSError as error:
         raise click.FileError(output, error.strerror) from None
     click.echo(f"report of {len(facts.jobs):,} jobs: {printable(output)} ({len(page) / 1000:,.0f} kB)")
+    for line in damage_lines(run):
+        click.echo(line, err=True)

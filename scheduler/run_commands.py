@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from jobs.reader import Reject
     from jobs.run import Run
+    from scheduler.hold import Hold
     from scheduler.launch import LaunchOptions, Outcome
     from scheduler.progress import Display
 
@@ -57,7 +58,7 @@ def submit(
     from jobs.retries import Retries
     from scheduler.progress import open_display
     from scheduler.settings import Settings
-    from scheduler.submission import submit_file
+    from scheduler.submission import submission
 
     mode = output_mode(quiet, as_json)
     settings = Settings(
@@ -69,12 +70,14 @@ def submit(
         address=options["address"],
         retries=Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])),
     )
-    with open_display(mode) as display:
-        submission = submit_file(jobs, run_uri, settings, strict, options["may_take_over"])
-        submission.run.clear_cancel()
-        _tell_rejects(display, submission.rejects)
-        outcome = _launch(submission.run, len(submission.records), make_launch_options(**options), display)
-    _end(submission.run, outcome, len(submission.rejects), display)
+    may_take_over = options.pop("may_take_over")
+    with (
+        open_display(mode) as display,
+        submission(jobs, run_uri, settings, strict, may_take_over) as submitted,
+    ):
+        _tell_rejects(display, submitted.rejects)
+        outcome = _launch(submitted.hold, len(submitted.records), make_launch_options(**options), display)
+    _end(submitted.run, outcome, len(submitted.rejects), display)
 
 
 @click.command()
@@ -94,17 +97,18 @@ def resume(run_uri: str, retry_failed: bool, quiet: bool, as_json: bool, **optio
     from jobs.retries import Retries
     from jobs.run import Run
     from scheduler.events import ErrorsCleared
+    from scheduler.hold import Hold
     from scheduler.progress import open_display
-    from scheduler.takeover import refuse_if_taken
+    from scheduler.settings import refuse_changed_model
 
     mode = output_mode(quiet, as_json)
     run = Run.open(run_uri, Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])))
-    refuse_if_taken(run, options["may_take_over"])  # before Ray starts; the driver looks again
-    with open_display(mode) as display:
+    refuse_changed_model(run, options["address"])
+    may_take_over = options.pop("may_take_over")
+    with open_display(mode) as display, Hold(run, may_take_over, forgets_cancel=retry_failed) as hold:
         if retry_failed:
-            run.clear_cancel()
             display.note(ErrorsCleared(run.clear_errors()))
-        outcome = _launch(run, len(run.job_ids()), make_launch_options(**options), display)
+        outcome = _launch(hold, len(run.job_ids()), make_launch_options(**options), display)
     _end(run, outcome, 0, display)
 
 
@@ -125,12 +129,13 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
     click.echo(printable(cancel_jobs(Run.open(run_uri), custom_id)))
 
 
-def _launch(run: Run, num_jobs: int, options: LaunchOptions, display: Display) -> Outcome:
+def _launch(hold: Hold, num_jobs: int, options: LaunchOptions, display: Display) -> Outcome:
     from scheduler.events import RunOpened
     from scheduler.launch import launch
 
+    run = hold.epoch.run
     display.note(RunOpened(run.store.shown_uri, run.manifest.run_id, num_jobs))
-    return launch(run, options, display)
+    return launch(hold, options, display)
 
 
 def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:

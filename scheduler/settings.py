@@ -12,8 +12,9 @@ from pathlib import Path
 
 from jobs.retries import NO_RETRIES, Retries
 from jobs.run import Run, RunError, RunManifest
+from jobs.uris import shown_uri
 from worker.config import EngineConfig
-from worker.model_files import ModelFiles
+from worker.model_files import ModelError, ModelFiles, locate_model
 from worker.verdicts import known_verdict, verdict_key
 
 
@@ -54,7 +55,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
     for name, value in asked.items():
         if value is not None and value != getattr(manifest, name):
             raise RunError(
-                f"the run at {run_uri} was made with {name} {getattr(manifest, name)}, found {value}; "
+                f"the run at {shown_uri(run_uri)} was made with {name} {getattr(manifest, name)}, found {value}; "
                 "leave the option away, or use another run folder"
             )
     return manifest
@@ -73,7 +74,27 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
         hardware_of(manifest.device),
         torch_version,
     )
-    return manifest.model_copy(update={"model_fingerprint": files.fingerprint, "exactness": known_verdict(key)})
+    return manifest.model_copy(
+        update={
+            "model_fingerprint": files.fingerprint,
+            "text_fingerprint": files.text_fingerprint,
+            "exactness": known_verdict(key),
+        }
+    )
+
+
+def refuse_changed_model(run: Run, address: str | None) -> None:
+    """Raise RunError where the model's files are not those that the run was made with, ModelError where they are gone.
+
+    A cluster's workers may have them where this machine has none.
+    """
+    try:
+        files = locate_model(run.manifest.model)
+    except ModelError:
+        if address is None:
+            raise
+        return
+    run.refuse_other_model(files.fingerprint, files.text_fingerprint)
 
 
 def _new_manifest(settings: Settings) -> RunManifest:

@@ -78,8 +78,8 @@ class Settlement:
 
     def _has_ended(self, job_id: str) -> bool:
         """Whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
-        if self._run.store.exists(f"results/{job_id}.json"):
-            self.finish(job_id, num_completion_tokens(self._run, job_id))
+        if (line := self._run.result(job_id)) is not None:
+            self.finish(job_id, num_completion_tokens(line))
             return True
         if job_id in self._cancelling:
             self._cancel(job_id)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jobs.job import Job, JobRecord
 from jobs.reader import Reject
-from jobs.run import Run, RunManifest
+from jobs.run import Run, RunError, RunManifest
+from scheduler.hold import Hold
 from scheduler.job_files import read_job_file
 from scheduler.settings import Settings, kept_or_new_manifest, with_model
-from scheduler.takeover import refuse_if_taken
 from worker.kv_room import KVRoom, bytes_per_position, check_folder, place_of_caches
 from worker.model_files import ModelFiles, locate_model
 from worker.text import TextCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class StrictError(ValueError):
@@ -32,20 +33,23 @@ class StrictError(ValueError):
 
 @dataclass(frozen=True)
 class Submission:
-    """A run with the file's jobs in it, and what was refused."""
+    """A run that is held, with the file's jobs in it, and what was refused."""
 
     run: Run
+    hold: Hold
     records: list[JobRecord]
     rejects: list[Reject]
 
 
-def submit_file(
+@contextmanager
+def submission(
     path: str, run_uri: str, settings: Settings, is_strict: bool, may_take_over: bool = False
-) -> Submission:
+) -> Iterator[Submission]:
     """Add the file's jobs to the run at `run_uri`, which is made if there is none. `path` may be a URI, too.
 
-    Raises InputFileError, KVRoomError (for the folder of `--kv-offload`), StrictError, ModelError, RunError
-    (RunTakenError while a driver holds it, see `refuse_if_taken`) and StoreError, each with one line for the user.
+    The run is held from before the first change in its folder until the block ends. Raises InputFileError, KVRoomError
+    (for the folder of `--kv-offload`), StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
+    `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
     jobs, rejects = read_job_file(path, manifest.seed)
@@ -55,13 +59,16 @@ def submit_file(
     rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(path, rejects)
-    run = Run.create_or_open(run_uri, manifest, settings.retries)
-    refuse_if_taken(run, may_take_over)
-    records, changed = _without_changed(run, records)
-    rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
-    run.add_jobs(records)
-    run.write_rejects(rejects)
-    return Submission(run, records, rejects)
+    planned = Run.planned(run_uri, manifest, settings.retries)
+    with Hold(planned, may_take_over, forgets_cancel=True) as hold:
+        run = planned.made()
+        if run.manifest.run_id != manifest.run_id:
+            raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
+        records, changed = _without_changed(run, records)
+        rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
+        run.add_jobs(records)
+        run.write_rejects(rejects)
+        yield Submission(run, hold, records, rejects)
 
 
 def make_records(

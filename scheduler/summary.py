@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unicodedata import category
 
 if TYPE_CHECKING:
-    from jobs.run import Progress, WorkerStatus
+    from jobs.run import Progress, Run, WorkerStatus
 
 
 def summary_line(progress: Progress) -> str:
@@ -62,13 +62,22 @@ def job_counts(jobs: dict[str, int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span for people, as in 0:01:05."""
-    return str(timedelta(seconds=round(seconds)))
+    """A time span for people, as in 0:01:05; a clock that went back meanwhile makes none."""
+    return str(timedelta(seconds=max(0, round(seconds))))
 
 
 def counted(number: int, noun: str) -> str:
     """A number and its noun, as in `1 line` and `2 lines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def damage_lines(run: Run) -> list[str]:
+    """A line for each result and error that was met and can't be used."""
+    place = run.store.shown_uri
+    return [
+        f"{path} in {place} is damaged, {printable(problem)}: its job runs again with: swiftbatch resume {place}"
+        for path, problem in sorted(run.damaged.items())
+    ]
 
 
 def printable(text: str) -> str:

@@ -10,7 +10,7 @@ import time
 from jobs.run import Progress, Run
 from scheduler.backlog import count_jobs
 from scheduler.events import DriverAwaited, DriverSilent
-from scheduler.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, current_progress, liveness
+from scheduler.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, current_progress, liveness, with_counts
 from scheduler.progress import Display
 
 
@@ -24,7 +24,7 @@ def watch(run: Run, display: Display) -> Progress:
     is_awaited, was_silent = _is_awaited(run, display), False
     while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
         if progress is not None:
-            display.update(progress)
+            display.update(progress if progress.jobs else with_counts(run, progress))
             if state == "silent" and not was_silent:
                 display.note(DriverSilent(progress.driver_host, progress.driver_pid, progress.updated))
         was_silent = state == "silent"
@@ -44,7 +44,7 @@ def silent_driver(run: Run) -> DriverSilent | None:
 
 def _is_awaited(run: Run, display: Display) -> bool:
     """Whether the run is yet to get its first driver: `submit` takes some seconds until then."""
-    if run.progress() is not None or not count_jobs(run)["pending"]:
+    if run.has_had_a_driver() or not count_jobs(run)["pending"]:
         return False
     display.note(DriverAwaited(run.store.shown_uri))
     return True

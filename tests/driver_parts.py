@@ -20,6 +20,7 @@ from scheduler.cluster import Cluster, connect
 from scheduler.driver import Driver
 from scheduler.events import Event
 from scheduler.fleet import DEFAULT_TIMEOUT, Fleet
+from scheduler.hold import Hold
 from worker.config import EngineConfig
 
 
@@ -93,6 +94,7 @@ def make_driver(
     )
     return Driver(
         run,
+        Hold(run, may_take_over),
         load_queue(run, attempts),
         Fleet(spec, cluster, worker_timeout),
         display,
@@ -100,7 +102,6 @@ def make_driver(
         num_workers=workers,
         num_slots=slots,
         grace_seconds=grace,
-        may_take_over=may_take_over,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jobs.job import Job, JobRecord
 from jobs.run import Progress, RunManifest, WorkerStatus
 from jobs.sampling import SamplingParams
@@ -32,6 +34,21 @@ PROGRESS = Progress(
     driver_host="here",
     driver_pid=11,
 )
+FINISHED: dict[str, Any] = {
+    "custom_id": "a",
+    "response": {
+        "body": {
+            "choices": [{"text": "once", "finish_reason": "length"}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+            "metrics": {},
+        }
+    },
+    "error": None,
+}
+
+
+def failed_line(code: str) -> dict[str, Any]:
+    return {"custom_id": "a", "response": None, "error": {"code": code, "message": "why"}}
 
 
 def make_record(custom_id: str, line_number: int = 1, prompt: str = "Once") -> JobRecord:

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
+from submit_parts import submit_file
 
 from jobs.checkpoints import CheckpointStore
 from jobs.results import success_line
 from jobs.run import Run, WorkerStatus
+from scheduler.backlog import count_jobs
 from scheduler.cli import main
 from scheduler.heartbeat import current_progress
 from scheduler.settings import Settings
-from scheduler.submission import submit_file
 from scheduler.tailing import follow_text
 from worker.config import EngineConfig
 from worker.doctor import diagnose
@@ -265,6 +266,63 @@ def test_a_file_of_rejects_only_ends_with_exit_code_1_and_their_reasons(tmp_path
     assert "rejected line 1 (j0): field 'max_tokens': found -1" in result.stderr
     assert "and 3 more rejected lines" in result.stderr
     assert len(Run.open(str(tmp_path / "run")).rejects()) == 8
+    assert "run finished; jobs: none" in result.stdout
+    status = invoke("status", str(tmp_path / "run"))
+    assert "finished; jobs: none" in status.stdout
+    assert "rejected: 8 lines" in status.stdout
+    assert "resume" not in status.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+        *("tokenizer.model", "additional_chat_templates/tools.jinja", "tokenizer_config.json", "config.json"),
+    ],
+)
+def test_a_changed_file_of_the_model_s_text_is_another_model(
+    tmp_path: Path, tiny_model: Path, jobs_file: str, name: str
+) -> None:
+    model, place = tmp_path / "model", str(tmp_path / "run")
+    shutil.copytree(tiny_model, model)
+    (model / name).parent.mkdir(exist_ok=True)
+    if not (model / name).exists():
+        (model / name).write_text("{}")
+    run = submit_file(jobs_file, place, Settings(model=str(model))).run
+    parts_fit = locate_model(str(model)).fingerprint
+    before = (model / name).read_text()
+    (model / name).write_text(f"{before} ")
+    for command in (["resume", place], ["submit", jobs_file, "--run", place]):
+        line = refusal(*command)
+        assert f"the run at {place} was made with model {model}" in line
+        assert "use the same one, or another run folder" in line
+    if name not in ("tokenizer_config.json", "config.json"):
+        assert locate_model(str(model)).fingerprint == parts_fit  # drafts do not depend on it
+        older = run.manifest.model_copy(update={"text_fingerprint": None})
+        run.store.write("run.json", older.model_dump_json().encode())  # as an older version wrote it
+        assert submit_file(jobs_file, place, Settings()).records
+        run.store.write("run.json", run.manifest.model_dump_json().encode())
+    (model / name).write_text(before)
+    assert submit_file(jobs_file, place, Settings()).records
+
+
+def test_results_reads_and_writes_nothing_into_the_run(run: Run, tmp_path: Path) -> None:
+    finish(run, "a", "text of a")
+    run.store.write("output.jsonl", b"what the driver wrote\n")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert json.loads(invoke("results", run.store.uri).stdout)["custom_id"] == "a"
+    assert invoke("results", run.store.uri, "--format", "parquet", "--output", str(tmp_path / "t")).exit_code == 0
+    assert len(parquet.read_table(tmp_path / "t")) == 1
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+    assert run.store.read("output.jsonl") == b"what the driver wrote\n"
+
+
+def test_a_clock_that_went_back_makes_no_negative_time(run: Run) -> None:
+    for record in run.jobs():
+        finish(run, record.job.custom_id, "text")
+    back = {"state": "finished", "updated": 5.0, "started": 90_000.0, "jobs": count_jobs(run)}
+    run.write_progress(current_progress(run).model_copy(update=back))
+    assert "took 0:00:00" in invoke("status", run.store.uri).stdout
 
 
 def test_strict_refuses_the_whole_file_and_makes_no_run(tmp_path: Path, tiny_model: Path) -> None:
@@ -389,7 +447,13 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
 
 
 def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> None:
-    alive = {"state": "running", "driver_host": "elsewhere", "driver_pid": 1, "updated": time.time()}
+    alive = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time(),
+    }
     run.write_progress(current_progress(run).model_copy(update=alive))
     record = run.jobs()[0]
     checkpoints = CheckpointStore(run.store)
@@ -423,7 +487,13 @@ def test_cancel_without_a_driver_takes_effect_at_once(run: Run) -> None:
 
 
 def test_cancel_with_a_driver_only_asks_it(run: Run) -> None:
-    alive = {"state": "running", "driver_host": "elsewhere", "driver_pid": 1, "updated": time.time()}
+    alive = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time(),
+    }
     run.write_progress(current_progress(run).model_copy(update=alive))
     assert "asked the driver" in invoke("cancel", run.store.uri, "a").output
     assert run.cancel_requests() == (False, {run.jobs()[0].job_id})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from session_parts import body, claimed, make_run, record, session, to_the_end
+from submit_parts import submit_file
 
 from jobs.job import JobRecord
 from jobs.run import Run
@@ -17,7 +18,7 @@ from scheduler import launch
 from scheduler.cli import main
 from scheduler.launch import LaunchOptions
 from scheduler.settings import Settings
-from scheduler.submission import Submission, submit_file
+from scheduler.submission import Submission
 from worker.kv_room import MEMORY, KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
 from worker.model_files import locate_model
 from worker.target import TargetModel

@@ -49,7 +49,13 @@ def test_the_options_reach_the_workers(run: Run) -> None:
 
 
 def test_a_run_whose_driver_is_silent_goes_on_with_takeover(run: Run) -> None:
-    silent = {"state": "running", "driver_host": "elsewhere", "driver_pid": 1, "updated": time.time() - 100}
+    silent = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time() - 100,
+    }
     run.write_progress(current_progress(run).model_copy(update=silent))
     code, text = invoke("resume", run.store.uri)
     assert code == 2

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 from nightly_parts import held_elsewhere
+from submit_parts import submit_file
 
 from jobs.results import success_line
 from jobs.run import Run
@@ -26,7 +27,6 @@ from scheduler.cli import main
 from scheduler.job_files import job_files
 from scheduler.nightly_hold import FILE
 from scheduler.settings import Settings
-from scheduler.submission import submit_file
 
 DEADLINE_SECONDS = 120
 

@@ -118,8 +118,9 @@ def test_each_look_reads_one_small_file(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run.store, "list", lambda path: read.append(path) or plain_list(path))
     _, display = watched(run, [lambda: None] * 5 + [lambda: beat(run, state="finished")])
     assert len(display.updates) == 7
-    assert set(read) == {"progress.json"}
-    assert len(read) < len(display.updates) + 4  # a few more at begin and end
+    beats = [path for path in read if path == "progress.json"]
+    assert len(beats) < len(display.updates) + 4  # a few more at begin and end
+    assert len(read) - len(beats) < 5  # once, when no driver is at work any more
 
 
 def test_a_terminal_that_can_not_redraw_gets_lines(run: Run) -> None:
@@ -131,9 +132,9 @@ def test_a_terminal_that_can_not_redraw_gets_lines(run: Run) -> None:
     assert not any(line.startswith("run ") for line in lines)
 
 
-def test_a_damaged_beat_ends_it_with_one_line(run: Run) -> None:
-    run.store.write("progress.json", b"{torn")
+@pytest.mark.parametrize("data", [b"", b"{torn", b"[" * 100_000, b"[]", b'{"state": "running"}'])
+def test_a_damaged_beat_is_no_truth_and_what_the_folder_says_is_shown(run: Run, data: bytes) -> None:
+    run.store.write("progress.json", data)
     result = CliRunner().invoke(main, ["status", run.store.uri, "--watch"])
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert "progress.json" in result.stderr
+    assert result.exit_code == 0
+    assert "interrupted; jobs: 2 pending" in result.stdout

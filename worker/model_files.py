@@ -16,6 +16,17 @@ EMBEDDED = Path(__file__).parent / "embedded"
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 DRAFT_FILES = (HEADS_FILE, GRIFFIN_FILE)  # may lie beside the weights; only drafts with them, so no part of the model
+HASHED_FIRST = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TEXT_FILES = (
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*vocab*",
+    "*merges*",
+    "*token*.json",
+    "chat_template*.json",
+    "*chat_templates/**/*",
+)
 DRAFT_FOLDER = "draft"  # may lie beside the weights too: a small model with the same vocabulary
 
 
@@ -29,7 +40,8 @@ class ModelFiles:
 
     name: str
     path: Path
-    fingerprint: str  # SHA-256 over config, tokenizer and weights
+    fingerprint: str  # SHA-256 over config, tokenizer and weights: what drafts are trained for
+    text_fingerprint: str  # SHA-256 over all else that makes tokens of a text
     max_positions: int
     vocab_size: int
 
@@ -48,7 +60,14 @@ def locate_model(model: str) -> ModelFiles:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
     for file in weights:
         _refuse_damaged(model, file)
-    return ModelFiles(model, path, _fingerprint(path, weights), *_sizes(model, config))
+    fingerprint = _fingerprint(path, [path / name for name in HASHED_FIRST] + weights)
+    return ModelFiles(model, path, fingerprint, _fingerprint(path, text_files(path)), *_sizes(model, config))
+
+
+def text_files(path: Path) -> list[Path]:
+    """The files of a model that make tokens of a text and are not in its `fingerprint`: chat templates among them."""
+    found = {file for pattern in TEXT_FILES for file in path.glob(pattern)}
+    return sorted(file for file in found if file.name not in HASHED_FIRST)
 
 
 def model_folder(model: str) -> Path:
@@ -93,17 +112,17 @@ def _hub_snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", *TEXT_FILES]))
     except Exception as error:  # the hub's client raises many kinds; each means: not to be had
         raise ModelError(f"{problem} ({type(error).__name__})") from error
 
 
-def _fingerprint(path: Path, weights: list[Path]) -> str:
-    """Hash what determines the output: config, tokenizer, weights."""
+def _fingerprint(path: Path, files: list[Path]) -> str:
+    """Hash the files that are there, with their places in the folder."""
     digest = hashlib.sha256()
-    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-    for file in [path / name for name in names if (path / name).is_file()] + weights:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    for file in files:
+        if file.is_file():
+            digest.update(file.relative_to(path).as_posix().encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
