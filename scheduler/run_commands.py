@@ -100,11 +100,13 @@ def resume(run_uri: str, retry_failed: bool, quiet: bool, as_json: bool, **optio
     from scheduler.hold import Hold
     from scheduler.progress import open_display
     from scheduler.settings import refuse_changed_model
+    from scheduler.takeover import refuse_if_taken
 
     mode = output_mode(quiet, as_json)
     run = Run.open(run_uri, Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])))
-    refuse_changed_model(run, options["address"])
     may_take_over = options.pop("may_take_over")
+    refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
+    refuse_changed_model(run)
     with open_display(mode) as display, Hold(run, may_take_over, forgets_cancel=retry_failed) as hold:
         if retry_failed:
             display.note(ErrorsCleared(run.clear_errors()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -83,18 +84,14 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
     )
 
 
-def refuse_changed_model(run: Run, address: str | None) -> None:
-    """Raise RunError where the model's files are not those that the run was made with, ModelError where they are gone.
+def refuse_changed_model(run: Run) -> None:
+    """Raise RunError where the model's files here are not those that the run was made with.
 
-    A cluster's workers may have them where this machine has none.
+    Where there are none, the run may be at its end, or a cluster's workers may have them: those say if they do not.
     """
-    try:
+    with contextlib.suppress(ModelError):
         files = locate_model(run.manifest.model)
-    except ModelError:
-        if address is None:
-            raise
-        return
-    run.refuse_other_model(files.fingerprint, files.text_fingerprint)
+        run.refuse_other_model(files.fingerprint, files.text_fingerprint)
 
 
 def _new_manifest(settings: Settings) -> RunManifest:
