@@ -12,6 +12,7 @@ import tokenizers
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from submit_parts import submit_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +20,6 @@ from jobs.job import Job, Message
 from jobs.sampling import SamplingParams
 from scheduler.cli import main
 from scheduler.settings import Settings
-from scheduler.submission import submit_file
 from worker.model_files import ModelError, locate_model
 from worker.text import TextCodec
 from worker.token_length import max_chars_per_token
