@@ -107,7 +107,8 @@ def attend_in_groups(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_kv_heads, value_dim = key.shape[1], value.shape[3]
     head_dim = max(key.shape[3], value_dim)
-    query, key, value = (pad(each, (0, head_dim - each.shape[3])) for each in (query, key, value))
+    if key.shape[3] != value_dim:  # one cache holds both
+        query, key, value = (pad(each, (0, head_dim - each.shape[3])) for each in (query, key, value))
     sinks = None if s_aux is None else s_aux.float().view(num_kv_heads, -1)
     asked = Asked(scaling, softcap, sinks)
     grouped = query[0].unflatten(0, (num_kv_heads, -1)).permute(2, 0, 1, 3)  # [num_rows, kv_heads, group, head_dim]
