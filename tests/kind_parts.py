@@ -76,7 +76,7 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 def tiny_target(kind: str, dtype: torch.dtype = torch.float32, window: int = 100) -> TargetModel:
     model = tiny_model(tiny_config(kind, window), dtype)
-    return TargetModel(model, ModelFiles(kind, Path(kind), "0" * 64, NUM_POSITIONS, VOCAB_SIZE))
+    return TargetModel(model, ModelFiles(kind, Path(kind), "0" * 64, "0" * 64, NUM_POSITIONS, VOCAB_SIZE))
 
 
 def asks_for(target: TargetModel) -> str:
