@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from io import BufferedReader
 from typing import Any, cast
 
-import pyarrow as pa
-
 STANDARD_INPUT = "-"
 CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes, none of which are UTF-8 text
 
@@ -51,6 +49,8 @@ def open_input(path: str) -> Iterator[BufferedReader]:
             if codec is None:
                 yield file
             else:
+                import pyarrow as pa
+
                 # NativeFile is no RawIOBase, and has all that a BufferedReader asks of one
                 stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
                 with BufferedReader(cast("Any", stream)) as text:
