@@ -78,7 +78,7 @@ def read_line(store: Store, path: str, damaged: dict[str, str]) -> dict[str, Any
     if data is None:
         return None
     try:
-        return parse_line(data)
+        return parse_line(data, path.rpartition("/")[2].removesuffix(SUFFIX))
     except ValueError as error:
         damaged[path] = str(error)
         return None

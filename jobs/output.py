@@ -71,19 +71,24 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
     error = line["error"]
     if error is not None:
         status = "cancelled" if error["code"] == "cancelled" else "failed"
-        failure = {"error_code": error["code"], "error_message": error["message"]}
-        return {"custom_id": line["custom_id"], "status": status, **failure}
+        failure = {"error_code": _text(error["code"]), "error_message": _text(error["message"])}
+        return {"custom_id": _text(line["custom_id"]), "status": status, **failure}
     body = line["response"]["body"]
     choice = body["choices"][0]
     metrics = body["metrics"].items()
     return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
-        "custom_id": line["custom_id"],
+        "custom_id": _text(line["custom_id"]),
         "status": "finished",
-        "text": choice["message"]["content"] if "message" in choice else choice["text"],
-        "finish_reason": choice["finish_reason"],
+        "text": _text(choice["message"]["content"] if "message" in choice else choice["text"]),
+        "finish_reason": _text(choice["finish_reason"]),
         "prompt_tokens": body["usage"]["prompt_tokens"],
         "completion_tokens": body["usage"]["completion_tokens"],
     }
+
+
+def _text(text: str) -> str:
+    """Lone surrogates have no place in a table: an error may name a file whose name is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:

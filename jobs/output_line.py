@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from jobs.reasons import reasons
+from jobs.reasons import reasons, shown
+
+MAX_DIGITS = 18  # fits 64 bits, as the columns of a table do
 
 
 class _Part(BaseModel):
@@ -25,7 +28,8 @@ class _Choice(_Part):
 
     @model_validator(mode="after")
     def _has_text(self) -> Self:
-        if self.text is None and self.message is None:
+        given = self.model_fields_set & {"text", "message"}
+        if not given or any(getattr(self, name) is None for name in given):
             raise ValueError("found a choice without a text")
         return self
 
@@ -52,6 +56,7 @@ class _Error(_Part):
 
 
 class _Line(_Part):
+    id: str | None = None
     custom_id: str
     response: _Response | None
     error: _Error | None
@@ -63,17 +68,36 @@ class _Line(_Part):
         return self
 
 
-def parse_line(data: bytes) -> dict[str, Any]:
-    """An output line as it was written. Raises ValueError, in one line, for anything else."""
+def line_id(job_id: str) -> str:
+    """The `id` of a job's output line."""
+    return f"batch_req_{job_id}"
+
+
+def parse_line(data: bytes, job_id: str) -> dict[str, Any]:
+    """A job's output line as it was written. Raises ValueError, in one line, for anything else."""
     if not data:
         raise ValueError("found an empty file")
     try:
-        line: dict[str, Any] = json.loads(data)
-        _Line.model_validate(line)
+        line: dict[str, Any] = json.loads(data, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
+        found = _Line.model_validate(line).id
     except ValidationError as error:
         raise ValueError(" ".join(reasons(error, _Line).split())) from None
     except RecursionError:
         raise ValueError("found JSON that is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"found no JSON: {error}") from None
+    if found not in (None, line_id(job_id)):
+        raise ValueError(f"found the line {shown(found)}, which is another job's")
     return line
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"found {text}, expected a number")
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"found a number of {len(text)} digits, expected at most {MAX_DIGITS}")
+    return int(text)

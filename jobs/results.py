@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.job import JobRecord
+from jobs.output_line import line_id
 
 
 def success_line(
@@ -59,8 +60,7 @@ def error_line(record: JobRecord, code: str, message: str) -> dict[str, Any]:
 
 
 def _line(record: JobRecord, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
-    line_id = f"batch_req_{record.job_id}"
-    return {"id": line_id, "custom_id": record.job.custom_id, "response": response, "error": error}
+    return {"id": line_id(record.job_id), "custom_id": record.job.custom_id, "response": response, "error": error}
 
 
 def _finite(value: Any) -> Any:

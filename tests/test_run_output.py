@@ -108,3 +108,14 @@ def test_results_are_read_several_at_once_in_order_and_not_far_ahead(run: Run, m
     found = [first, *lines]
     assert [line["custom_id"] for _, line in found if line is not None] == [r.job.custom_id for r in records]
     assert most_at_once > 4
+
+
+def test_an_error_that_names_what_is_not_utf_8_has_its_place_in_both_files(run: Run) -> None:
+    record = make_record("a")
+    run.add_jobs([record])
+    line = failed_line("a", "attempts_failed")
+    line["error"]["message"] = "no file caf\udce9.bin"
+    run.write_error(record.job_id, line)
+    run.write_output()
+    assert b"caf\\udce9.bin" in (run.store.read("output.jsonl") or b"")
+    assert read_table(run.store)[0]["error_message"] == "no file caf\\udce9.bin"
