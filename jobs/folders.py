@@ -116,7 +116,7 @@ class LocalFolder:
             return {}
 
     def move(self, path: str, target: str) -> bool:
-        (self._root / target).parent.mkdir(parents=True, exist_ok=True)
+        _make_folder((self._root / target).parent)
         try:
             os.rename(self._root / path, self._root / target)
         except FileNotFoundError:
@@ -140,6 +140,9 @@ class LocalFolder:
 
     def delete_folder(self, folder: str) -> None:
         target = self._root / folder
+        if target.is_symlink():  # what it leads to is not ours
+            target.unlink()
+            return
         # a writer that was believed dead may put one more file in while the folder goes
         for num_tries_left in reversed(range(NUM_DELETE_TRIES)):
             try:
@@ -153,7 +156,7 @@ class LocalFolder:
     def _put(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
         """`fill` a file aside, `publish(aside, target)`; if that fails, the target is as it was, and no file left."""
         target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid4().hex}")
         try:
             with open(aside, "xb") as file:
@@ -164,6 +167,14 @@ class LocalFolder:
         finally:
             aside.unlink(missing_ok=True)
         _sync_folder(target.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # which is to mean that the file that is to be written is there
+        found = "found a file or a link that leads nowhere, expected a folder"
+        raise NotADirectoryError(errno.ENOTDIR, found, str(folder)) from None
 
 
 def _open_file(path: str, flags: int) -> int:

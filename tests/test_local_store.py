@@ -142,3 +142,26 @@ def test_a_full_disk_is_named_leaves_nothing_half_written_and_is_waited_for(tmp_
     )
     assert after_failure == "['first', 'second'] b'old'"
     assert in_the_end == "['second'] 600000"
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_folder_s_place_that_is_taken_by_a_file_or_a_link_to_nowhere_is_named_at_once(
+    tmp_path: Path, is_link: bool
+) -> None:
+    place = tmp_path / "taken"
+    place.symlink_to("nowhere") if is_link else place.write_bytes(b"")
+    store = Store(str(tmp_path))
+    for write in (store.write, store.write_new):
+        with pytest.raises(StoreError, match="found a file or a link that leads nowhere, expected a folder"):
+            write("taken/a", b"x")
+
+
+def test_a_folder_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a").write_bytes(b"x")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "folder").symlink_to("../kept")
+    store = Store(str(tmp_path / "run"))
+    store.delete_folder("folder")
+    assert store.list("") == []
+    assert (tmp_path / "kept" / "a").read_bytes() == b"x"
