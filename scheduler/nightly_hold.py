@@ -68,7 +68,7 @@ class Hold:
 
     def check(self) -> None:
         """Raise NightlyHeldError if another one has taken over, as it may after a long silence of ours."""
-        holder = read_model(self._runs, FILE, Holder)
+        holder = _read(self._runs)
         if holder is not None and holder.holder_id != self._holder.holder_id:
             who = _who(self._runs, holder)
             raise NightlyHeldError(f"{who} has taken over; this one stops and leaves the rest to it")
@@ -107,11 +107,19 @@ def hold(runs: Store, is_patient: bool) -> Iterator[Hold]:
 
 
 def _other_holder(runs: Store) -> Holder | None:
-    holder = read_model(runs, FILE, Holder)
+    holder = _read(runs)
     if holder is None:
         return None
     state = process_liveness(runs, holder.host, holder.pid, holder.process, holder.updated)
     return holder if state == "alive" else None
+
+
+def _read(runs: Store) -> Holder | None:
+    """The newest sign of life; None where it is absent or damaged: the next is written over it."""
+    try:
+        return read_model(runs, FILE, Holder)
+    except RunError:
+        return None
 
 
 def _who(runs: Store, holder: Holder) -> str:

@@ -60,3 +60,12 @@ def test_the_hold_is_renewed_and_lets_go_of_what_another_took(tmp_path: Path, mo
     time.sleep(0.2)
     assert read_model(store, FILE, Holder) == other
     held.stop()
+
+
+@pytest.mark.parametrize("data", [b"", b"{torn", b"[]", b"{}"])
+def test_a_damaged_sign_of_life_holds_nobody_up(tmp_path: Path, data: bytes) -> None:
+    store = Store(str(tmp_path / "runs"))
+    store.write(FILE, data)
+    with hold(store, False) as held:
+        store.write(FILE, data)
+        held.check()
