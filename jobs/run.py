@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from jobs import job_table
 from jobs.job import JobRecord
 from jobs.json_lines import dump_line
@@ -27,6 +29,8 @@ PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
 
+REJECT = TypeAdapter(Reject)
+
 
 class Run:
     """A run in its folder. Every method raises `StoreError` when the storage fails, `RunError` for a damaged file."""
@@ -34,7 +38,7 @@ class Run:
     def __init__(self, store: Store, manifest: RunManifest) -> None:
         self.store = store
         self.manifest = manifest
-        self.damaged: dict[str, str] = {}  # results and errors that were met and can't be used: path and why
+        self.damaged: dict[str, str] = {}  # results, errors and rejects that were met and can't be used: path and why
         self._results = LineFiles(store, "results", self.damaged)
         self._errors = LineFiles(store, "errors", self.damaged)
 
@@ -96,8 +100,12 @@ class Run:
         self.store.write(REJECTS, b"".join(dump_line(asdict(reject)) for reject in rejects))
 
     def rejects(self) -> list[Reject]:
-        """The rejects of the newest submission, in file order."""
-        return read_parsed(self.store, REJECTS, _parse_rejects) or []
+        """The rejects of the newest submission, in file order; none where the file is damaged, see `damaged`."""
+        try:
+            return read_parsed(self.store, REJECTS, _parse_rejects) or []
+        except RunError:
+            self.damaged[REJECTS] = "found no list of rejected lines"
+            return []
 
     def write_result(self, job_id: str, line: dict[str, Any]) -> bool:
         """Keep the output line of a finished job. False when there is one: a result is never overwritten."""
@@ -217,4 +225,4 @@ class Run:
 
 
 def _parse_rejects(data: bytes) -> list[Reject]:
-    return [Reject(**json.loads(line)) for line in data.splitlines()]
+    return [REJECT.validate_python(json.loads(line)) for line in data.splitlines()]

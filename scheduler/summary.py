@@ -9,6 +9,8 @@ from unicodedata import category
 if TYPE_CHECKING:
     from jobs.run import Progress, Run, WorkerStatus
 
+SUBMIT_AGAIN = "submit the job file again"
+
 
 def summary_line(progress: Progress) -> str:
     """One line: jobs by state, tokens, speed, time left, and what was done so that nothing is lost."""
@@ -72,10 +74,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def damage_lines(run: Run) -> list[str]:
-    """A line for each result and error that was met and can't be used."""
+    """A line for each file that was met and can't be used, and what makes up for it."""
+    from jobs.run import REJECTS
+
     place = run.store.shown_uri
+    resume = f"its job runs again with: swiftbatch resume {place}"
     return [
-        f"{path} in {place} is damaged, {printable(problem)}: its job runs again with: swiftbatch resume {place}"
+        f"{path} in {place} is damaged, {printable(problem)}: {SUBMIT_AGAIN if path == REJECTS else resume}"
         for path, problem in sorted(run.damaged.items())
     ]
 

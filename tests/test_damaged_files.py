@@ -18,6 +18,7 @@ from jobs.status import DriverClaim
 from scheduler.backlog import load_queue
 from scheduler.cli import main
 from scheduler.heartbeat import current_progress
+from scheduler.hold import Hold
 from scheduler.takeover import Epoch, RunTakenError, claims
 
 CONTENTS = {
@@ -180,3 +181,13 @@ def test_a_driver_whose_successor_s_claim_is_damaged_stops(run: Run) -> None:
 def test_an_older_claim_without_a_process_key_is_read(run: Run) -> None:
     run.store.write("drivers/0001.json", b'{"version": 1, "host": "h", "pid": 1, "driver_id": "d", "started": 1.0}')
     assert claims(run) == [DriverClaim(host="h", pid=1, driver_id="d", started=1.0)]
+
+
+@pytest.mark.parametrize("data", [b"{torn", b"[]\n", b'{"line_number": "x", "custom_id": null, "reason": "x"}\n'])
+def test_damaged_rejects_are_told_of_and_hold_nothing_up(run: Run, data: bytes, tmp_path: Path) -> None:
+    run.store.write("rejects.jsonl", data)
+    for command in (("status", run.store.uri), ("report", run.store.uri, "--output", str(tmp_path / "report.html"))):
+        told = invoke(*command).stderr
+        assert told.endswith("is damaged, found no list of rejected lines: submit the job file again\n")
+    with Hold(run) as hold:
+        hold.end("interrupted")
