@@ -58,7 +58,7 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
         embedded = None
         if address is None:
             _protect()
-            embedded = EmbeddedRay()
+            embedded = _embedded_ray()
             stack.callback(embedded.end)
         else:
             _refuse_unreachable(address)
@@ -72,6 +72,16 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
         if watch is not None:
             stack.callback(watch.stop)
         yield Cluster(is_embedded=address is None, num_gpus=_num_gpus(), watch=watch)
+
+
+def _embedded_ray() -> EmbeddedRay:
+    try:
+        return EmbeddedRay()
+    except OSError as error:
+        raise ClusterError(
+            f"an embedded Ray has no place for its files: cannot make {error.filename}: {error.strerror}; "
+            "set RAY_TMPDIR to a folder that can be written"
+        ) from None
 
 
 def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, left: threading.Event) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scheduler import embedded_ray
+from scheduler.cluster import ClusterError, connect
 from scheduler.embedded_ray import EmbeddedRay
 
 
@@ -59,3 +60,9 @@ def test_where_the_temporary_folder_has_a_long_name_another_one_is_taken(
     embedded = EmbeddedRay()
     embedded.end()
     assert embedded.folder.parent == Path("/tmp")
+
+
+def test_where_the_temporary_folder_is_not_there_one_line_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", f"{place}x")
+    with pytest.raises(ClusterError, match=rf"cannot make {place}x/.*: No such file or directory; set RAY_TMPDIR"):
+        connect(None, 1).__enter__()
