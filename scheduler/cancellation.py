@@ -42,7 +42,9 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
 
 
 def _cancel(run: Run, hold: Hold, chosen: Sequence[JobRecord], *, is_whole_run: bool) -> None:
-    for record in _unfinished(run, chosen):
+    unfinished = _unfinished(run, chosen)
+    run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
+    for record in unfinished:
         cancel_job(run, record)
     run.write_output(hold.epoch.check)
     if count_jobs(run)["pending"]:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from jobs.run import Progress, Run, RunError
 from jobs.run_files import pretty, read_model
 from jobs.status import DriverClaim
-from scheduler.heartbeat import STALE_SECONDS_OBJECT_STORE, Liveness, liveness, process_liveness
+from scheduler.heartbeat import Liveness, liveness, process_liveness
 from scheduler.processes import own_key
 
 FOLDER = "drivers"
@@ -147,7 +147,7 @@ def _is_stale_bid(run: Run, path: str) -> bool:
     if not path.endswith(".bid"):
         return False
     bid = _read(run, path)
-    if bid is not None and abs(time.time() - bid.started) <= STALE_SECONDS_OBJECT_STORE:
+    if bid is not None and process_liveness(run.store, bid.host, bid.pid, bid.process, bid.started) == "alive":
         return False
     run.store.delete(path)
     return True

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record
 
 from jobs.job import JobRecord
+from jobs.reader import Reject
 from jobs.run import Run
 from jobs.status import DriverClaim
 from scheduler.backlog import load_queue
@@ -120,6 +121,29 @@ def test_a_damaged_line_is_named_and_kept_and_its_job_alone_runs_again(
     assert found is None or (Path(run.store.uri) / kept).read_bytes() == found
     assert again.write_result(record.job_id, FINISHED)
     assert again.set_damaged_aside([record.job_id]) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_job_whose_line_is_damaged_can_be_cancelled(run: Run, records: list[JobRecord], damage: str) -> None:
+    path = Path(run.store.uri) / f"errors/{records[2].job_id}.json"
+    path.unlink()
+    DAMAGES[damage](path)
+    ended = run.ended()[1]
+    assert invoke("cancel", run.store.uri).stdout.endswith("ended already\n" if ended else "cancelled 1 jobs\n")
+    assert (run.error(records[2].job_id) is None) == bool(ended)
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name not in ("empty", "neither")])
+def test_damaged_rejects_are_told_of_and_refuse_no_command(run: Run, damage: str, tmp_path: Path) -> None:
+    folder = Path(run.store.uri)
+    DAMAGES[damage](folder / "rejects.jsonl")
+    told = "" if damage in OTHER_KINDS else f"rejects.jsonl in {folder} is damaged, "
+    assert invoke("status", run.store.uri).stderr.startswith(told)
+    assert told in invoke("report", run.store.uri, "--output", str(tmp_path / "report.html")).stderr
+    Hold(run).end("interrupted")
+    if damage in CONTENTS:
+        run.write_rejects([Reject(1, "x", "odd")])
+        assert Run.open(run.store.uri).rejects() == [Reject(1, "x", "odd")]
 
 
 def test_a_line_that_is_damaged_again_keeps_the_first_one_too(run: Run, records: list[JobRecord]) -> None:

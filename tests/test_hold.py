@@ -7,15 +7,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from run_parts import MANIFEST, failed_line, make_record
+from run_parts import MANIFEST, PROGRESS, failed_line, make_record
 
 from jobs.reader import Reject
 from jobs.run import Run
+from scheduler import submission
 from scheduler.cancellation import cancel_jobs
 from scheduler.heartbeat import BEAT_SECONDS, current_progress
 from scheduler.hold import Hold
+from scheduler.settings import Settings
 from scheduler.takeover import Epoch, RunTakenError
 
 NUM_COMMANDS = 6
@@ -54,6 +57,37 @@ def test_a_bid_for_a_run_that_a_killed_command_left_is_passed_over(s3_uri: str) 
     run = Run.create_or_open(s3_uri, MANIFEST)
     run.store.write("drivers/0001.0123456789abcdef.bid", b"{torn")
     assert Epoch.begin(run).number == 1
+    assert run.store.list("drivers") == ["0001.json"]
+
+
+def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other_changes_nothing(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_ready, both_done = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    make_records = submission.make_records
+
+    def made(*args: Any) -> Any:
+        records = make_records(*args)
+        both_ready.wait()
+        return records
+
+    def submit(name: str) -> str:
+        jobs = tmp_path / f"{name}.jsonl"
+        jobs.write_text(f'{{"custom_id": "{name}", "prompt": "x", "max_tokens": 5}}\n{name}\n')
+        try:
+            with submission.submission(str(jobs), uri, Settings(num_threads=1), is_strict=False):
+                both_done.wait()
+            return name
+        except RunTakenError:
+            both_done.wait()
+            return ""
+
+    monkeypatch.setattr(submission, "make_records", made)
+    with ThreadPoolExecutor(2) as pool:
+        taken = sorted(pool.map(submit, ["a", "b"]))
+    run = Run.open(uri)
+    assert taken == ["", *(record.job.custom_id for record in run.jobs())]
+    assert len(run.rejects()) == 1
     assert run.store.list("drivers") == ["0001.json"]
 
 
@@ -103,15 +137,39 @@ def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:
     Hold(run).end("finished")
 
 
-def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(tmp_path: Path) -> None:
+def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.create_or_open(str(tmp_path), MANIFEST)
     run.add_jobs([make_record("a"), make_record("b")])
+    run.request_cancel(None)
+    at_first_beat: list[tuple[bool, set[str]]] = []
+    beat = run.write_progress
+    monkeypatch.setattr(
+        run, "write_progress", lambda beaten: (at_first_beat.append(run.cancel_requests()), beat(beaten))
+    )
     with Hold(run, forgets_cancel=True):
+        assert at_first_beat[0] == (False, set())  # who sees the beat may ask, and is not forgotten
         assert cancel_jobs(run, None) == "asked the driver to cancel 2 jobs"
         assert not run.failed()
     assert run.cancel_requests() == (True, set())
     assert cancel_jobs(run, "a") == "cancelled job a"
     assert current_progress(run).jobs["cancelled"] == 1
+
+
+def test_a_driver_is_asked_to_cancel_once_it_will_listen(tmp_path: Path) -> None:
+    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run.add_jobs([make_record("a")])
+    epoch = Epoch.begin(run)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cancel_jobs, run, None)
+        time.sleep(0.3)
+        assert run.cancel_requests() == (False, set())
+        starting = {"updated": time.time(), "epoch": epoch.number, "driver_host": epoch.claim.host}
+        starting |= {"driver_pid": epoch.claim.pid, "driver_process": epoch.claim.process}
+        run.write_progress(PROGRESS.model_copy(update=starting))
+        assert answer.result(60) == "asked the driver to cancel 1 jobs"
+    assert run.cancel_requests() == (True, set())
 
 
 def test_what_was_asked_of_a_driver_that_ended_meanwhile_is_done(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -41,6 +42,15 @@ def test_the_first_signal_asks_and_the_second_one_interrupts(
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
     assert len(asked) == 1
+
+
+def test_behind_the_context_signals_do_what_they_did_before() -> None:
+    asked: list[None] = []
+    with held(lambda: asked.append(None)):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert asked == []
 
 
 def test_what_is_told_twice_at_once_is_told_once() -> None:
@@ -87,6 +97,14 @@ def test_a_call_raises_what_it_raises_and_its_thread_lives_until_it_is_told() ->
 
     with pytest.raises(ConnectionError, match="no answer"):
         call_interruptibly(fail, ended)
+
+
+def test_handlers_that_a_call_sets_below_python_go_with_it() -> None:
+    ended = threading.Event()
+    call_interruptibly(lambda: ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN)) and None, ended)
+    ended.set()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
 
 
 STUCK = """
