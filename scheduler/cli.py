@@ -35,7 +35,7 @@ USER_ERRORS = (  # their text is one line for the user
     ("scheduler.cluster", "ClusterError"),
     ("scheduler.driver", "DriverError"),
     ("scheduler.submission", "StrictError"),
-    ("worker.bench.text", "BenchError"),
+    ("worker.bench.engine", "BenchError"),
     ("worker.kv_room", "KVRoomError"),
     ("worker.model_files", "ModelError"),
     ("worker.training.corpus", "CorpusError"),

@@ -27,6 +27,7 @@ from scheduler.job_queue import JobQueue
 from scheduler.progress import Display
 from scheduler.settlement import Settlement
 from scheduler.speed import Speed
+from worker.model_files import ModelError
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
@@ -77,7 +78,8 @@ class Driver:
     def run(self) -> RunState:
         """Run until no job is left, or until asked to stop; the output files are written before the last beat.
 
-        Raises DriverError, RunTakenError, ClusterLostError, and StoreError when the store has failed for good.
+        Raises DriverError, RunTakenError, ClusterLostError, ModelError where a worker can't load the model, and
+        StoreError when the store has failed for good.
         """
         self._num_rejects = len(self._run.rejects())
         self._reach_through(self._run)
@@ -142,7 +144,7 @@ class Driver:
             return
         for event in events:
             if isinstance(event, Lost) and event.reason == "model_refused":  # no other try would end otherwise
-                raise DriverError(f"no worker starts: {event.message}")
+                raise ModelError(event.message)
             if isinstance(event, Lost) and self._fleet.num_failed_starts >= MAX_FAILED_STARTS:
                 raise DriverError(f"no worker starts, {MAX_FAILED_STARTS} tries: {event.message}")
 

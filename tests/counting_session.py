@@ -21,6 +21,7 @@ from jobs.results import success_line
 from jobs.run import Run
 from jobs.store import StoreError
 from worker.config import EngineConfig
+from worker.model_files import ModelError
 from worker.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
@@ -151,3 +152,10 @@ class BrokenSession(CountingSession):
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         raise MemoryError("no room for the model")
+
+
+class RefusingSession(CountingSession):
+    """Finds what no other try would change."""
+
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+        raise ModelError("model counting: it can't count")

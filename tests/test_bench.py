@@ -12,8 +12,9 @@ from rich.console import Console
 from jobs.sampling import SamplingParams
 from worker.bench.contestants import EngineContestant
 from worker.bench.decode import DecodeBenchOptions, fill, run_decode_bench
+from worker.bench.engine import BenchError
 from worker.bench.records import render
-from worker.bench.text import BenchError, read_text
+from worker.bench.text import read_text
 from worker.drafters import create_drafter
 from worker.model_files import locate_model
 from worker.sequence import Sequence

@@ -15,8 +15,8 @@ from scheduler.cli import main
 from worker.bench.ablation import AblationOptions, run_ablation
 from worker.bench.ablation_catalogue import ABLATIONS
 from worker.bench.ablation_tables import LAYOUTS, MEASURES, render
+from worker.bench.engine import BenchError
 from worker.bench.long_records import Figures, LongRecord, LongResult
-from worker.bench.text import BenchError
 from worker.drafters.heads import save_heads
 from worker.drafters.tokenswift import STRATEGIES
 from worker.model_files import locate_model

@@ -16,10 +16,11 @@ from click.testing import CliRunner, Result
 
 from scheduler.cli import main
 from worker.bench import griffin_ablation
+from worker.bench.engine import BenchError
 from worker.bench.griffin_ablation import OPTIONS, GriffinAblationOptions, run_griffin_ablation
 from worker.bench.griffin_catalogue import TEMPERATURES
 from worker.bench.griffin_figures import GriffinFigures
-from worker.bench.text import BenchError, encode, read_text
+from worker.bench.text import encode, read_text
 from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
 from worker.drafters.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions

@@ -18,11 +18,12 @@ from rich.console import Console
 
 from jobs.sampling import SamplingParams
 from worker.bench.decode import fill
+from worker.bench.engine import BenchError
 from worker.bench.long import LongBenchOptions, generate_long, run_long_bench
 from worker.bench.long_records import LongResult
 from worker.bench.long_table import render
 from worker.bench.plain_windows import PlainWindows, integral
-from worker.bench.text import BenchError, text_tokens
+from worker.bench.text import text_tokens
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter
 from worker.drafters.heads import save_heads

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from scheduler.backlog import load_queue
 from scheduler.cluster import Cluster
 from scheduler.driver import DriverError
 from scheduler.heartbeat import current_progress
+from worker.model_files import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,18 @@ def test_workers_that_never_start_end_the_run_with_the_reason(tmp_path: Path, cl
     assert current_progress(run).state == "interrupted"
     assert current_progress(run).jobs["pending"] == 1
     assert "worker process" in (tmp_path / "run/logs/w1.log").read_text()
+
+
+def test_a_model_that_a_worker_refuses_ends_the_run_at_the_first_one_in_one_line(
+    tmp_path: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
+    with pytest.raises(ModelError, match=r"^model counting: it can't count$"):
+        make_driver(run, cluster, display, session="RefusingSession").run()
+    assert sum("is lost" in note for note in display.notes) <= 2  # both started at once
+    assert current_progress(run).jobs["pending"] == 1
+    time.sleep(1.0)  # what Ray would print of a worker that nobody waits for
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

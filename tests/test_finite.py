@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from session_parts import claimed, digest, make_run, record, session, to_the_end
 
 from jobs.sampling import SamplingParams
+from worker.bench.decode import DecodeBenchOptions, run_decode_bench
+from worker.bench.engine import BenchError
+from worker.bench.long import LongBenchOptions, run_long_bench
+from worker.bench.text import text_tokens
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import ENGINE_NAMES
@@ -148,3 +155,39 @@ def test_a_model_that_gives_nan_behind_every_token_is_refused_in_one_line(target
     with pytest.raises(ModelError, match=r"^model .*: its logits are not finite, whichever token they follow"):
         check_model(target)
     norm.copy_(whole)
+
+
+def damaged(model: Path, folder: Path, name: str, row: int | None = None) -> Path:
+    """A copy of a model with NaN in one of its tensors, or in one row of it."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][slice(None) if row is None else row] = NAN
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_whoever_loads_such_a_model_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
+    """Workers, `doctor`, benchmarks and trainings all load it here."""
+    files = locate_model(str(damaged(tiny_model, tmp_path / "damaged", "model.norm.weight")))
+    with pytest.raises(ModelError, match=r"damaged: its logits are not finite, whichever token they follow; [^\n]*$"):
+        TargetModel.load(files, "bfloat16", "cpu")
+
+
+def decode_bench(**shared: Any) -> None:
+    run_decode_bench(DecodeBenchOptions(engines=("suffix",), positions=(40,), num_tokens=20, **shared))
+
+
+def long_bench(**shared: Any) -> None:
+    sampling = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    run_long_bench(LongBenchOptions(prefill=40, sampling=sampling, **shared))
+
+
+@pytest.mark.parametrize("benchmark", [decode_bench, long_bench])
+def test_a_benchmark_that_meets_them_ends_in_one_line(
+    tiny_model: Path, tmp_path: Path, benchmark: Callable[..., None]
+) -> None:
+    (tmp_path / "text.txt").write_text("the lazy fox jumps over the dog. " * 20)
+    prompt_ids = text_tokens(tmp_path / "text.txt", locate_model(str(tiny_model)), 40)
+    model = damaged(tiny_model, tmp_path / "damaged", "model.embed_tokens.weight", prompt_ids[-1])
+    with pytest.raises(BenchError, match=r"^the model's logits for position 40 are not finite \(NaN\): [^\n]*$"):
+        benchmark(model=str(model), text=tmp_path / "text.txt", num_threads=1)

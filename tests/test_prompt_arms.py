@@ -16,10 +16,10 @@ import torch
 
 from jobs.sampling import SamplingParams
 from worker.bench.arm_drafters import new_drafter
+from worker.bench.engine import BenchError
 from worker.bench.long_prompts import Prompt, ReadPrompt, read_prompt
 from worker.bench.prompt_arms import PromptArms
 from worker.bench.prompt_generation import PromptFigures
-from worker.bench.text import BenchError
 from worker.bench.triforce_catalogue import TOP_P, Arm, Plan
 from worker.cache import FullKVCache
 from worker.drafters.autoregressive import AutoregressiveDrafter

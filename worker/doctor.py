@@ -12,7 +12,6 @@ from jobs.status import Exactness
 from worker.agreement import Agreement, compare
 from worker.attention_kernel import attention_kernel
 from worker.config import EngineConfig
-from worker.finite import check_model
 from worker.hardware import hardware_of
 from worker.model_files import locate_model
 from worker.probe import probe_rows
@@ -76,7 +75,6 @@ def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     target = TargetModel.load(files, config.dtype, config.device)
-    check_model(target)
     result = probe_rows(target, num_rows)
     diagnosis = Diagnosis(
         verdict="exact" if result.num_differing == 0 else "exact up to ties",

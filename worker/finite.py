@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from worker.cache import FullKVCache
 from worker.model_files import ModelError
-from worker.target import TargetModel
 from worker.tiles import tree_rows
 from worker.tree import DraftTree
+
+if TYPE_CHECKING:
+    from worker.target import TargetModel
 
 NOT_FINITE = "logits_not_finite"  # the error code of a job that met them
 NUM_PROBED_TOKENS = 16

@@ -22,7 +22,7 @@ from worker.checkpointing import Checkpointing
 from worker.config import EngineConfig
 from worker.drafters import create_drafter
 from worker.engine import Engine
-from worker.finite import NOT_FINITE, check_model
+from worker.finite import NOT_FINITE
 from worker.kv_room import check_folder
 from worker.model_files import locate_model
 from worker.numerics import describe_numerics, exactness_of
@@ -53,7 +53,6 @@ class WorkerSession:
         self._checkpoints = CheckpointStore(self._run.store)
         self._codec = TextCodec(files)
         target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
-        check_model(target)
         self.numerics = describe_numerics(target, config.num_threads)
         drafter = create_drafter(config.engine, target, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.decode, counters)

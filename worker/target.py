@@ -14,6 +14,7 @@ from worker.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
 from worker.cache import CacheShape, FullKVCache
 from worker.causal_lm import Head, decoder_of
 from worker.experts import EXPERTS_NAME
+from worker.finite import check_model
 from worker.kv_room import KVRoom, place_of_caches
 from worker.layer_needs import observe_layers
 from worker.model_files import ModelError, ModelFiles
@@ -68,7 +69,10 @@ class TargetModel:
 
     @classmethod
     def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
-        """Load safetensors weights from a folder; nothing is unpickled and no remote code is run."""
+        """Load safetensors weights from a folder; nothing is unpickled and no remote code is run.
+
+        Raises ModelError for what does not run here, and for weights that give no finite logits.
+        """
         if not sys.stderr.isatty():
             disable_progress_bar()  # a log holds no bars
         try:
@@ -81,7 +85,9 @@ class TargetModel:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"model {files.name}: cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(model.to(resolve_device(device)).eval().requires_grad_(False), files, kv_offload)
+        target = cls(model.to(resolve_device(device)).eval().requires_grad_(False), files, kv_offload)
+        check_model(target)
+        return target
 
     @property
     def is_offloaded(self) -> bool:

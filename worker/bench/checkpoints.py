@@ -15,7 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from worker.bench.bench_worker import BenchWorker, Turn, make_run
-from worker.bench.text import BenchError, text_tokens
+from worker.bench.engine import BenchError
+from worker.bench.text import text_tokens
 from worker.config import EngineConfig
 from worker.drafters.names import DEFAULT_ENGINE
 from worker.model_files import locate_model

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from metrics.counters import EngineCounters
+from worker.bench.engine import BenchEngine
 from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
-from worker.engine import Engine
 from worker.sequence import Sequence
 from worker.target import TargetModel
 
@@ -62,7 +62,7 @@ class EngineContestant:
         self._cache = cache
         self._first = cache.length
         self._tail: Tail = []
-        self._engine = Engine(target, drafter)
+        self._engine = BenchEngine(target, drafter)
         self._engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:

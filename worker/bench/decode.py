@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from jobs.sampling import SamplingParams
 from worker.bench.contestants import Contestant, EngineContestant, TransformersContestant
+from worker.bench.engine import BenchError
 from worker.bench.records import DecodeRecord, make_records, write_json
-from worker.bench.text import BenchError, own_tokens, text_tokens
+from worker.bench.text import own_tokens, text_tokens
 from worker.cache import FullKVCache
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter

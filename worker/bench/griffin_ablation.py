@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rich.console import Group
 
+from worker.bench.engine import BenchError
 from worker.bench.griffin_catalogue import GRIFFIN_TABLES, MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
 from worker.bench.griffin_figures import GriffinFigures
 from worker.bench.griffin_plot import plot
@@ -20,7 +21,7 @@ from worker.bench.long import Report
 from worker.bench.long_prompts import Prompt, read_prompt
 from worker.bench.long_records import write_json
 from worker.bench.prompt_arms import PromptArms, num_plain_tokens
-from worker.bench.text import BenchError, encode, read_text
+from worker.bench.text import encode, read_text
 from worker.drafters.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions, griffin
 from worker.model_files import ModelFiles, locate_model
 from worker.target import TargetModel

@@ -10,11 +10,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from jobs.sampling import SamplingParams
+from worker.bench.engine import BenchError
 from worker.bench.long_generation import LongGeneration
 from worker.bench.long_plot import plot
 from worker.bench.long_records import LongRecord, LongResult, write_json
 from worker.bench.plain_windows import PlainWindows
-from worker.bench.text import BenchError, own_tokens, text_tokens
+from worker.bench.text import own_tokens, text_tokens
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES

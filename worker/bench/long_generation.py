@@ -7,19 +7,20 @@ import time
 
 from jobs.sampling import SamplingParams
 from worker.bench.decode import fill
+from worker.bench.engine import BenchEngine
 from worker.bench.long_records import Figures, LongRecord, LongResult, Mark
 from worker.bench.plain_windows import PlainWindows
 from worker.diversity import distinct
 from worker.drafters.base import Drafter
 from worker.drafters.two_level import TwoLevelDrafter
-from worker.engine import Engine, Slot
+from worker.engine import Slot
 from worker.sequence import Sequence
 from worker.target import RowOutputs, TargetModel
 from worker.tree import DraftTree
 from worker.verification import Verification
 
 
-class MeteredEngine(Engine):
+class MeteredEngine(BenchEngine):
     """Also counts how deep the drafts are."""
 
     num_draft_depth = 0

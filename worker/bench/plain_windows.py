@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from worker.bench.engine import BenchEngine
 from worker.cache import FullKVCache
 from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.engine import Engine
 from worker.sequence import Sequence
 from worker.target import TargetModel
 
@@ -40,7 +40,7 @@ class PlainWindows:
     def __init__(self, target: TargetModel, size: int) -> None:
         self._target = target
         self._size = size
-        self._engine = Engine(target, AutoregressiveDrafter())
+        self._engine = BenchEngine(target, AutoregressiveDrafter())
         self._measured: list[_Measured] = []
 
     def measure(self, sequence: Sequence, cache: FullKVCache) -> None:

@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rich.console import Group
 
 from worker.bench.arm_drafters import new_drafter
+from worker.bench.engine import BenchError
 from worker.bench.long import Report
 from worker.bench.long_prompts import Prompt, make_prompts, num_text_tokens, read_prompt
 from worker.bench.long_records import write_json
 from worker.bench.prompt_arms import PromptArms, num_plain_tokens
 from worker.bench.prompt_generation import PromptFigures
-from worker.bench.text import BenchError, text_tokens
+from worker.bench.text import text_tokens
 from worker.bench.triforce_catalogue import (
     FIGURES,
     OFFLOADED,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jobs.sampling import SamplingParams
+from worker.bench.engine import BenchError
 from worker.bench.long_prompts import ReadPrompt
 from worker.bench.prompt_generation import PromptGeneration
-from worker.bench.text import BenchError
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter
 from worker.target import TargetModel

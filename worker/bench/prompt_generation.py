@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict
 
 from jobs.sampling import SamplingParams
 from metrics.counters import EngineCounters
+from worker.bench.engine import BenchEngine
 from worker.bench.long_prompts import ReadPrompt
 from worker.cache import FullKVCache
 from worker.drafters.base import Drafter
 from worker.drafters.griffin import GriffinCounters, GriffinDrafter
 from worker.drafters.two_level import DraftCounters, TwoLevelDrafter
-from worker.engine import Engine
 from worker.sequence import Sequence
 from worker.target import TargetModel
 
@@ -47,7 +47,7 @@ class PromptGeneration:
         self._after_first_step: Moment | None = None
         self._draft = drafter.counters if isinstance(drafter, TwoLevelDrafter | GriffinDrafter) else DraftCounters()
         self._seconds = 0.0
-        self._engine = Engine(target, drafter)
+        self._engine = BenchEngine(target, drafter)
         self._parts: list[_Part] = []
         for number, prompt in enumerate(read):
             own = sampling.model_copy(update={"seed": (sampling.seed or 0) + number})

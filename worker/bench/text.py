@@ -10,8 +10,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from jobs.sampling import SamplingParams
+from worker.bench.engine import BenchEngine, BenchError
 from worker.drafters import DEFAULT_ENGINE, create_drafter
-from worker.engine import Engine
 from worker.model_files import ModelFiles
 from worker.sequence import Sequence
 from worker.target import TargetModel
@@ -22,10 +22,6 @@ PROMPT = (
     "On the first day of autumn she made up her mind to stay awake and see who was helping himself to the flour."
 )
 SEED = 1
-
-
-class BenchError(ValueError):
-    """A benchmark that cannot be run as asked. The message is one line for the user."""
 
 
 def encode(files: ModelFiles, text: str) -> list[int]:
@@ -87,7 +83,7 @@ def _continue(target: TargetModel, token_ids: list[int], num_tokens: int) -> lis
         max_tokens=num_tokens - len(token_ids), temperature=1.0, min_p=0.1, seed=SEED, ignore_eos=True
     )
     sequence = Sequence("bench-text", token_ids, sampling, target.vocab_size, target.device)
-    engine = Engine(target, create_drafter(DEFAULT_ENGINE, target))
+    engine = BenchEngine(target, create_drafter(DEFAULT_ENGINE, target))
     engine.start(sequence)
     while sequence.finish_reason is None:
         engine.step()
