@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from jobs.checked_files import digest
 from jobs.reasons import reasons, shown
-from jobs.timeline import Timeline
+from jobs.timeline import Moment, Timeline
 from jobs.token_log import DamagedFileError
 
 VERSION: Final = 2
@@ -83,7 +83,7 @@ class ResumeRecord(_Frozen):
     num_recomputed_tokens: int = Field(ge=0)
     num_loaded_positions: int = Field(ge=0)
     seconds: float = Field(ge=0)
-    resumed: float
+    resumed: Moment
 
 
 class AttemptRecord(_Frozen):
@@ -91,7 +91,7 @@ class AttemptRecord(_Frozen):
 
     attempt: int
     worker_id: str = ""
-    claimed: float = 0.0  # seconds since the epoch
+    claimed: Moment = 0.0
     numerics: str = ""  # names what makes KV the same bits; attempts that differ in it can't share segments
     resume: ResumeRecord | None = None
     timeline: Timeline | None = None  # None where it never drew a token
@@ -102,7 +102,7 @@ class ClaimFile(_Frozen):
 
     version: Literal[2] = VERSION
     worker_id: str
-    claimed: float
+    claimed: Moment
     numerics: str
 
 

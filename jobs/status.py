@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jobs.timeline import Moment
+
 RUN_VERSION = 1
 
 Exactness = Literal["exact", "exact up to ties", "not probed"]
@@ -29,7 +31,7 @@ class RunManifest(BaseModel):
 
     version: int = RUN_VERSION
     run_id: str
-    created: float
+    created: Moment
     model: str
     model_fingerprint: str
     text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
@@ -60,7 +62,7 @@ class WorkerStatus(BaseModel):
     jobs: tuple[str, ...] = ()
     metrics_address: str | None = None
     tokens_per_second: float = 0.0
-    last_checkpoint: float | None = None
+    last_checkpoint: Moment | None = None
 
 
 class Progress(BaseModel):
@@ -75,8 +77,8 @@ class Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     state: RunState
-    updated: float
-    started: float
+    updated: Moment
+    started: Moment
     jobs: dict[str, int]
     running: dict[str, int] = Field(default_factory=dict)
     max_tokens: dict[str, int] = Field(default_factory=dict)
@@ -106,4 +108,4 @@ class DriverClaim(BaseModel):
     pid: int
     process: ProcessKey | None = None
     driver_id: str  # random, since hosts and processes may look alike
-    started: float
+    started: Moment

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, to the end of the year 9999
 
 MAX_MARKS = 64
 MIN_STRIDE_SECONDS = 1.0
@@ -20,7 +22,7 @@ class Timeline(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    started: float  # of the first mark, in seconds since the epoch
+    started: Moment  # of the first mark
     seconds: tuple[float, ...]  # since `started`
     num_tokens: tuple[int, ...]
     num_drafts: tuple[int, ...]

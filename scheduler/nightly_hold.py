@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from jobs.run_files import RunError, pretty, read_model
 from jobs.status import ProcessKey
 from jobs.store import Store, StoreError
+from jobs.timeline import Moment
 from scheduler.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
 from scheduler.lines import Lines
 from scheduler.processes import own_key
@@ -43,8 +44,8 @@ class Holder(BaseModel):
     host: str
     pid: int
     process: ProcessKey | None = None
-    started: float
-    updated: float
+    started: Moment
+    updated: Moment
 
 
 class Hold:

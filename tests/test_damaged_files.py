@@ -215,3 +215,15 @@ def test_damaged_rejects_are_told_of_and_hold_nothing_up(run: Run, data: bytes, 
         assert told.endswith("is damaged, found no list of rejected lines: submit the job file again\n")
     with Hold(run) as hold:
         hold.end("interrupted")
+
+
+@pytest.mark.parametrize("moment", [-1e18, -1.0, 1e12, 1e300, float("nan")])
+def test_a_time_that_no_clock_shows_is_damage(run: Run, moment: float, tmp_path: Path) -> None:
+    beat = json.loads(PROGRESS.model_dump_json())
+    claim = {"version": 1, "host": "h", "pid": 1, "driver_id": "d", "started": moment}
+    run.store.write("drivers/0001.json", json.dumps(claim).encode())
+    assert claims(run) == []
+    for name in ("updated", "started"):
+        run.store.write("progress.json", json.dumps(beat | {"state": "finished", name: moment}).encode())
+        invoke("status", run.store.uri)
+        invoke("report", run.store.uri, "--output", str(tmp_path / "report.html"))

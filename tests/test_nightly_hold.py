@@ -15,6 +15,8 @@ from scheduler.nightly_hold import FILE, Hold, Holder, NightlyHeldError, hold
 
 DEADLINE_SECONDS = 120
 
+FAR = b'{"holder_id": "1", "host": "h", "pid": 1, "started": 1e300, "updated": 1}'
+
 
 def test_one_that_was_killed_is_in_nobody_s_way(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "runs"))
@@ -62,7 +64,7 @@ def test_the_hold_is_renewed_and_lets_go_of_what_another_took(tmp_path: Path, mo
     held.stop()
 
 
-@pytest.mark.parametrize("data", [b"", b"{torn", b"[]", b"{}"])
+@pytest.mark.parametrize("data", [b"", b"{torn", b"[]", b"{}", FAR])
 def test_a_damaged_sign_of_life_holds_nobody_up(tmp_path: Path, data: bytes) -> None:
     store = Store(str(tmp_path / "runs"))
     store.write(FILE, data)
