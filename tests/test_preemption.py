@@ -178,6 +178,13 @@ def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: Silent
     assert silent.fleet.workers == [starting]
 
 
+def test_a_worker_without_orders_owes_no_report(silent: SilentFleet) -> None:
+    idle = silent.fleet.workers[0]
+    silent.fleet.work(idle, Orders(), 0.5)
+    idle.call = None  # it has answered
+    assert silent.wait(1000) == []
+
+
 def test_a_driver_that_was_stopped_blames_no_worker(silent: SilentFleet) -> None:
     silent.fleet.work(silent.fleet.workers[0], Orders(), 0.5)
     assert silent.wait(10) == []
