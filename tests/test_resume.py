@@ -125,6 +125,17 @@ def test_segments_of_other_tokens_are_named_and_left_out(
     assert worker.engine.sequences[0].token_ids[-len(token_ids) :].tolist() == token_ids.tolist()
 
 
+def test_a_log_of_tokens_that_no_vocabulary_has_is_named_and_left_out(
+    run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_a_worker(run, tiny_model, 100, checkpoint="tokens")
+    job = record("fox")
+    CheckpointStore(run.store).write_tokens(job.job_id, 1, np.full(120, 10**9, dtype=np.uint32))
+    to_the_end(session(run, tiny_model), claimed(run, job))
+    assert digest(run, job) == undisturbed
+    assert "found tokens outside of the vocabulary" in caplog.text
+
+
 def test_another_engine_goes_on_and_leaves_the_drafter_state_alone(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,7 +47,7 @@ class Resumer:
         The newest token's position stays out of the cache: the next step's root row adds it. Raises StoreError.
         """
         job_id = sequence.sequence_id
-        sequence.extend(self._checkpoints.read_tokens(job_id)[: sequence.num_remaining_tokens])
+        sequence.extend(self._logged_tokens(sequence))
         manifests = self._checkpoints.read_manifests(job_id)
         segments = self._load(sequence, cache, manifests)
         cache.roll_back(min(cache.length, len(sequence) - 1))
@@ -58,6 +58,16 @@ class Resumer:
             segments=segments,
             drafter_state=self._drafter_state(job_id, engine, manifests),
         )
+
+    def _logged_tokens(self, sequence: Sequence) -> np.ndarray:
+        """The tokens of the job's log, none of a log that no model with this vocabulary has written."""
+        token_ids = self._checkpoints.read_tokens(sequence.sequence_id)[: sequence.num_remaining_tokens]
+        try:
+            _refuse_strangers(sequence, token_ids)
+        except ValueError as error:
+            logger.warning("skipped the token log of job %s: %s", sequence.sequence_id, error)
+            return token_ids[:0]
+        return token_ids
 
     def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
         """The newest whole state of a drafter of this engine; another engine's is of no use."""
@@ -93,6 +103,7 @@ class Resumer:
             if segment is None:
                 continue
             try:
+                _refuse_strangers(sequence, segment.token_ids)
                 num_known = _num_agreeing(sequence, entry.start, segment.token_ids)
                 cache.load(segment.kv)
             except ValueError as error:
@@ -108,6 +119,12 @@ class Resumer:
             return False
         load_seconds = sum(entry.size for entry in manifest.segments) / bytes_per_second
         return self._costs.replay_seconds(0, manifest.num_positions) < load_seconds
+
+
+def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
+    """Raise ValueError for tokens outside of the vocabulary."""
+    if np.any(token_ids >= sequence.vocab_size):
+        raise ValueError(f"found tokens outside of the vocabulary of {sequence.vocab_size:,}")
 
 
 def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
