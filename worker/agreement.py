@@ -47,7 +47,8 @@ def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 
     with _eager(target.model):
         theirs = target.model(input_ids=token_ids[None].to(target.device), use_cache=False).logits[0].float()
     difference = ours - theirs
-    shift = float(difference.square().mean().sqrt() / theirs.std())
+    spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # none where there is one token
+    shift = float(difference.square().mean().sqrt()) / spread
     return Agreement(
         num_rows=num_rows,
         greatest_difference=float(difference.abs().max()),

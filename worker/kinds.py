@@ -78,8 +78,10 @@ def what_it_lacks(config: dict[str, Any]) -> str | None:
     kind = str(config.get("model_type"))
     if kind in NEEDS:
         return f"its kind {kind!r} needs {NEEDS[kind]}"
-    layers = {str(layer) for layer in config.get("layer_types") or ()} - ATTENDING_LAYERS
-    if layers:
+    types = config.get("layer_types") or []
+    if not isinstance(types, list):
+        return f"its layer_types are {types!r}; expected a list"
+    if layers := {str(layer) for layer in types} - ATTENDING_LAYERS:
         return f"its kind {kind!r} has layers of the kinds {', '.join(sorted(layers))}"
     if kind not in SUPPORTED_KINDS:
         return f"its kind {kind!r} was not compared with transformers' own forward"

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from worker.folder_faults import GENERATION_FILE, INDEX_FILE, config_fault, folder_fault, weights_fault
 from worker.kinds import SUPPORTED_KINDS, what_it_lacks
 
 EMBEDDED = Path(__file__).parent / "embedded"
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 DRAFT_FILES = (HEADS_FILE, GRIFFIN_FILE)  # may lie beside the weights; only drafts with them, so no part of the model
-HASHED_FIRST = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEXT_FILES = (
     "*.jinja",
     "*.model",
@@ -55,13 +54,18 @@ def locate_model(model: str) -> ModelFiles:
     config = _read_config(model, path)
     if lack := what_it_lacks(config):
         raise ModelError(f"model {model}: {lack}; kinds that run here: {', '.join(SUPPORTED_KINDS)}")
+    if fault := config_fault(config) or folder_fault(path):
+        raise ModelError(f"model {model}: {fault}")
     weights = sorted(file for file in path.glob("*.safetensors") if file.name not in DRAFT_FILES)
     if not weights:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
     for file in weights:
-        _refuse_damaged(model, file)
+        if fault := weights_fault(file):
+            raise ModelError(f"model {model}: {fault}")
     fingerprint = _fingerprint(path, [path / name for name in HASHED_FIRST] + weights)
-    return ModelFiles(model, path, fingerprint, _fingerprint(path, text_files(path)), *_sizes(model, config))
+    text_fingerprint = _fingerprint(path, text_files(path))
+    positions, vocab_size = config["max_position_embeddings"], config["vocab_size"]
+    return ModelFiles(model, path, fingerprint, text_fingerprint, positions, vocab_size)
 
 
 def text_files(path: Path) -> list[Path]:
@@ -79,29 +83,11 @@ def model_folder(model: str) -> Path:
 def _read_config(model: str, path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {model}: {path / 'config.json'} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"model {model}: {path / 'config.json'} is no JSON object")
     return config
-
-
-def _sizes(model: str, config: dict[str, Any]) -> tuple[int, int]:
-    """Positions and vocabulary size from a config."""
-    sizes = [config.get("max_position_embeddings"), config.get("vocab_size")]
-    for key, size in zip(("max_position_embeddings", "vocab_size"), sizes, strict=True):
-        if not isinstance(size, int) or size < 1:
-            raise ModelError(f"model {model}: config.json has {key} = {size!r}; expected a positive integer")
-    return int(str(sizes[0])), int(str(sizes[1]))
-
-
-def _refuse_damaged(model: str, file: Path) -> None:
-    """The head of a file of weights says how long it is: one that was cut off shows before anything is loaded."""
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"model {model}: {file} is damaged or cut off ({error}); copy it again") from None
 
 
 def _hub_snapshot(model: str) -> Path:

@@ -56,7 +56,7 @@ def _first(mask_function: MaskFunction, position: int, device: torch.device) -> 
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(position + 2, device=device)
     sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
-    seen = sees.nonzero()[:, 0]
-    if not len(seen) or seen[-1] != position or len(seen) != seen[-1] - seen[0] + 1:
+    first = position + 1 - int(sees.count_nonzero())
+    if first > position or not sees[first : position + 1].all():
         raise UnsupportedError("its mask shows a row others than the positions up to its own")
-    return int(seen[0])
+    return first

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from worker.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
@@ -22,6 +21,7 @@ from worker.offloaded_cache import OffloadedKVCache
 from worker.partial_rows import PartialRows
 from worker.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 from worker.tree import DraftTree
+from worker.weights import load_causal_lm
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -69,22 +69,13 @@ class TargetModel:
 
     @classmethod
     def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
-        """Load safetensors weights from a folder; nothing is unpickled and no remote code is run.
+        """Load a model from its folder.
 
-        Raises ModelError for what does not run here, and for weights that give no finite logits.
+        Raises ModelError for one that is not whole or needs what we can't give, and for no finite logits.
         """
         if not sys.stderr.isatty():
             disable_progress_bar()  # a log holds no bars
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                files.path,
-                dtype=DTYPES[dtype],
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"model {files.name}: cannot be loaded: {str(error).splitlines()[0]}") from error
+        model = load_causal_lm(files, DTYPES[dtype])
         target = cls(model.to(resolve_device(device)).eval().requires_grad_(False), files, kv_offload)
         check_model(target)
         return target

@@ -1,0 +1,96 @@
+"""What is wrong in a model's folder, by its small files and the heads of its weights: without torch, the driver asks.
+
+`transformers` takes much of this in silence, and runs another model than the one that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+ADAPTER_FILE = "adapter_config.json"
+GENERATION_FILE = "generation_config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOATS = {"BF16", "F16", "F32", "F64"}
+MOST = 2**25  # positions, or tokens of a vocabulary
+
+
+def config_fault(config: dict[str, Any]) -> str | None:
+    """What in a `config.json` is none that runs, in words; None where nothing is."""
+    for key in ("max_position_embeddings", "vocab_size"):
+        size = config.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+            return f"config.json has {key} = {size!r}; expected a positive integer, at most {MOST:,}"
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            method = config[key].get("quant_method") if isinstance(config[key], dict) else config[key]
+            return f"its weights are quantized (config.json has {key}, {method!r}); expected {_floats()}"
+    return _eos_fault("config.json", config)
+
+
+def folder_fault(path: Path) -> str | None:
+    """What beside `config.json` makes a folder another model than it seems; None where nothing does."""
+    if (path / ADAPTER_FILE).exists():
+        return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
+    return _generation_fault(path) or _index_fault(path)
+
+
+def weights_fault(file: Path) -> str | None:
+    """The head of a file of weights says how long it is: one that was cut off shows before anything is loaded."""
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                if name.endswith("weight") and (dtype := tensors.get_slice(name).get_dtype()) not in FLOATS:
+                    return f"{file} has {name} as {dtype}; expected {_floats()}"
+    except (OSError, SafetensorError) as error:
+        return f"{file} is damaged or cut off ({error}); copy it again"
+    return None
+
+
+def _floats() -> str:
+    return "weights in bfloat16, float16, float32 or float64"
+
+
+def _generation_fault(path: Path) -> str | None:
+    """`transformers` passes over a file that it cannot read, and with it over the tokens that end a text."""
+    file = path / GENERATION_FILE
+    if not file.exists():
+        return None
+    settings, fault = _json_object(file)
+    return fault or _eos_fault(str(file), settings)
+
+
+def _eos_fault(source: str, settings: dict[str, Any]) -> str | None:
+    eos = settings.get("eos_token_id")
+    if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
+        return None
+    return f"{source} has eos_token_id = {eos!r}; expected a token id or a list of them"
+
+
+def _index_fault(path: Path) -> str | None:
+    """An index may name files of other folders, which no fingerprint covers."""
+    file = path / INDEX_FILE
+    if (path / SINGLE_FILE).exists() or not file.exists():
+        return None
+    index, fault = _json_object(file)
+    if fault:
+        return fault
+    shards = index.get("weight_map")
+    names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+    if not names:
+        return f"{file} has no `weight_map` from tensors to files; copy it again"
+    strange = sorted(name for name in names if Path(name).name != name or not (path / name).is_file())
+    return f"{file} names {strange[0]}, which is no file of this folder; copy all files again" if strange else None
+
+
+def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
+    """A file's object, or what is wrong with it."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{file} cannot be read: {error}"
+    return (value, None) if isinstance(value, dict) else ({}, f"{file} is no JSON object")
