@@ -122,7 +122,8 @@ figures are those of one machine with AVX-512.
 
 Refused in every kind, since what a row sees would depend on the texts beside it: rotary positions of the types
 `dynamic` and `longrope`. Not supported so far: state-space and linear-attention layers, position biases, learned
-positions, models of text and images.
+positions, models of text and images, quantized weights, adapters (merge them first). Weights that lack a tensor of the
+model, or hold one that it has no place for, are refused: `transformers` would fill gaps with random numbers.
 
 | kind | asks for | greatest difference | same choices |
 |---|---|---|---|

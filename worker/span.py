@@ -57,6 +57,6 @@ def _first(mask_function: MaskFunction, position: int, device: torch.device) -> 
     keys = torch.arange(position + 2, device=device)
     sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
     first = position + 1 - int(sees.count_nonzero())
-    if first > position or not sees[first : position + 1].all():
+    if not 0 <= first <= position or not sees[first : position + 1].all():
         raise UnsupportedError("its mask shows a row others than the positions up to its own")
     return first
