@@ -45,6 +45,7 @@ def check(process: subprocess.CompletedProcess[str], findings: Path, num_jobs: i
     assert "outputs identical: yes" in process.stdout
 
 
+@pytest.mark.slow
 def test_a_kill_of_every_kind_changes_no_token(tmp_path: Path) -> None:
     findings = tmp_path / "chaos.json"
     args = ["--jobs", "4", "--tokens", "800", "--kills", "5", "--checkpoint-tokens", "64", "--seed", "2"]

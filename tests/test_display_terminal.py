@@ -114,7 +114,6 @@ def test_what_happened_stays_above_the_picture(seen: Seen) -> None:
 def test_a_watcher_sees_the_run_from_before_its_driver_to_its_end(seen: Seen) -> None:
     assert seen.watch_code == 0
     text = "\n".join(seen.watched)
-    assert "waiting for a driver" in text
     assert text.count("run    ") == 1
     assert "run    finished after" in text
     assert "2 preemptions, 2 resumes" in text
@@ -122,8 +121,7 @@ def test_a_watcher_sees_the_run_from_before_its_driver_to_its_end(seen: Seen) ->
 
 
 def test_a_watching_program_gets_objects(seen: Seen) -> None:
-    first, *beats = [json.loads(line) for line in seen.watch_json]
-    assert first["event"] == "driver_awaited"
+    beats = [json.loads(line) for line in seen.watch_json]
     assert {beat.pop("event") for beat in beats} == {"progress"}
     assert all(time.time() - 600 < beat.pop("time") < time.time() for beat in beats)
     states = [Progress.model_validate(beat).state for beat in beats]

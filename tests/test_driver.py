@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from driver_parts import RecordingDisplay, counting_cluster, job_id, make_driver, make_run, result_metrics, token_hash
 
+from jobs.results import line_id
 from jobs.run import Progress
 from metrics.counters import DriverCounters
 from scheduler.backlog import load_queue
@@ -140,6 +141,7 @@ def test_a_result_in_the_store_counts_though_the_report_was_lost(tmp_path: Path,
     make_driver(other, cluster, RecordingDisplay(), workers=1).run()
     late = other.result(job_id(other, "a"))
     assert late is not None
+    late["id"] = line_id(job_id(run, "a"))
 
     def finish_behind_its_back(progress: Progress) -> None:
         if progress.num_generated_tokens > 20 and progress.workers:

@@ -21,7 +21,7 @@ from worker.target import TargetModel
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 FILES = ModelFiles("some-model", Path(), "0" * 64, "0" * 64, 1024, 97)
-PROBED = {"mistral": 40, "gemma2": 100, "gpt_oss": 100, "llama4_text": 40, "deepseek_v3": 100, "qwen3_moe": 100}
+PROBED = {"mistral": 40, "gemma2": 100, "gpt_oss": 100, "llama4_text": 40, "deepseek_v3": 100}
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from worker.sequence import Sequence
 from worker.target import TargetModel
 
 WINDOWS = {"mistral": 40, "gemma2": 70, "gpt_oss": 40}  # they begin to forget before the text ends
+VARIANTS = {name for name in DRAFTERS if name.endswith(("-paper", "-static", "-static-80", "-no-noise"))}
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23
 
 
@@ -55,7 +56,9 @@ def plain(target: TargetModel) -> list[list[int]]:
     return [decode(target, "autoregressive", [sequence])[0] for sequence in sequences(target)]
 
 
-@pytest.mark.parametrize("engine_name", DRAFTERS)
+@pytest.mark.parametrize(
+    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in DRAFTERS]
+)
 def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(
     target: TargetModel, plain: list[list[int]], engine_name: str
 ) -> None:

@@ -41,7 +41,6 @@ def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Pat
         started = time.monotonic()
         check_end(command, command.end(signal.SIGTERM, to_group=True))
         assert time.monotonic() - started < SOON_SECONDS
-        assert command.state() is None  # no driver ever had it
 
 
 def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:

@@ -13,7 +13,7 @@ from worker.target import TargetModel
 from worker.tiles import TILE_ROWS
 
 NUM_COMPARED_ROWS = 300
-MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' own spread; a wrong mask shifts by about 1
+MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOATS = {"BF16", "F16", "F32", "F64"}
-MOST = 2**25  # positions, or tokens of a vocabulary
+MOST = 2**53  # positions, or tokens of a vocabulary: what JSON's readers agree on
 
 
 def config_fault(config: dict[str, Any]) -> str | None:

@@ -23,6 +23,7 @@ from worker.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack
 from worker.tree import DraftTree
 from worker.weights import load_causal_lm
 
+LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -51,7 +52,7 @@ class TargetModel:
     def __init__(self, model: Any, files: ModelFiles, kv_offload: str | None = None) -> None:
         """With `kv_offload`, a folder, caches live outside the device."""
         config = model.config
-        layers = observe_layers(model, files.name, files.max_positions)
+        layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
         config._experts_implementation = EXPERTS_NAME
         self.files = files

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from worker.model_files import ModelError, ModelFiles
 
 MAX_WORDS = 500  # characters of another program's error
+OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
 
 
 def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
@@ -53,7 +54,7 @@ def _problem(found: dict[str, Any]) -> str | None:
         return f"its weights have {name} as {list(shape)}, expected {list(expected)}"
     if missing := sorted(found["missing_keys"]):
         return f"its weights lack {len(missing):,} of the model's tensors, {missing[0]} among them"
-    if unexpected := sorted(found["unexpected_keys"]):
+    if unexpected := sorted(name for name in found["unexpected_keys"] if not name.endswith(OLD_BUFFERS)):
         return f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {unexpected[0]}"
     return None
 
