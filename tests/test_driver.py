@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from driver_parts import RecordingDisplay, counting_cluster, job_id, make_driver, make_run, result_metrics, token_hash
 
-from jobs.results import line_id
+from jobs.output_line import line_id
 from jobs.run import Progress
 from metrics.counters import DriverCounters
 from scheduler.backlog import load_queue
