@@ -138,7 +138,7 @@ def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: 
     assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads(findings.read_text())
     assert report["is_identical"]
-    assert report["kills_by_kind"] == {"worker": 1, "raylet": 0, "driver": 1}
+    assert report["kills_by_kind"] == {"worker": 1, "raylet": 0, "driver": 1, "stop": 0, "hangup": 0}
 
 
 def test_a_head_that_is_lost_and_started_anew_stops_the_run_and_loses_nothing(
