@@ -46,7 +46,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
 
 
 @pytest.fixture

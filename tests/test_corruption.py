@@ -74,7 +74,7 @@ def resumed_digest(folder: Path, tiny_model: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "deleted"])
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True))
 def test_each_damaged_file_in_turn_costs_no_token_and_is_named(
     kind: str,

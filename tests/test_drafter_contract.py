@@ -75,7 +75,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 @pytest.fixture(scope="module")
 def tiny_target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
 
 
 @pytest.mark.parametrize("params", [PARAMS, GREEDY], ids=["T=1", "T=0"])

@@ -1,27 +1,18 @@
-"""The same tokens, to the bit: rows of draft trees, engines, batches and resumes against plain decoding."""
+"""The same tokens, to the bit: engines, batches and resumes against plain decoding."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from spoilt_attention import rows_that_depend_on_neighbours
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.sampling import SamplingParams
-from worker import probe
 from worker.drafters import DRAFTERS, create_drafter
 from worker.engine import Engine
-from worker.model_files import locate_model
-from worker.probe import probe_rows
 from worker.sequence import Sequence
 from worker.target import TargetModel
 from worker.text import TextCodec
-from worker.tiles import MIN_ROWS
 
 SETTINGS = {
     "greedy": {"temperature": 0.0},
@@ -35,7 +26,11 @@ PROMPTS = (
     "Chapter I. In which the narrator arrives at the house of his uncle\n\nIt had rained since noon, and the road",
     '"Tell me again," said the old woman, "what the river did to the mill, and leave nothing out this time."\n\n',
 )
+NUM_TOKENS = 64
+VARIANTS = {name for name in DRAFTERS if name.endswith(("-paper", "-static", "-static-80", "-no-noise"))}
 OTHER_ENGINES = [name for name in DRAFTERS if name != "autoregressive"]
+HARDEST = "sampled, filtered"
+ALL = [(name, setting) for name in DRAFTERS for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
 def decode(
@@ -82,69 +77,17 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain(target: TargetModel, codec: TextCodec) -> Plain:
-    return Plain(target, codec, num_tokens=160)
+    return Plain(target, codec, num_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize("num_rows", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_of_many_random_tree_rows_none_differs_in_any_bit(
-    embedded_targets: dict[str, TargetModel], dtype: str, num_rows: int
-) -> None:
-    result = probe_rows(embedded_targets[dtype], num_rows, seed=1)
-    assert result.num_rows >= num_rows
-    assert result.num_differing == 0
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_probe_finds_attention_whose_rows_depend_on_their_neighbours(
-    embedded_targets: dict[str, TargetModel], dtype: str
-) -> None:
-    with rows_that_depend_on_neighbours():
-        assert probe_rows(embedded_targets[dtype], num_rows=30, seed=1).num_differing > 0
-
-
-def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
-    embedded_targets: dict[str, TargetModel],
-) -> None:
-    """A layer that flips its last bits where it has more rows than plain decoding gives it."""
-    target = embedded_targets["bfloat16"]
-
-    def spoil(_module: object, _inputs: object, output: torch.Tensor) -> None:
-        output.view(torch.int16)[:] ^= int(output.shape[-2] > MIN_ROWS)
-
-    handle = target.model.model.layers[-1].self_attn.v_proj.register_forward_hook(spoil)
-    try:
-        assert probe_rows(target, num_rows=30, seed=1).num_differing > 0
-    finally:
-        handle.remove()
-
-
-def test_shapes_whose_single_rows_take_another_kernel_are_exact_too(tmp_path: Path) -> None:
-    """2048 -> 512 in bf16: a product of one row has other bits than one of several (measured)."""
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=2048,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    wide = TargetModel.load(locate_model(str(tmp_path)), "bfloat16", "cpu")
-    assert probe_rows(wide, num_rows=400, seed=1).num_differing == 0
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("engine_name", ["autoregressive", *OTHER_ENGINES])
+@pytest.mark.parametrize(("engine_name", "setting"), ALL)
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
 
 
 @pytest.mark.parametrize("engine_name", OTHER_ENGINES)
 def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str) -> None:
-    setting = "sampled, filtered"
-    assert decode(plain.target, engine_name, plain.sequences(setting)[:1]) == plain.outputs(setting)[:1]
+    assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]
 
 
 def interrupted(plain: Plain, engine_name: str, setting: str, num_tokens: int) -> Iterator[Sequence]:
@@ -154,10 +97,9 @@ def interrupted(plain: Plain, engine_name: str, setting: str, num_tokens: int) -
         yield sequence
 
 
-@pytest.mark.parametrize("setting", ["greedy", "sampled, filtered"])
-@pytest.mark.parametrize("engine_name", DRAFTERS)
+@pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", HARDEST)])
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
-    for num_tokens in (1, 97, 159):
+    for num_tokens in (1, 41, NUM_TOKENS - 1):
         sequences = list(interrupted(plain, engine_name, setting, num_tokens))
         assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
 
@@ -166,16 +108,16 @@ def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
     engine = Engine(plain.target, create_drafter("token-recycling", plain.target))
     [first, *_] = plain.sequences("sampled")
     engine.start(first)
-    while first.num_generated_tokens < 150:
+    while first.num_generated_tokens < 50:
         engine.step()
     state = engine.drafter.state(first)
     assert state
-    sequences = list(interrupted(plain, "token-recycling", "sampled", 150))
+    sequences = list(interrupted(plain, "token-recycling", "sampled", 50))
     assert decode(plain.target, "token-recycling", sequences, state) == plain.outputs("sampled")
 
 
 def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) -> None:
-    [sequence, *_] = interrupted(plain, "suffix", "greedy", 160)
+    [sequence, *_] = interrupted(plain, "suffix", "greedy", NUM_TOKENS)
     assert decode(plain.target, "suffix", [sequence]) == plain.outputs("greedy")[:1]
     assert sequence.finish_reason == "length"
 
@@ -195,12 +137,3 @@ def test_every_engine_gives_plain_decoding_s_2000_tokens_killed_and_resumed(
 @pytest.fixture(scope="module")
 def long_plain(target: TargetModel, codec: TextCodec) -> Plain:
     return Plain(target, codec, num_tokens=2000)
-
-
-def test_random_trees_keep_the_tree_s_contract() -> None:
-    rng = random.Random(0)
-    for max_depth in (0, 1, 5):
-        tree = probe.random_tree(rng, 30, max_depth, vocab_size=4)
-        assert all(parent < node for node, parent in enumerate(tree.parents))
-        assert all(depth <= max_depth for depth in tree.depths())
-        assert len({(p, t) for p, t in zip(tree.parents, tree.token_ids, strict=True)}) == len(tree)

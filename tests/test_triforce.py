@@ -25,12 +25,12 @@ SAMPLERS = {
     "T=1, penalty": {"temperature": 1.0, "repetition_penalty": 1.2, "penalty_window": 64},
     "T=1.2, top-p 0.9": {"temperature": 1.2, "top_p": 0.9},
 }
-NUM_TOKENS = 160
+NUM_TOKENS = 100
 
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_a_resumed_job_has_the_same_drafts(target: TargetModel, policy: str) -> 
     sequence = new_sequence(target, "T=1, penalty")
     engine = Engine(target, undisturbed)
     slot = engine.start(sequence)
-    while sequence.num_generated_tokens < 120:
+    while sequence.num_generated_tokens < 80:
         engine.step()
     resumed.start(sequence, slot.cache)
     resumed.restore(sequence, undisturbed.state(sequence))
