@@ -6,8 +6,8 @@ import contextlib
 import os
 import sys
 
-from scheduler.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
-from scheduler.lines import Lines
+from scheduler.process.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
+from scheduler.process.streams import Lines
 
 
 def main() -> None:

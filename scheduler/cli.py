@@ -9,17 +9,17 @@ from typing import Any, NoReturn, TypeGuard
 
 import click
 
-from scheduler.bench_commands import bench
 from scheduler.chaos.command import chaos
-from scheduler.interruption import INTERRUPTED
-from scheduler.lines import Lines
-from scheduler.nightly_command import nightly
-from scheduler.read_commands import results, status, tail
-from scheduler.report_command import report
-from scheduler.run_commands import cancel, resume, submit
-from scheduler.summary import printable
-from scheduler.tool_commands import doctor
-from scheduler.train_commands import train
+from scheduler.commands.bench import bench
+from scheduler.commands.nightly import nightly
+from scheduler.commands.read import results, status, tail
+from scheduler.commands.report import report
+from scheduler.commands.run import cancel, resume, submit
+from scheduler.commands.tools import doctor
+from scheduler.commands.train import train
+from scheduler.display.summary import printable
+from scheduler.process.interruption import INTERRUPTED
+from scheduler.process.streams import Lines
 
 USER_ERROR = 2
 MAX_LINE = 4000  # characters of an error
@@ -27,17 +27,17 @@ MAX_LINE = 4000  # characters of an error
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 USER_ERRORS = (  # their text is one line for the user
-    ("jobs.input_file", "InputFileError"),
-    ("jobs.run", "RunError"),
-    ("jobs.store", "StoreError"),
+    ("jobs.input.input_file", "InputFileError"),
+    ("jobs.run.run", "RunError"),
+    ("jobs.storage.store", "StoreError"),
     ("metrics.endpoint", "MetricsError"),
     ("scheduler.chaos.options", "ChaosError"),
-    ("scheduler.cluster", "ClusterError"),
-    ("scheduler.driver", "DriverError"),
-    ("scheduler.submission", "StrictError"),
+    ("scheduler.cluster.cluster", "ClusterError"),
+    ("scheduler.driver.driver", "DriverError"),
+    ("scheduler.runs.submission", "StrictError"),
     ("worker.bench.engine", "BenchError"),
-    ("worker.kv_room", "KVRoomError"),
-    ("worker.model_files", "ModelError"),
+    ("worker.caches.room", "KVRoomError"),
+    ("worker.model.files", "ModelError"),
     ("worker.training.corpus", "CorpusError"),
 )
 

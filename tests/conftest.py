@@ -22,17 +22,17 @@ if name := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1: a core each, also
 
 import pytest
 import torch
-from fault_proxy import FaultProxy
-from s3_server import S3Server, running_s3_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobs.store import Store
-from worker.drafters.griffin_model import GriffinConfig, GriffinModel
-from worker.drafters.griffin_weights import save_griffin
-from worker.drafters.heads import save_heads
-from worker.model_files import DRAFT_FOLDER, ModelFiles, locate_model
-from worker.target import TargetModel
-from worker.training.tokenizer import train_tokenizer
+from jobs.storage.store import Store
+from tests.jobs.storage.fault_proxy import FaultProxy
+from tests.jobs.storage.s3_server import S3Server, running_s3_server
+from worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from worker.drafters.griffin.weights import save_griffin
+from worker.drafters.tokenswift.heads import save_heads
+from worker.model.files import DRAFT_FOLDER, ModelFiles, locate_model
+from worker.target.target import TargetModel
+from worker.training.target.tokenizer import train_tokenizer
 
 NUM_THREADS = min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 

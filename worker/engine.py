@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from metrics.counters import EngineCounters
-from worker.budget import NodeBudget, measure_step_costs
-from worker.cache import FullKVCache
+from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
-from worker.finite import NotFiniteError, check_finite
+from worker.drafters.budget import NodeBudget, measure_step_costs
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.stopping import ERROR, StopRule
-from worker.target import RowOutputs, TargetModel
-from worker.tiles import TILE_ROWS, max_tree_depth, tree_rows
+from worker.target.finite import NotFiniteError, check_finite
+from worker.target.target import RowOutputs, TargetModel
+from worker.target.tiles import TILE_ROWS, max_tree_depth, tree_rows
 from worker.tree import DraftTree
 from worker.verification import TOP_K, Verification, walk
 

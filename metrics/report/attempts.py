@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from jobs.checkpoints import AttemptRecord, ResumeRecord
-from jobs.timeline import Timeline
+from jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from jobs.checkpoints.timeline import Timeline
 
 Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
 

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jobs.checkpoints import AttemptRecord, CheckpointStore
+from jobs.checkpoints.store import AttemptRecord, CheckpointStore
+from jobs.input.reader import Reject
 from jobs.job import JobRecord
-from jobs.reader import Reject
-from jobs.run import Progress, Run
-from jobs.run_files import NUM_READERS
-from jobs.status import DriverClaim, RunManifest
+from jobs.run.records import DriverClaim, RunManifest
+from jobs.run.run import Progress, Run
+from jobs.run.run_files import NUM_READERS
 from metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
 
 EXCERPT_CHARACTERS = 280

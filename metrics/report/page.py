@@ -12,7 +12,7 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.store import Store
+from jobs.storage.store import Store
 from metrics.report.charts import length_chart, throughput_chart
 from metrics.report.clock import clock, date, ticks
 from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput

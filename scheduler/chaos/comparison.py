@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from jobs.run import Run
+from jobs.run.run import Run
 from scheduler.chaos.options import ChaosError
 
 

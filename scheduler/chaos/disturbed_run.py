@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.run import Run, RunError
-from jobs.status import Progress
+from jobs.run.records import Progress
+from jobs.run.run import Run, RunError
 from scheduler.chaos.driver_process import DriverProcess
 from scheduler.chaos.plan import Kind, PlannedKill
 from scheduler.chaos.victims import Way

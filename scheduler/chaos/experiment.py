@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
-from jobs.run import Run
-from jobs.store import Store
-from jobs.uris import local_path
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from jobs.storage.uris import local_path
 from scheduler.chaos.arena import Arena, open_arena
 from scheduler.chaos.comparison import RunOutput, compare
 from scheduler.chaos.disturbed_run import DisturbedRun, Kill

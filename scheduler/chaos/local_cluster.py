@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler.chaos.options import ChaosError
-from scheduler.cluster import OBJECT_STORE_BYTES
-from scheduler.embedded_ray import kill_sessions
+from scheduler.cluster.cluster import OBJECT_STORE_BYTES
+from scheduler.cluster.embedded_ray import kill_sessions
 
 NUM_RAYLETS = 2  # so that one can be lost and the run goes on
 START_SECONDS = 60.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler.demo_prompts import PROMPTS
+from scheduler.demo.prompts import PROMPTS
 
 WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
 PROMPT_TEXTS = tuple(PROMPTS.values())

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 from scheduler.chaos.comparison import JobComparison
 from scheduler.chaos.disturbed_run import Kill
 from scheduler.chaos.plan import KINDS
-from scheduler.summary import duration
+from scheduler.display.summary import duration
 
 
 class ChaosReport(BaseModel):

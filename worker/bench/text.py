@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from jobs.sampling import SamplingParams
 from worker.bench.engine import BenchEngine, BenchError
 from worker.drafters import DEFAULT_ENGINE, create_drafter
-from worker.model_files import ModelFiles
+from worker.model.files import ModelFiles
 from worker.sequence import Sequence
-from worker.target import TargetModel
+from worker.target.target import TargetModel
 
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "

@@ -10,7 +10,7 @@ from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
 
 if TYPE_CHECKING:
     from worker.drafters.base import Drafter
-    from worker.target import TargetModel
+    from worker.target.target import TargetModel
 
 __all__ = ["DEFAULT_ENGINE", "DRAFTERS", "ENGINE_NAMES", "DrafterFactory", "create_drafter"]
 
@@ -22,67 +22,67 @@ def _autoregressive(target: TargetModel, draft_model: Path | None) -> Drafter:
 
 
 def _prompt_lookup(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.prompt_lookup import PromptLookupDrafter
+    from worker.drafters.lookup.prompt_lookup import PromptLookupDrafter
 
     return PromptLookupDrafter(target.vocab_size)
 
 
 def _suffix(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.suffix import SuffixDrafter
+    from worker.drafters.lookup.suffix import SuffixDrafter
 
     return SuffixDrafter()
 
 
 def _token_recycling(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.token_recycling import TokenRecyclingDrafter
+    from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 
     return TokenRecyclingDrafter(target.vocab_size)
 
 
 def _token_recycling_static(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.static_recycling import StaticTokenRecyclingDrafter
+    from worker.drafters.recycling.static_recycling import StaticTokenRecyclingDrafter
 
     return StaticTokenRecyclingDrafter(target.vocab_size)
 
 
 def _token_recycling_static_80(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.static_recycling import PaperTokenRecyclingDrafter
+    from worker.drafters.recycling.static_recycling import PaperTokenRecyclingDrafter
 
     return PaperTokenRecyclingDrafter(target.vocab_size)
 
 
 def _token_recycling_no_noise(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.token_recycling import TokenRecyclingDrafter
+    from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 
     return TokenRecyclingDrafter(target.vocab_size, with_noise=False)
 
 
 def _tokenswift(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.tokenswift import TokenSwiftOptions, tokenswift
+    from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 
     return tokenswift(target, draft_model or target.files.path, TokenSwiftOptions())
 
 
 def _tokenswift_paper(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.tokenswift import PAPER_OPTIONS, tokenswift
+    from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, tokenswift
 
     return tokenswift(target, draft_model or target.files.path, PAPER_OPTIONS)
 
 
 def _triforce(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.triforce import TriForceOptions, triforce
+    from worker.drafters.triforce.triforce import TriForceOptions, triforce
 
     return triforce(target, draft_model, TriForceOptions())
 
 
 def _griffin(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.griffin import GriffinOptions, griffin
+    from worker.drafters.griffin.griffin import GriffinOptions, griffin
 
     return griffin(target, draft_model or target.files.path, GriffinOptions())
 
 
 def _griffin_paper(target: TargetModel, draft_model: Path | None) -> Drafter:
-    from worker.drafters.griffin import GRIFFIN_PAPER_OPTIONS, griffin
+    from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, griffin
 
     return griffin(target, draft_model or target.files.path, GRIFFIN_PAPER_OPTIONS)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.cache import FullKVCache
+from worker.caches.full import FullKVCache
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import Verification

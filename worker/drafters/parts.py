@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from worker.model_files import (
+from worker.model.files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
     HEADS_FILE,

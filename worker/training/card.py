@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from worker.training.evaluate import NEAR, Evaluation
-from worker.training.recipe import Recipe
+from worker.training.target.evaluate import NEAR, Evaluation
+from worker.training.target.recipe import Recipe
 
 CARD = "MODEL_CARD.md"
 

@@ -15,9 +15,9 @@ import torch
 from rich.progress import track
 from torch.utils.dlpack import from_dlpack
 
-from worker.target import TargetModel
+from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError
-from worker.training.head_texts import Text, hidden_states
+from worker.training.heads.texts import Text, hidden_states
 
 ORIGIN, TEXTS = b"origin", b"texts"  # in the schema's metadata: JSON
 TOKEN_IDS, FEATURES = "token_ids", "features"

@@ -1,0 +1,102 @@
+"""What of one running job is still to be written, file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.checkpoints.store import CheckpointStore, DrafterEntry, Segment, SegmentEntry, State, StateManifest, TokenIds
+from jobs.checkpoints.timeline import Timeline
+
+FileKind = Literal["tokens", "state"]
+WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its bytes
+
+
+class KVSource(Protocol):
+    """The cache of a running sequence. Committed positions never change, so any thread may ask at any time."""
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        """Keys and values of committed positions as a `Segment` holds them; may be a view on the cache."""
+        ...
+
+
+@dataclass
+class PendingCheckpoint:
+    """The newest token log, timeline and state of one job, as far as they are not written.
+
+    A state is written as segments behind those there already, a manifest after each, then the drafter's file. A newer
+    state takes the place of one that is half-written: its segments go on where those of the older one are.
+    """
+
+    job_id: str
+    attempt: int
+    engine: str
+    source: KVSource | None
+    segments: list[SegmentEntry]
+    output_ids: TokenIds | None = None
+    timeline: Timeline | None = None
+    token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # of all positions of the state
+    drafter_state: State = field(default_factory=dict)
+    drafter: DrafterEntry | None = None
+    is_manifest_due: bool = False
+
+    @property
+    def num_written_positions(self) -> int:
+        return self.segments[-1].end if self.segments else 0
+
+    @property
+    def num_positions(self) -> int:
+        return max(self.num_written_positions, len(self.token_ids))
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.output_ids is not None or self.timeline is not None or self.has_state
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
+
+    def take_tokens(self) -> WriteFile:
+        """What writes the token log, which then waits no longer; call it while there is one."""
+        output_ids, self.output_ids = self.output_ids, None
+        assert output_ids is not None
+        return lambda checkpoints: checkpoints.write_tokens(self.job_id, self.attempt, output_ids)
+
+    def take_timeline(self) -> WriteFile:
+        """What writes the timeline, which then waits no longer; call it while there is one."""
+        timeline, self.timeline = self.timeline, None
+        assert timeline is not None
+        return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
+
+    def take_state(self, max_positions: int) -> WriteFile:
+        """What writes the next file of the state; call it while `has_state`, run one before taking the next."""
+        if self.is_manifest_due:
+            return self._write_manifest
+        start = self.num_written_positions
+        if start < len(self.token_ids):
+            return partial(self._write_segment, start, self.token_ids[start : start + max_positions])
+        drafter_state, self.drafter_state = self.drafter_state, {}
+        return partial(self._write_drafter, len(self.token_ids), drafter_state)
+
+    def _write_segment(self, start: int, token_ids: TokenIds, checkpoints: CheckpointStore) -> int:
+        assert self.source is not None  # `CheckpointWriter.put_state` asks for it
+        segment = Segment(start, token_ids, self.source.kv(start, start + len(token_ids)))
+        entry = checkpoints.write_segment(self.job_id, self.attempt, segment)
+        self.segments.append(entry)
+        self.is_manifest_due = True
+        return entry.size
+
+    def _write_drafter(self, num_positions: int, state: State, checkpoints: CheckpointStore) -> int:
+        self.drafter = checkpoints.write_drafter(self.job_id, self.attempt, num_positions, self.engine, state)
+        self.is_manifest_due = True
+        return self.drafter.size
+
+    def _write_manifest(self, checkpoints: CheckpointStore) -> int:
+        manifest = StateManifest(segments=tuple(self.segments), drafter=self.drafter)
+        self.is_manifest_due = False
+        return checkpoints.write_manifest(self.job_id, self.attempt, manifest)

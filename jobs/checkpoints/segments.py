@@ -1,0 +1,85 @@
+"""A KV segment as a file: Arrow IPC tensors one behind the other, which load without a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.checkpoints.token_log import DamagedFileError, TokenIds
+
+VERSION = 1
+KV_DTYPES = (np.dtype("uint16"), np.dtype("float32"))  # 16-bit floats are kept as their bits: Arrow has no bfloat16
+HEADERS_SIZE = 4096  # room for what Arrow puts before three tensors, a few hundred bytes in all
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The positions `[start, end)` of one sequence: their tokens, prompt included, and their keys and values."""
+
+    start: int
+    token_ids: TokenIds  # [num_positions]
+    kv: NDArray[
+        Any
+    ]  # [num_rows, num_positions, head_dim]; uint16 (the bits of a 16-bit float) or float32; may be a view
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+def encode_segment(segment: Segment) -> memoryview:
+    """The bytes of a segment file, in one buffer of that size: the only copy made of `kv`.
+
+    Raises `TypeError` for arrays of another dtype or of shapes that do not go together.
+    """
+    import pyarrow as pa
+
+    _check(segment)
+    kv, token_ids = segment.kv, np.ascontiguousarray(segment.token_ids)
+    header = np.array([VERSION, segment.start], dtype=np.int64)
+    buffer = pa.allocate_buffer(kv.nbytes + token_ids.nbytes + HEADERS_SIZE)
+    sink = pa.FixedSizeBufferWriter(buffer)
+    for array in (header, token_ids, kv):
+        pa.ipc.write_tensor(pa.Tensor.from_numpy(array), sink)
+    return memoryview(buffer)[: sink.tell()]
+
+
+def decode_segment(data: bytes) -> Segment:
+    """The segment of a file; its arrays are read-only views on `data`. Raises `DamagedFileError` for anything else."""
+    import pyarrow as pa
+
+    source = pa.BufferReader(data)
+    try:
+        header = pa.ipc.read_tensor(source).to_numpy()
+        if header.dtype != np.int64 or header.shape != (2,):
+            raise DamagedFileError("found no KV segment: expected its header first")
+        version, start = (int(number) for number in header)
+        if version != VERSION:
+            raise DamagedFileError(f"found version {version}, expected {VERSION}")
+        token_ids, kv = (pa.ipc.read_tensor(source).to_numpy() for _ in range(2))
+        segment = Segment(start, token_ids, kv)
+        _check(segment)
+        if not (kv.flags.c_contiguous and token_ids.flags.c_contiguous):
+            raise DamagedFileError("found strides that belong to no KV segment")
+    except (pa.ArrowException, OSError, TypeError) as error:
+        raise DamagedFileError(f"found no usable KV segment: {' '.join(str(error).split())}") from None
+    if source.tell() != len(data):
+        raise DamagedFileError(f"found {len(data)} bytes, expected {source.tell()}")
+    return segment
+
+
+def _check(segment: Segment) -> None:
+    token_ids, kv = segment.token_ids, segment.kv
+    if segment.start < 0 or token_ids.dtype != np.uint32 or token_ids.ndim != 1 or len(token_ids) == 0:
+        raise TypeError(
+            f"segment at {segment.start}: found token ids of {token_ids.dtype} {token_ids.shape}, "
+            "expected a start of 0 or more and uint32 [num_positions]"
+        )
+    if kv.dtype not in KV_DTYPES or kv.ndim != 3 or kv.shape[1] != len(token_ids) or kv.size == 0:
+        raise TypeError(
+            f"segment at {segment.start}: found KV of {kv.dtype} {kv.shape}, "
+            f"expected uint16 or float32 [num_rows, {len(token_ids)}, head_dim]"
+        )

@@ -1,0 +1,194 @@
+"""Checkpoints of running jobs: a token log, which is the truth, and a state, which saves work.
+
+Each attempt has its own folder, and a job ends with none:
+
+checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics
+                               tokens.bin            all tokens generated so far, replaced as a whole
+                               kv-<start>-<end>.arrow        keys and values of some positions, never changed
+                               drafter-<num_positions>.arrow
+                               manifest.json         names segments (of earlier attempts too) and drafter state with
+                                                     their checksums, written last
+                               resume.json           how the attempt began, where it was not the first
+                               timeline.json         when it had how many tokens, for reports; absent in older runs
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from jobs.checkpoints.attempt_files import read_attempt
+from jobs.checkpoints.checked_files import CheckedFiles, digest
+from jobs.checkpoints.files import (
+    AttemptRecord,
+    ClaimFile,
+    DrafterEntry,
+    ResumeFile,
+    ResumeRecord,
+    SegmentEntry,
+    StateManifest,
+    TimelineFile,
+    drafter_name,
+    dump_file,
+    parse_file,
+    segment_name,
+)
+from jobs.checkpoints.segments import Segment, decode_segment, encode_segment
+from jobs.checkpoints.state_file import State, decode_state, encode_state
+from jobs.checkpoints.timeline import Timeline
+from jobs.checkpoints.token_log import DamagedFileError, TokenIds, decode_tokens, encode_tokens
+from jobs.storage.store import Store
+
+__all__ = [
+    "AttemptRecord",
+    "CheckpointStore",
+    "DrafterEntry",
+    "ResumeRecord",
+    "Segment",
+    "SegmentEntry",
+    "State",
+    "StateManifest",
+    "TokenIds",
+]
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a damaged file is skipped and
+    named in a warning, once.
+
+    An attempt writes below its own number only, so a worker believed dead can't harm its successor's files.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._files = CheckedFiles(store)
+
+    def claim(self, job_id: str, worker_id: str, numerics: str = "") -> int:
+        """Open the next attempt (1, 2, ...) of a job and return its number."""
+        attempt = self.attempts(job_id) + 1
+        claim = dump_file(ClaimFile(worker_id=worker_id, claimed=time.time(), numerics=numerics))
+        while not self._store.write_new(_path(job_id, attempt, "claim.json"), claim):
+            attempt += 1
+        return attempt
+
+    def attempts(self, job_id: str) -> int:
+        """The number of the newest attempt, 0 before the first."""
+        return max(self._attempts(job_id), default=0)
+
+    def history(self, job_id: str) -> list[AttemptRecord]:
+        """All attempts of a job, oldest first, with what is known of each."""
+        attempts = self._attempts(job_id)
+        return [
+            read_attempt(self._store, self._files, _folder(job_id, attempt), attempt, is_newest=attempt == attempts[-1])
+            for attempt in attempts
+        ]
+
+    def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
+        """Keep how an attempt began; due in every attempt but the first."""
+        self._store.write(_path(job_id, attempt, "resume.json"), dump_file(ResumeFile(**record.model_dump())))
+
+    def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
+        """Replace the attempt's timeline. Returns bytes written."""
+        data = dump_file(TimelineFile(**timeline.model_dump()))
+        self._store.write(_path(job_id, attempt, "timeline.json"), data)
+        return len(data)
+
+    def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds) -> int:
+        """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
+        data = encode_tokens(token_ids)
+        self._store.write(_path(job_id, attempt, "tokens.bin"), data)
+        return len(data)
+
+    def read_tokens(self, job_id: str) -> TokenIds:
+        """The longest log [num_tokens] of all attempts, empty if there is none."""
+        longest = np.zeros(0, dtype=np.uint32)
+        attempts = self._attempts(job_id)
+        for attempt in attempts:
+            path = _path(job_id, attempt, "tokens.bin")
+            data = self._store.read(path)
+            # every attempt writes one, but the newest may have just begun
+            if data is None and attempt == attempts[-1]:
+                continue
+            token_ids = self._files.decoded(path, data, decode_tokens)
+            if token_ids is not None and len(token_ids) > len(longest):
+                longest = token_ids
+        return longest
+
+    def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
+        """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""
+        data = encode_segment(segment)
+        name = segment_name(segment.start, segment.end)
+        self._store.write(_path(job_id, attempt, name), data)
+        return SegmentEntry(
+            file=f"{attempt:04d}/{name}", start=segment.start, end=segment.end, size=len(data), sha256=digest(data)
+        )
+
+    def read_segment(self, job_id: str, entry: SegmentEntry) -> Segment | None:
+        """The segment that a manifest names, its arrays read-only; None if it is damaged or absent."""
+
+        def decode(data: bytes) -> Segment:
+            segment = decode_segment(data)
+            if (segment.start, segment.end) != (entry.start, entry.end):
+                raise DamagedFileError(f"found the positions {segment.start} to {segment.end} in it")
+            return segment
+
+        path = f"checkpoints/{job_id}/{entry.file}"
+        return self._files.read_verified(path, entry.size, entry.sha256, decode)
+
+    def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
+        """As `write_segment`, for the state of `engine`'s drafter after `num_positions` positions."""
+        data = encode_state(state)
+        name = drafter_name(num_positions)
+        self._store.write(_path(job_id, attempt, name), data)
+        return DrafterEntry(
+            file=f"{attempt:04d}/{name}",
+            num_positions=num_positions,
+            engine=engine,
+            size=len(data),
+            sha256=digest(data),
+        )
+
+    def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
+        """The drafter state that a manifest names; None if it is damaged or absent."""
+        path = f"checkpoints/{job_id}/{entry.file}"
+        return self._files.read_verified(path, entry.size, entry.sha256, decode_state)
+
+    def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest) -> int:
+        """Make what was written count, then remove the attempt's older drafter states. Returns bytes written."""
+        data = dump_file(manifest)
+        self._store.write(_path(job_id, attempt, "manifest.json"), data)
+        if manifest.drafter is not None:
+            for name in self._store.list(_folder(job_id, attempt)):
+                if name.startswith("drafter-") and f"{attempt:04d}/{name}" != manifest.drafter.file:
+                    self._store.delete(_path(job_id, attempt, name))
+        return len(data)
+
+    def read_manifests(self, job_id: str) -> list[StateManifest]:
+        """What can be read of all attempts: most positions first, then the newest attempt."""
+        manifests = [(attempt, self._manifest(job_id, attempt)) for attempt in self._attempts(job_id)]
+        found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
+        return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+
+    def clear(self, job_id: str) -> None:
+        """Remove all checkpoints of a job; call it when the result is written."""
+        self._store.delete_folder(f"checkpoints/{job_id}")
+
+    def _attempts(self, job_id: str) -> list[int]:
+        return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
+
+    def _manifest(self, job_id: str, attempt: int) -> StateManifest | None:
+        path = _path(job_id, attempt, "manifest.json")
+        data = self._store.read(path)
+        # without one there must be nothing for it to name
+        if data is None and not any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt))):
+            return None
+        return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest))
+
+
+def _folder(job_id: str, attempt: int) -> str:
+    return f"checkpoints/{job_id}/{attempt:04d}"
+
+
+def _path(job_id: str, attempt: int, name: str) -> str:
+    return f"{_folder(job_id, attempt)}/{name}"

@@ -1,0 +1,163 @@
+"""Writes checkpoints behind the engine's back: one thread, one file at a time, token logs before all else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
+from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds
+from jobs.checkpoints.timeline import Timeline
+
+__all__ = ["CheckpointWriter", "KVSource"]
+
+
+class CheckpointWriter:
+    """One background thread that writes the checkpoints of all running jobs of a worker.
+
+    `put_*` return at once, whatever the storage does. Where it is slower than the engine, the newest replaces what
+    waits: the memory held is one token log and one state of the drafter per job, and one encoded file.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        segment_positions: int,
+        on_written: Callable[[FileKind, int, float], None],
+    ) -> None:
+        """A segment has at most `segment_positions` positions.
+
+        `on_written(kind, num_bytes, seconds)` is called after each file, in the writer's thread.
+        """
+        self._checkpoints = checkpoints
+        self._segment_positions = segment_positions
+        self._on_written = on_written
+        self._jobs: dict[str, PendingCheckpoint] = {}  # the one that waited longest first
+        self._changed = threading.Condition()  # guards all that follows, and the jobs
+        self._writing: str | None = None
+        self._failure: Exception | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def open(
+        self,
+        job_id: str,
+        attempt: int,
+        engine: str,
+        source: KVSource | None = None,
+        segments: Sequence[SegmentEntry] = (),
+    ) -> None:
+        """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state."""
+        with self._changed:
+            if job_id in self._jobs:
+                raise ValueError(f"job {job_id} is open already")
+            self._jobs[job_id] = PendingCheckpoint(job_id, attempt, engine, source, list(segments))
+
+    def put_tokens(self, job_id: str, output_ids: TokenIds) -> None:
+        """Have `output_ids` [num_tokens], all tokens generated so far, written as the job's token log. Copies."""
+        copied = np.array(output_ids, dtype=np.uint32)
+        with self._changed:
+            self._opened(job_id).output_ids = copied
+            self._changed.notify_all()
+
+    def put_timeline(self, job_id: str, timeline: Timeline) -> None:
+        """Have the job's timeline written, after all token logs; it counts as a part of these."""
+        with self._changed:
+            self._opened(job_id).timeline = timeline
+            self._changed.notify_all()
+
+    def put_state(self, job_id: str, token_ids: NDArray[np.integer], drafter: State) -> None:
+        """Have the state written of a sequence whose cache holds `token_ids` [num_positions], prompt included.
+
+        The arrays of `drafter` ({} = none) are given away: the caller must not change them. `token_ids` is copied.
+        A cache behind the job's segments, as in the middle of a replay, has nothing new and is passed over.
+        """
+        copied = np.array(token_ids, dtype=np.uint32)
+        with self._changed:
+            job = self._opened(job_id)
+            if job.source is None:
+                raise ValueError(f"job {job_id} was opened without a source of KV: it has no state")
+            if len(copied) >= job.num_positions:
+                job.token_ids, job.drafter_state = copied, drafter
+                self._changed.notify_all()
+
+    def num_state_positions(self, job_id: str) -> int:
+        """Positions of the newest state put, or of the segments that the job was opened with."""
+        with self._changed:
+            return self._opened(job_id).num_positions
+
+    def close(self, job_id: str) -> None:
+        """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards."""
+        with self._changed:
+            self._jobs.pop(job_id, None)
+            self._changed.wait_for(lambda: self._writing != job_id)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all is written, at most `seconds`. Whether all is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over() or self._is_idle(), seconds)
+            return self._failure is None and self._is_idle()
+
+    def check(self) -> None:
+        """Raise what ended the thread: a `StoreError` where the storage failed for good."""
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End the thread after the file being written."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _opened(self, job_id: str) -> PendingCheckpoint:
+        if job_id not in self._jobs:
+            raise ValueError(f"job {job_id} is not open")
+        return self._jobs[job_id]
+
+    def _is_over(self) -> bool:
+        return self._is_stopped or self._failure is not None
+
+    def _is_idle(self) -> bool:
+        return self._writing is None and not any(job.is_waiting for job in self._jobs.values())
+
+    def _run(self) -> None:
+        while (file := self._next_file()) is not None:
+            kind, write = file
+            started = time.perf_counter()
+            failure = None
+            try:
+                num_bytes = write(self._checkpoints)
+                self._on_written(kind, num_bytes, time.perf_counter() - started)
+            except Exception as error:  # whatever it is, it must reach the engine's thread: see `check`
+                failure = error
+            with self._changed:
+                self._writing, self._failure = None, failure
+                self._changed.notify_all()
+
+    def _next_file(self) -> tuple[FileKind, WriteFile] | None:
+        """Wait for something to write and take it: token logs first, states last; None when the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
+            if self._is_over():
+                return None
+            job, file = self._most_urgent()
+            self._writing = job.job_id
+            # to the end of the queue, so that every job has its turn
+            self._jobs[job.job_id] = self._jobs.pop(job.job_id)
+            return file
+
+    def _most_urgent(self) -> tuple[PendingCheckpoint, tuple[FileKind, WriteFile]]:
+        """A job and its file to write; call it while one waits."""
+        jobs = self._jobs.values()
+        if job := next((job for job in jobs if job.output_ids is not None), None):
+            return job, ("tokens", job.take_tokens())
+        if job := next((job for job in jobs if job.timeline is not None), None):
+            return job, ("tokens", job.take_timeline())
+        job = next(job for job in jobs if job.has_state)
+        return job, ("state", job.take_state(self._segment_positions))

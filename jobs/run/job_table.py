@@ -1,0 +1,76 @@
+"""The jobs of a run in input order, with the job itself as JSON: a table of its own for each file that was submitted.
+
+jobs.parquet                      of the first one
+jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from jobs.job import Job, JobRecord
+from jobs.storage.store import Store
+
+FIRST = "jobs.parquet"
+LATER = "jobs"
+
+
+def add(store: Store, records: Sequence[JobRecord]) -> None:
+    """Add a table of jobs to a run. Two at once do not harm each other."""
+    data = to_parquet(records)
+    if not store.write_new(FIRST, data):
+        number = len(store.list(LATER)) + 2
+        store.write(f"{LATER}/{number:06d}-{uuid4().hex[:8]}.parquet", data)
+
+
+def paths(store: Store) -> list[str]:
+    """The tables of a run, oldest first."""
+    return [FIRST, *(f"{LATER}/{name}" for name in store.list(LATER) if name.endswith(".parquet"))]
+
+
+def to_parquet(records: Sequence[JobRecord]) -> bytes:
+    """The table of some jobs as the bytes of a Parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns = {
+        "job_id": pa.array([record.job_id for record in records], pa.string()),
+        "custom_id": pa.array([record.job.custom_id for record in records], pa.string()),
+        "line_number": pa.array([record.line_number for record in records], pa.int64()),
+        "num_prompt_tokens": pa.array([record.num_prompt_tokens for record in records], pa.int64()),
+        # large: all prompts together may pass the 2 GiB of a plain string column
+        "job": pa.array([record.job.model_dump_json() for record in records], pa.large_string()),
+    }
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table(columns), sink)
+    return bytes(sink.getvalue())
+
+
+def from_parquet(data: bytes) -> list[JobRecord]:
+    """The jobs of `to_parquet`. Raises `ValueError` for anything else."""
+    rows = zip(*_columns(data, ["job_id", "job", "line_number", "num_prompt_tokens"]), strict=True)
+    return [
+        JobRecord(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens)
+        for job_id, job, line_number, num_prompt_tokens in rows
+    ]
+
+
+def job_ids(data: bytes) -> list[str]:
+    """The ids of the jobs of `to_parquet`, without taking their prompts apart. Raises `ValueError`."""
+    [ids] = _columns(data, ["job_id"])
+    return ids
+
+
+def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        # without threads: pyarrow's may still be starting when `status` ends, and abort the process
+        file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+        table = file.read(columns=names, use_threads=False)
+        return [table.column(name).to_pylist() for name in names]
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,92 @@
+"""The output lines of a run, a file for each job. What is damaged counts as not there, is kept, and can be told of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+from jobs.input.json_lines import dump_line
+from jobs.run.output_line import parse_line
+from jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
+from jobs.storage.store import Store
+
+DAMAGED = "damaged"
+NO_FILE = "found no file, but something else of that name"
+SUFFIX = ".json"
+
+
+class LineFiles:
+    """The lines in one folder of a run, by job id. `damaged` is told of each file that can't be used, and why."""
+
+    def __init__(self, store: Store, folder: str, damaged: dict[str, str]) -> None:
+        self._store = store
+        self._folder = folder
+        self._damaged = damaged
+
+    def job_ids(self) -> set[str]:
+        """The jobs that have a file with something in it."""
+        sizes = {name: size for name, size in self._store.sizes(self._folder).items() if name.endswith(SUFFIX)}
+        for name, size in sizes.items():
+            if not size:
+                self._damaged[f"{self._folder}/{name}"] = NO_FILE if size is None else "found an empty file"
+        return {name.removesuffix(SUFFIX) for name, size in sizes.items() if size}
+
+    def path(self, job_id: str) -> str:
+        """Where a job's line is."""
+        return f"{self._folder}/{job_id}{SUFFIX}"
+
+    def write(self, job_id: str, line: dict[str, Any]) -> None:
+        """Keep a line, in place of an older one."""
+        self._store.write(self.path(job_id), dump_line(line))
+
+    def write_new(self, job_id: str, line: dict[str, Any]) -> bool:
+        """Keep a line; False where there is one."""
+        return self._store.write_new(self.path(job_id), dump_line(line))
+
+    def read(self, job_id: str) -> dict[str, Any] | None:
+        """A job's line; None where it is absent or damaged."""
+        return read_line(self._store, self.path(job_id), self._damaged)
+
+    def delete(self, job_id: str) -> None:
+        """Forget a job's line."""
+        self._store.delete(self.path(job_id))
+
+    def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
+        """Make room where the lines of these jobs are damaged: the old path, what is wrong, and where it is now."""
+        names, moved = set(self._store.list(self._folder)), []
+        for job_id in job_ids:
+            path = self.path(job_id)
+            # looked at again: a late worker may have written a whole one meanwhile
+            if f"{job_id}{SUFFIX}" in names and self.read(job_id) is None:
+                aside = self._free_path(job_id)
+                if self._store.move(path, aside):
+                    moved.append((path, self._damaged.pop(path, NO_FILE), aside))
+        return moved
+
+    def _free_path(self, job_id: str) -> str:
+        taken, number = set(self._store.list(f"{DAMAGED}/{self._folder}")), 1
+        while f"{job_id}.{number}{SUFFIX}" in taken:
+            number += 1
+        return f"{DAMAGED}/{self._folder}/{job_id}.{number}{SUFFIX}"
+
+
+def read_line(store: Store, path: str, damaged: dict[str, str]) -> dict[str, Any] | None:
+    """The output line in a file; None where it is absent, or damaged: then `damaged` says why."""
+    data = store.read(path)
+    if data is None:
+        return None
+    try:
+        return parse_line(data, path.rpartition("/")[2].removesuffix(SUFFIX))
+    except ValueError as error:
+        damaged[path] = str(error)
+        return None
+
+
+def read_lines(store: Store, paths: Iterable[str | None], damaged: dict[str, str]) -> Iterator[dict[str, Any] | None]:
+    """`read_line` of many files in their order, None for a path that is None. Reads ahead, a bounded number."""
+    remaining = iter(paths)
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        while batch := list(islice(remaining, NUM_READ_AHEAD)):
+            yield from pool.map(lambda path: None if path is None else read_line(store, path, damaged), batch)

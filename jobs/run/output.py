@@ -1,0 +1,110 @@
+"""`output.jsonl` and `output.parquet`: all output lines of a run, written in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO
+
+from jobs.input.json_lines import dump_line
+from jobs.storage.store import Store, StoreError
+
+NUM_ROWS_PER_GROUP = 64
+
+TEXT_COLUMNS = ("custom_id", "status", "text", "finish_reason", "error_code", "error_message")
+COUNT_COLUMNS = ("prompt_tokens", "completion_tokens")
+FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
+
+
+def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
+    """Write both files from output lines in the form of `jobs.run.results`. Raises `StoreError`.
+
+    `check` is called when both are put together, and nothing is written yet.
+    """
+    try:
+        with TemporaryFile() as jsonl, TemporaryFile() as table:
+            _put_together(jsonl, table, lines)
+            check()
+            for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
+                file.seek(0)
+                store.write_from(path, file)
+    except OSError as error:
+        raise _no_room(error) from None
+
+
+def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
+    """Write the Parquet file alone to `target`, whose errors stay what they are. Raises `StoreError`."""
+    with TemporaryFile() as jsonl, TemporaryFile() as table:
+        try:
+            _put_together(jsonl, table, lines)
+            table.seek(0)
+        except OSError as error:
+            raise _no_room(error) from None
+        shutil.copyfileobj(table, target)
+
+
+def _no_room(error: OSError) -> StoreError:
+    """What is told where a temporary file can't be written."""
+    return StoreError(f"cannot put the output together in a temporary file: {error}; make room there")
+
+
+def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, Any]]) -> None:
+    metric_types = _write_lines(jsonl, lines)
+    _write_table(table, (_row(json.loads(line)) for line in jsonl), metric_types)
+
+
+def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
+    """Write the lines and go back to the first; returns the metrics that are numbers, with their types."""
+    metric_types: dict[str, type] = {}
+    for line in lines:
+        target.write(dump_line(line))
+        _note_types(_row(line), metric_types)
+    target.seek(0)
+    return metric_types
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table: the fixed columns, and every metric that is a number."""
+    error = line["error"]
+    if error is not None:
+        status = "cancelled" if error["code"] == "cancelled" else "failed"
+        failure = {"error_code": _text(error["code"]), "error_message": _text(error["message"])}
+        return {"custom_id": _text(line["custom_id"]), "status": status, **failure}
+    body = line["response"]["body"]
+    choice = body["choices"][0]
+    metrics = body["metrics"].items()
+    return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
+        "custom_id": _text(line["custom_id"]),
+        "status": "finished",
+        "text": _text(choice["message"]["content"] if "message" in choice else choice["text"]),
+        "finish_reason": _text(choice["finish_reason"]),
+        "prompt_tokens": body["usage"]["prompt_tokens"],
+        "completion_tokens": body["usage"]["completion_tokens"],
+    }
+
+
+def _text(text: str) -> str:
+    """Lone surrogates have no place in a table: an error may name a file whose name is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:
+    """Keep the type of each metric; one that is ever a float is a float column."""
+    for name, value in row.items():
+        if name not in FIXED_COLUMNS and metric_types.get(name) is not float:
+            metric_types[name] = type(value)
+
+
+def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types: dict[str, type]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    fields = [(name, pa.large_string()) for name in TEXT_COLUMNS] + [(name, pa.int64()) for name in COUNT_COLUMNS]
+    fields += [(name, pa.float64() if kind is float else pa.int64()) for name, kind in sorted(metric_types.items())]
+    schema = pa.schema(fields)
+    with parquet.ParquetWriter(target, schema) as writer:
+        while group := list(islice(rows, NUM_ROWS_PER_GROUP)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))

@@ -1,0 +1,111 @@
+"""What `run.json`, `progress.json` and `drivers/*.json` hold."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jobs.checkpoints.timeline import Moment
+
+RUN_VERSION = 1
+
+Exactness = Literal["exact", "exact up to ties", "not probed"]
+RunState = Literal["running", "finished", "cancelled", "interrupted"]
+
+
+class ProcessKey(BaseModel):
+    """What tells a process from all others with its number: `start_ticks` is when it began, since its system did."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    boot_id: str
+    pid_namespace: str
+    start_ticks: int
+
+
+class RunManifest(BaseModel):
+    """How a run computes: all that decides its bytes. `created` is in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = RUN_VERSION
+    run_id: str
+    created: Moment
+    model: str
+    model_fingerprint: str
+    text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
+    engine: str
+    draft_model: str | None = None  # folder of the engine's trained parts; None: beside the model's weights
+    kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
+    dtype: str
+    device: str
+    num_threads: int = Field(ge=1)
+    seed: int
+    versions: dict[str, str]
+    exactness: Exactness
+    cpu_capability: str
+
+
+class WorkerStatus(BaseModel):
+    """One worker and the `custom_id`s of the jobs it runs.
+
+    `last_checkpoint` is when it last wrote one, or when its work began, in seconds since the epoch; None without a job.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    host: str
+    pid: int
+    node_id: str = ""  # Ray's
+    jobs: tuple[str, ...] = ()
+    metrics_address: str | None = None
+    tokens_per_second: float = 0.0
+    last_checkpoint: Moment | None = None
+
+
+class Progress(BaseModel):
+    """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
+
+    `running` holds the tokens of each running job by its `custom_id`, `epoch` is the number of the driver's claim. In a
+    driver's last beat, `running` holds the jobs that it had to leave without a whole checkpoint. `max_tokens` says how
+    many tokens the running jobs may get, `num_tokens_left` how many all unfinished jobs may get. `num_preemptions` (by
+    reason), `num_resumes` (by kind) and `mean_acceptance_length` are of this driver's time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    state: RunState
+    updated: Moment
+    started: Moment
+    jobs: dict[str, int]
+    running: dict[str, int] = Field(default_factory=dict)
+    max_tokens: dict[str, int] = Field(default_factory=dict)
+    num_generated_tokens: int
+    num_tokens_left: int = 0
+    tokens_per_second: float
+    eta_seconds: float | None
+    workers: tuple[WorkerStatus, ...]
+    num_starting_workers: int = 0
+    num_preemptions: dict[str, int] = Field(default_factory=dict)
+    num_resumes: dict[str, int] = Field(default_factory=dict)
+    mean_acceptance_length: float | None = None  # tokens per draft; None before the first
+    num_rejects: int = 0  # lines of the newest job file
+    driver_host: str
+    driver_pid: int
+    driver_process: ProcessKey | None = None  # None where the driver's system does not say
+    epoch: int = 0
+
+
+class DriverClaim(BaseModel):
+    """Who took the run over: the driver with the newest claim holds the run. `started` in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    host: str
+    pid: int
+    process: ProcessKey | None = None
+    driver_id: str  # random, since hosts and processes may look alike
+    started: Moment

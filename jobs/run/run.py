@@ -1,0 +1,228 @@
+"""One run folder: its manifest, jobs, rejects, results, errors and progress, readable with `ls` and `cat`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from jobs.input.json_lines import dump_line
+from jobs.input.reader import Reject
+from jobs.job import JobRecord
+from jobs.run import job_table
+from jobs.run.line_files import LineFiles, read_lines
+from jobs.run.output import write_output
+from jobs.run.records import Progress, RunManifest, WorkerStatus
+from jobs.run.run_files import RunError, pretty, read_model, read_parsed
+from jobs.storage.retries import Retries
+from jobs.storage.store import Store
+
+__all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
+
+MANIFEST = "run.json"
+REJECTS = "rejects.jsonl"
+PROGRESS = "progress.json"
+CANCEL_RUN = "cancel/run.json"
+CANCEL_JOBS = "cancel/jobs"
+
+REJECT = TypeAdapter(Reject)
+
+
+class Run:
+    """A run in its folder. Every method raises `StoreError` when the storage fails, `RunError` for a damaged file."""
+
+    def __init__(self, store: Store, manifest: RunManifest) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.damaged: dict[str, str] = {}  # results, errors and rejects that were met and can't be used: path and why
+        self._results = LineFiles(store, "results", self.damaged)
+        self._errors = LineFiles(store, "errors", self.damaged)
+
+    @classmethod
+    def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
+        """The run at `uri`, made from `manifest` if there is none; an older run keeps its own manifest.
+
+        Raises `RunError` when the run there has another model or dtype: its results would not fit the new ones.
+        """
+        return cls.planned(uri, manifest, retries).made()
+
+    @classmethod
+    def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
+        """As `create_or_open`, but where there is no run yet, nothing is written before `made`."""
+        store = Store(uri, retries)
+        if store.exists(MANIFEST):
+            return cls.open(uri, retries)._fit_for(manifest)
+        strangers = {"results", "errors", "checkpoints", "output.jsonl", job_table.FIRST} & set(store.list(""))
+        if strangers:
+            found = ", ".join(sorted(strangers))
+            raise RunError(f"{store.shown_uri} holds {found} but no {MANIFEST}: expected a run or a new folder")
+        return cls(store, manifest)
+
+    def made(self) -> Run:
+        """The run as its folder has it, written there if it was planned only. Raises as `create_or_open` does."""
+        self.store.write_new(MANIFEST, pretty(self.manifest))
+        found = read_model(self.store, MANIFEST, RunManifest)
+        return self if found is None else Run(self.store, found)._fit_for(self.manifest)
+
+    @classmethod
+    def open(cls, uri: str, retries: Retries | None = None) -> Run:
+        """The run at `uri`. Raises `RunError` when there is none."""
+        store = Store(uri, retries)
+        manifest = read_model(store, MANIFEST, RunManifest)
+        if manifest is None:
+            raise RunError(f"no run at {store.shown_uri}: expected {MANIFEST} there; `swiftbatch submit` makes one")
+        return cls(store, manifest)
+
+    def add_jobs(self, records: Sequence[JobRecord]) -> None:
+        """Add the jobs that the run does not have yet, in their order after those it has."""
+        known = set(self.job_ids())
+        new = {record.job_id: record for record in records if record.job_id not in known}
+        if new:
+            job_table.add(self.store, list(new.values()))
+
+    def jobs(self) -> list[JobRecord]:
+        """All jobs in input order."""
+        tables = (read_parsed(self.store, path, job_table.from_parquet) for path in job_table.paths(self.store))
+        # two commands at once may both have added a job
+        return list({record.job_id: record for table in tables for record in table or []}.values())
+
+    def job_ids(self) -> list[str]:
+        """The ids of all jobs in input order, without their prompts."""
+        tables = (read_parsed(self.store, path, job_table.job_ids) for path in job_table.paths(self.store))
+        return list(dict.fromkeys(job_id for table in tables for job_id in table or []))
+
+    def write_rejects(self, rejects: Sequence[Reject]) -> None:
+        """The rejects of the newest submission, in place of older ones."""
+        self.store.write(REJECTS, b"".join(dump_line(asdict(reject)) for reject in rejects))
+
+    def rejects(self) -> list[Reject]:
+        """The rejects of the newest submission, in file order; none where the file is damaged, see `damaged`."""
+        try:
+            return read_parsed(self.store, REJECTS, _parse_rejects) or []
+        except RunError:
+            self.damaged[REJECTS] = "found no list of rejected lines"
+            return []
+
+    def write_result(self, job_id: str, line: dict[str, Any]) -> bool:
+        """Keep the output line of a finished job. False when there is one: a result is never overwritten."""
+        return self._results.write_new(job_id, line)
+
+    def write_error(self, job_id: str, line: dict[str, Any]) -> None:
+        """Keep the output line of a dead-lettered or cancelled job, in place of an older one."""
+        self._errors.write(job_id, line)
+
+    def finished(self) -> set[str]:
+        """The job ids with a result."""
+        return self._results.job_ids()
+
+    def failed(self) -> set[str]:
+        """The job ids with an error and no result: a late result makes up for an error."""
+        return self.ended()[1]
+
+    def ended(self) -> tuple[set[str], set[str]]:
+        """`finished` and `failed`, for a look at each folder once."""
+        finished = self.finished()
+        return finished, self._errors.job_ids() - finished
+
+    def result(self, job_id: str) -> dict[str, Any] | None:
+        """The output line of a finished job, else None."""
+        return self._results.read(job_id)
+
+    def error(self, job_id: str) -> dict[str, Any] | None:
+        """The output line of a dead-lettered or cancelled job, else None."""
+        return self._errors.read(job_id)
+
+    def errors(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """The output lines of dead-lettered or cancelled jobs, in that order."""
+        lines = read_lines(self.store, map(self._errors.path, job_ids), self.damaged)
+        return (line for line in lines if line is not None)
+
+    def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
+        """Every job in input order with its output line, None while it has neither result nor error."""
+        records, (finished, failed) = self.jobs(), self.ended()
+        paths = {job_id: self._results.path(job_id) for job_id in finished}
+        paths |= {job_id: self._errors.path(job_id) for job_id in failed}
+        lines = read_lines(self.store, (paths.get(record.job_id) for record in records), self.damaged)
+        return zip(records, lines, strict=True)
+
+    def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+        """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
+        return [*self._results.set_damaged_aside(job_ids), *self._errors.set_damaged_aside(job_ids)]
+
+    def delete_leftovers(self) -> None:
+        """Remove what killed writers have left half written; for who holds the run."""
+        for folder in ("", job_table.LATER, "results", "errors"):
+            self.store.delete_leftovers(folder)
+        self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
+
+    def clear_errors(self) -> int:
+        """Make failed and cancelled jobs pending again; returns how many errors there were."""
+        job_ids = self._errors.job_ids()
+        for job_id in job_ids:
+            self._errors.delete(job_id)
+        return len(job_ids)
+
+    def write_progress(self, progress: Progress) -> None:
+        """The driver's heartbeat."""
+        self.store.write(PROGRESS, pretty(progress))
+
+    def progress(self) -> Progress | None:
+        """The newest heartbeat; None before the first, and for a damaged one: the next is written over it."""
+        try:
+            return read_model(self.store, PROGRESS, Progress)
+        except RunError:
+            return None
+
+    def has_had_a_driver(self) -> bool:
+        """Whether there is a heartbeat, be it damaged."""
+        return self.store.exists(PROGRESS)
+
+    def request_cancel(self, job_id: str | None) -> None:
+        """Ask the driver to cancel one job, or the whole run for None."""
+        path = CANCEL_RUN if job_id is None else f"{CANCEL_JOBS}/{job_id}.json"
+        self.store.write(path, dump_line({"requested": time.time()}))
+
+    def cancel_requests(self) -> tuple[bool, set[str]]:
+        """Whether the whole run is to be cancelled, and the job ids to be cancelled."""
+        names = self.store.list(CANCEL_JOBS)
+        return self.store.exists(CANCEL_RUN), {name.removesuffix(".json") for name in names if name.endswith(".json")}
+
+    def clear_cancel(self) -> None:
+        """Forget all requests to cancel."""
+        self.store.delete_folder("cancel")
+
+    def write_output(self, check: Callable[[], None] = lambda: None) -> None:
+        """`output.jsonl` and `output.parquet` from the results and errors so far, in input order.
+
+        `check` is called before anything is replaced; what it raises leaves the older files in place.
+        """
+        write_output(self.store, (line for _, line in self.output_lines() if line is not None), check)
+
+    def refuse_other_model(self, model_fingerprint: str, text_fingerprint: str | None) -> None:
+        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others."""
+        shown = f"model {self.manifest.model}"
+        self._refuse_other("model_fingerprint", shown, model_fingerprint)
+        if self.manifest.text_fingerprint is not None and text_fingerprint is not None:
+            shown += ", with another chat template or another file of its tokenizer"
+            self._refuse_other("text_fingerprint", shown, text_fingerprint)
+
+    def _fit_for(self, manifest: RunManifest) -> Run:
+        self.refuse_other_model(manifest.model_fingerprint, manifest.text_fingerprint)
+        self._refuse_other("dtype", f"dtype {self.manifest.dtype}", manifest.dtype)
+        return self
+
+    def _refuse_other(self, field: str, shown: str, asked: str) -> None:
+        here = getattr(self.manifest, field)
+        if here != asked:
+            raise RunError(
+                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}; "
+                "use the same one, or another run folder"
+            )
+
+
+def _parse_rejects(data: bytes) -> list[Reject]:
+    return [REJECT.validate_python(json.loads(line)) for line in data.splitlines()]

@@ -1,0 +1,68 @@
+"""Read the files of a run, and say plainly what is wrong with one that can't be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from jobs.input.reasons import reasons
+from jobs.run.records import RUN_VERSION
+from jobs.storage.store import Store
+
+NUM_READERS = 16  # at once: an object store takes its time for each
+NUM_READ_AHEAD = 64
+
+Model = TypeVar("Model", bound=BaseModel)
+Value = TypeVar("Value")
+
+
+class RunError(RuntimeError):
+    """The folder holds no run, or one that does not fit; the text is one line for the user."""
+
+
+def pretty(model: BaseModel) -> bytes:
+    """A model as JSON for the eye."""
+    return model.model_dump_json(indent=2).encode() + b"\n"
+
+
+def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Value | None:
+    """What `parse` makes of a file; None when it is absent. Raises `RunError` where `parse` raises `ValueError`."""
+    data = store.read(path)
+    if data is None:
+        return None
+    try:
+        return parse(data)
+    except (ValueError, TypeError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise RunError(f"cannot use {path} in {store.shown_uri}: {problem}; restore it or use another folder") from None
+
+
+def read_object(store: Store, path: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None when it is absent. Raises `RunError`."""
+    return read_parsed(store, path, _parse_object)
+
+
+def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
+    """The model that a file holds as JSON; None when it is absent. Raises `RunError`, also for a newer version's."""
+
+    def parse(data: bytes) -> Model:
+        values = _parse_object(data)
+        version = values.get("version", RUN_VERSION)
+        if version != RUN_VERSION:
+            raise ValueError(f"found version {version}, expected {RUN_VERSION}, the one this swiftbatch writes")
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            raise ValueError(reasons(error, model)) from None
+
+    return read_parsed(store, path, parse)
+
+
+def _parse_object(data: bytes) -> dict[str, Any]:
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise TypeError(f"found a {type(value).__name__}, expected a JSON object")
+    return value

@@ -1,0 +1,155 @@
+"""Narrow, atomic file access inside one folder: on a local disk, or on an object store through `pyarrow.fs`."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from collections.abc import Callable
+from typing import IO, BinaryIO, TypeVar
+
+from jobs.storage.local_folder import COPY_BYTES, Folder, LocalFolder
+from jobs.storage.object_folder import ObjectFolder
+from jobs.storage.object_stores import open_place
+from jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
+from jobs.storage.uris import hidden_credentials, local_path, shown_uri
+
+Result = TypeVar("Result")
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class StoreError(RuntimeError):
+    """A file of the run could not be read or written; the text is one line for the user, without credentials."""
+
+
+class Store:
+    """Files below one folder. A reader sees a file whole or not at all, however its writer ended.
+
+    Paths are relative with '/' between names. A name that is empty or starts with '.' is refused, so '..' is too, and
+    no path leads out of the folder. Every method raises `StoreError` when the path is refused, and when the storage
+    fails for longer than `retries` go on. Threads may share a store.
+    """
+
+    def __init__(self, uri: str, retries: Retries | None = None) -> None:
+        """`uri` is a local path, `file://`, `s3://` or `gs://`; nothing is created yet.
+
+        Without `retries` a disk is not tried again, an object store for a few seconds: it is busy on good days, too.
+        """
+        self.shown_uri = shown_uri(uri)
+        try:
+            path = local_path(uri)
+            self._retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
+            self._folder: Folder = self._open_objects(uri) if path is None else LocalFolder(path)
+        except (OSError, ValueError) as error:
+            problem = " ".join(hidden_credentials(str(error), uri).split())
+            raise StoreError(f"cannot use {self.shown_uri} as a folder: {problem}") from None
+        # workers run in other folders: a local path has to stay right there
+        self.uri = uri if path is None else path
+        self.is_local = path is not None
+
+    def write(self, path: str, data: bytes | memoryview) -> None:
+        """Put a file in place as a whole, over an older one if there is one; it is on the disk when this returns."""
+        self._try("write", path, lambda: self._folder.write(path, data))
+
+    def write_from(self, path: str, source: BinaryIO) -> None:
+        """As `write`, with the rest of `source`, a file that can seek, as the data: for files too long for memory."""
+        start = source.tell()
+
+        def write() -> None:
+            source.seek(start)
+            self._folder.write_from(path, source)
+
+        self._try("write", path, write)
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        """As `write`, but leave an existing file alone and return False. Two writers at once: one gets True.
+
+        On an object store the test and the write are two steps, and the later of two writers at once wins.
+        """
+        num_tries = 0
+
+        def write() -> bool:
+            nonlocal num_tries
+            num_tries += 1
+            # a try before may have put the file there, though no answer came
+            return self._folder.write_new(path, data) or (num_tries > 1 and self._folder.read(path) == data)
+
+        return self._try("write", path, write)
+
+    def read(self, path: str) -> bytes | None:
+        """The bytes of a file; None when there is none."""
+        return self._try("read", path, lambda: self._folder.read(path))
+
+    def copy_to(self, path: str, target: IO[bytes]) -> bool:
+        """Write the bytes of a file to `target`, a piece at a time; False when there is none.
+
+        Errors of `target` stay what they are. `StoreError` too when the file is replaced meanwhile on an object store.
+        """
+        source = self._try("read", path, lambda: self._folder.open(path))
+        if source is None:
+            return False
+        with source:
+            while piece := self._try("read", path, lambda: source.read(COPY_BYTES)):
+                target.write(piece)
+        return True
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file (not a folder) at `path`."""
+        return self._try("look up", path, lambda: self._folder.exists(path))
+
+    def list(self, folder: str) -> builtins.list[str]:
+        """Sorted names of the files and folders in a folder ('' is the store's own), [] when it is absent."""
+        names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
+        return sorted(name for name in names if name[0] != ".")
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """The names in a folder with the bytes of each file, None for what is no file; {} when it is absent."""
+        sizes = self._try("list", folder, lambda: self._folder.sizes(folder))
+        return {name: sizes[name] for name in sorted(sizes) if name[0] != "."}
+
+    def move(self, path: str, target: str) -> bool:
+        """Give a file, or whatever else is there, another name; False when there is none. `target` must be free."""
+        _check(target)
+        return self._try("move", path, lambda: self._folder.move(path, target))
+
+    def delete_leftovers(self, folder: str, min_age_seconds: float = 0) -> None:
+        """Remove what writers that were killed have left of files that never got their names ('' is the store's own).
+
+        A writer that is at work there is disturbed: its write fails, where its file is older than `min_age_seconds`.
+        """
+        self._try("clean", folder, lambda: self._folder.delete_leftovers(folder, min_age_seconds), is_root_meant=True)
+
+    def delete(self, path: str) -> None:
+        """Remove a file; an absent file is fine."""
+        self._try("delete", path, lambda: self._folder.delete(path))
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder with all that is in it; an absent folder is fine."""
+        self._try("delete", folder, lambda: self._folder.delete_folder(folder))
+
+    def _open_objects(self, uri: str) -> ObjectFolder:
+        return self._retries.call(lambda: ObjectFolder(open_place(uri)))
+
+    def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
+        """`call` as often as the retries allow; an error of the storage becomes one line for the user."""
+        if not (is_root_meant and path == ""):
+            _check(path)
+        try:
+            return self._retries.call(call)
+        except OSError as error:
+            line = " ".join(hidden_credentials(error.strerror or str(error), self.uri).split())
+            where = f"{path!a} in {self.shown_uri}" if path else self.shown_uri
+            tried = f", tried for {self._retries.seconds:g} s" if self._retries.seconds and is_transient(error) else ""
+            raise StoreError(f"cannot {action} {where}: {line}{tried}; {self._advice(error)}") from None
+
+    def _advice(self, error: OSError) -> str:
+        if error.errno in DISK_FULL:
+            return "the disk is full: make room there, or use another folder"
+        if self.is_local:
+            return "check that the folder can be read and written, or use another one"
+        return "check the bucket, the endpoint and the credentials, or use another folder"
+
+
+def _check(path: str) -> None:
+    if "\0" in path or any(not name or name.startswith(".") for name in path.split("/")):
+        raise StoreError(f"refused the path {path!a}: expected names joined by '/', none empty or starting with '.'")

@@ -1,0 +1,94 @@
+"""The Ray actor around one worker's session."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from worker.config import EngineConfig
+from worker.session.work import Orders, WorkReport
+
+SESSION_FACTORY = "worker.session.session:WorkerSession"
+
+
+class Session(Protocol):
+    """What an actor needs of a session; `worker.session.session.WorkerSession` is the real one."""
+
+    metrics_address: str | None
+    numerics: str  # the kind of hardware and library that its bits depend on
+
+    def work(self, orders: Orders, seconds: float) -> WorkReport: ...
+
+    def drain(self, seconds: float) -> WorkReport: ...
+
+    def request_drain(self) -> None:
+        """Let the running or the next `work` drain; safe in a signal handler."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker needs to start: the same for all workers of a run."""
+
+    config: EngineConfig
+    run_uri: str
+    metrics_port: int | None = None  # 0 = any free port, None = no endpoint
+    session_factory: str = SESSION_FACTORY  # "module:name", called as `WorkerSession` is
+    log_folder: str | None = None  # a local folder, or None to leave the logs to Ray
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a started worker runs, and on what: `node_id` is Ray's, `numerics` the session's."""
+
+    host: str
+    pid: int
+    metrics_address: str | None
+    node_id: str
+    numerics: str
+
+
+class WorkerActor:
+    """One worker process. It is single-threaded: calls run one after the other, in the order they were made."""
+
+    def __init__(self, worker_id: str, spec: WorkerSpec) -> None:
+        self._worker_id = worker_id
+        self._spec = spec
+
+    def start(self) -> WorkerInfo:
+        """Load the model. A method of its own, so that its error arrives as the error it is."""
+        from scheduler.cluster.remote import own_node_id  # which knows this class
+
+        spec = self._spec
+        if spec.log_folder is not None:
+            write_output_to(Path(spec.log_folder) / f"{self._worker_id}.log")
+        module, _, name = spec.session_factory.partition(":")
+        factory = getattr(importlib.import_module(module), name)
+        self._session: Session = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
+        session = self._session
+        signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
+        return WorkerInfo(socket.gethostname(), os.getpid(), session.metrics_address, own_node_id(), session.numerics)
+
+    def work(self, orders: Orders, seconds: float) -> WorkReport:
+        """Follow the orders, and run for about `seconds`."""
+        return self._session.work(orders, seconds)
+
+    def drain(self, seconds: float) -> WorkReport:
+        """Write what is unwritten, token logs first, in at most `seconds`, and hand every job back."""
+        return self._session.drain(seconds)
+
+
+def write_output_to(path: Path) -> None:
+    """Send this process's stdout and stderr, and a crash's stack, to a file: Ray's own log folder is hard to find."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(file=2)
+    print(f"worker process {os.getpid()} starts", file=sys.stderr, flush=True)

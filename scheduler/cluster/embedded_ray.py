@@ -1,0 +1,103 @@
+"""What an embedded Ray leaves outside of this process: a folder, and processes. Both end with the run.
+
+Its processes are in sessions of their own, so that Ctrl-C, a closed terminal or a signal to the process group reach the
+driver alone: workers are needed to write their checkpoints. Should the driver die, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from scheduler.process import interruption
+
+PREFIX = "swiftbatch-ray-"
+KEPT_SECONDS = 86_400.0  # that logs stay for which nobody is there to remove them
+LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
+USUAL_PLACE = "/tmp"
+
+
+class EmbeddedRay:
+    """The folder and the processes of one embedded Ray."""
+
+    def __init__(self) -> None:
+        wished = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        place = Path(wished if len(os.path.abspath(wished)) <= LONGEST_PLACE else USUAL_PLACE)
+        _remove_old(place)
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when this process ends, however it does
+        self._sessions: set[int] = set()
+        self._keeps_folder = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Give every process that Ray starts in this context a session of its own."""
+        from ray._private import services
+
+        known, sessions = services.ConsolePopen, self._sessions
+
+        class Apart(known):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> None:
+                awaited = interruption.signals()
+
+                def prepare() -> None:
+                    if preexec_fn is not None:
+                        preexec_fn()
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+
+                super().__init__(*args, preexec_fn=prepare, start_new_session=True, **options)
+                sessions.add(self.pid)
+
+        services.ConsolePopen = Apart
+        try:
+            yield
+        finally:
+            services.ConsolePopen = known
+
+    def keep_logs(self) -> Path:
+        """Leave the folder where it is, and return it: Ray has failed, and its logs say why."""
+        self._keeps_folder = True
+        return self.folder
+
+    def end(self) -> None:
+        """Kill what still runs, stopped workers too, and remove the folder."""
+        kill_sessions(self._sessions)
+        if not self._keeps_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def kill_sessions(sessions: set[int]) -> None:
+    """SIGKILL every process of these sessions."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) in sessions:
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def _remove_old(place: Path) -> None:
+    """Remove what processes have left that were killed, or whose Ray had failed."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or in use
+            if time.time() - folder.stat().st_mtime > KEPT_SECONDS and not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,95 @@
+"""Calls to workers through Ray: start, wait, answer, kill."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from jobs.storage.store import StoreError
+from scheduler.cluster.actors import WorkerActor, WorkerInfo, WorkerSpec
+from worker.model.files import ModelError
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayError
+
+    from worker.session.work import WorkReport
+
+# Handles and references stay `Any`: Ray's types know those of decorated classes only.
+
+
+class WorkerLostError(RuntimeError):
+    """A worker is gone, out of reach or broken; `reason` is a word for the metrics, the text one line for the user."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+def create_actor(worker_id: str, spec: WorkerSpec, *, num_cpus: int, num_gpus: int) -> Any:
+    """Start a worker's process somewhere on the cluster and return its handle at once."""
+    options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+    # No restarts by Ray: a restarted actor would come back without its session and its jobs.
+    return _actor_class().options(max_restarts=0, **options).remote(worker_id, spec)
+
+
+@functools.cache
+def _actor_class() -> Any:
+    """Sent to the cluster's head with the first worker only: with each one, a head that hangs would hang us."""
+    import ray
+
+    return ray.remote(WorkerActor)
+
+
+def own_node_id() -> str:
+    """Ray's id of the node that this process runs on."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def wait(calls: list[Any], seconds: float) -> list[Any]:
+    """The calls that have ended, after at most `seconds`."""
+    import ray
+
+    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+    if not ready:
+        ready, _ = ray.wait(calls, num_returns=1, timeout=seconds)
+    return list(ready)
+
+
+def answer(call: Any) -> WorkerInfo | WorkReport:
+    """The answer of a call that has ended. Raises WorkerLostError, or StoreError if the store failed the worker."""
+    import ray
+
+    try:
+        result: WorkerInfo | WorkReport = ray.get(call)
+    except ray.exceptions.RayError as error:
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, StoreError):
+            raise StoreError(str(error.cause)) from None
+        raise WorkerLostError(*_explain(error)) from error
+    return result
+
+
+def kill(actor: Any) -> None:
+    """End a worker's process at once; one that is gone already is fine."""
+    import ray
+
+    ray.kill(actor)
+
+
+def _explain(error: RayError) -> tuple[str, str]:
+    """A word and a line for why a worker was lost."""
+    from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, ModelError):
+            return "model_refused", str(cause)
+        return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
+    if isinstance(error, RayActorError) and error.preempted:
+        return "node_drained", "its node was drained"
+    if isinstance(error, OutOfMemoryError):
+        return "worker_out_of_memory", "its machine ran low on memory, and Ray ended it; fewer --slots need less"
+    if isinstance(error, ActorUnavailableError):
+        return "worker_unreachable", "it can't be reached"
+    return "worker_died", "its process ended"

@@ -1,0 +1,86 @@
+"""Asks the head of a Ray cluster, once a second, whether it is still there and which nodes are about to go.
+
+In a thread of its own: with the head gone, a question to it may hang. Ray itself ends the whole process without a word
+after 60 s, and aborts it at the first answer of a head that was started anew; so we stop before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Protocol
+
+from scheduler.process.awake_clock import AwakeClock
+
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+SILENT_SECONDS = 30.0  # a head with a database behind it comes back within this time
+
+
+class ClusterLostError(RuntimeError):
+    """The Ray cluster is gone under the driver; the text is one line for the user."""
+
+
+class Head(Protocol):
+    """What the watch asks of Ray's client."""
+
+    def check_alive(self, node_ids: list[Any], timeout: float) -> list[bool]: ...
+
+    def get_draining_nodes(self, timeout: float) -> dict[str, int]: ...
+
+
+class ClusterWatch:
+    """What is known of the cluster; `check` and `draining` answer at once, from what the thread has heard."""
+
+    def __init__(self, head: Head, own_node_id: Any) -> None:
+        self._head = head
+        self._own_node_id = own_node_id
+        self._clock = AwakeClock()
+        self._answered = 0.0  # on that clock
+        self._has_answered = threading.Event()  # since the last look
+        self._problem: str | None = None
+        self._draining: dict[str, float] = {}
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise ClusterLostError if the cluster is gone. Several times a second, else its silence is not noticed."""
+        if self._problem is not None:
+            raise ClusterLostError(self._problem)
+        now = self._clock.now()
+        if self._has_answered.is_set():
+            self._has_answered.clear()
+            self._answered = now
+        silence = now - self._answered
+        if silence > SILENT_SECONDS:
+            raise ClusterLostError(f"the head of the Ray cluster has not answered for {silence:.0f} s")
+
+    def draining(self) -> dict[str, float]:
+        """The ids of nodes that are about to go, each with the seconds until then."""
+        now = time.time()
+        return {node_id: deadline - now for node_id, deadline in self._draining.items()}
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while self._problem is None and not self._ended.wait(POLL_SECONDS):
+            self._ask()
+
+    def _ask(self) -> None:
+        from ray.exceptions import AuthenticationError, RayError
+
+        try:
+            (is_alive,) = self._head.check_alive([self._own_node_id], timeout=ANSWER_SECONDS)
+            deadlines = self._head.get_draining_nodes(timeout=ANSWER_SECONDS)
+        except AuthenticationError:
+            self._problem = "the head of the Ray cluster was started anew, and does not know this run's workers"
+        except RayError:
+            return  # it is silent: how long for, `check` says
+        else:
+            self._has_answered.set()
+            if not is_alive:
+                self._problem = "the Ray node of this machine has died, and the run's workers with it"
+            # 0 is no deadline; the cluster's clock may differ from ours, so that one may have passed
+            self._draining = {node_id: ms / 1000 if ms else float("inf") for node_id, ms in deadlines.items()}

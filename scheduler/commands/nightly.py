@@ -1,0 +1,138 @@
+"""`swiftbatch nightly`: every job file of a folder, each as a run of its own. What was run before is skipped."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scheduler.commands.run import SOME_FAILED, submit
+from scheduler.display.summary import printable
+from scheduler.process.interruption import INTERRUPTED
+from scheduler.process.streams import Lines
+
+if TYPE_CHECKING:
+    from jobs.storage.store import Store
+
+MARK = "job-file.json"
+
+
+@click.command()
+@click.argument("inbox")
+@click.option("--runs", "runs_uri", required=True, help="Folder for the runs: a path, s3:// or gs://. Made if absent.")
+@click.option(
+    "--if-busy",
+    type=click.Choice(["refuse", "wait"]),
+    default="refuse",
+    show_default=True,
+    help="What to do while another `nightly` is at work on these runs.",
+)
+@click.pass_context
+def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
+    """Run all job files below a folder, one after the other, each as `submit` would. Skips what was run.
+
+    INBOX is a path, s3:// or gs://; job files are *.jsonl, *.jsonl.gz and *.jsonl.zst. Its file `a/b.jsonl` becomes the
+    run `a/b.jsonl` in the folder of runs. A file is skipped while its bytes are those that were run; of one that was
+    changed, what is missing is run.
+
+    \b
+    Exit code: as of `submit`, over all files that were run; 1 too where a file or folder could not be read or run.
+
+    \b
+    Example:
+      swiftbatch nightly s3://bucket/inbox --runs s3://bucket/runs --workers 2
+    """
+    from jobs.storage.store import Store
+    from scheduler.runs.job_files import job_files
+    from scheduler.runs.nightly_hold import hold
+
+    inbox_store, runs = Store(inbox), Store(runs_uri)
+    _check_folders(inbox_store, runs)
+    with hold(runs, if_busy == "wait") as held:
+        paths, skipped = job_files(inbox_store)
+        digests = _without_done(inbox_store, runs, paths, skipped)
+        Lines(sys.stderr).write(
+            f"{len(paths)} job files in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run"
+        )
+        for path, reason in sorted(skipped.items()):
+            Lines(sys.stderr).write(f"{printable(path)} was not read: {printable(reason)}")
+        code = SOME_FAILED if skipped else 0
+        for path, digest in digests.items():
+            held.check()
+            code = max(code, _run_file(context, inbox, runs_uri, path, digest, options))
+            if code == INTERRUPTED:
+                break
+    context.exit(code)
+
+
+# what `submit` takes, but for the names of one file and one run
+nightly.params += [option for option in submit.params if option.name not in ("jobs", "run_uri")]
+
+
+def _run_file(
+    context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
+) -> int:
+    """Run one job file, and mark it as done unless it was interrupted; the exit code."""
+    from jobs.input.input_file import InputFileError
+    from jobs.input.json_lines import dump_line
+    from jobs.run.run import RunError
+    from jobs.storage.store import Store
+    from scheduler.runs.job_files import joined
+    from scheduler.runs.submission import StrictError
+
+    run_uri = joined(runs_uri, path)
+    Lines(sys.stderr).write(f"job file {printable(path)}")
+    try:
+        context.invoke(submit, jobs=joined(inbox, path), run_uri=run_uri, **options)
+        code = 0
+    except click.exceptions.Exit as ended:
+        code = ended.exit_code
+    except (InputFileError, RunError, StrictError) as error:  # its own fault: the others go on
+        Lines(sys.stderr).write(f"{printable(path)} was not run: {printable(str(error))}")
+        return SOME_FAILED
+    if code != INTERRUPTED:
+        Store(run_uri).write(MARK, dump_line({"job_file": path, "sha256": digest}))
+    return code
+
+
+def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
+    """The files that were not run yet as they are, with their digests. Files on a disk that fail go to `skipped`."""
+    from jobs.storage.store import StoreError
+    from scheduler.runs.job_files import digest_of
+
+    digests = {}
+    for path in paths:
+        try:
+            digest = digest_of(inbox, path)
+        except StoreError as error:
+            if not inbox.is_local:
+                raise
+            skipped[path] = str(error)
+            continue
+        if _done_digest(runs, path) != digest:
+            digests[path] = digest
+    return digests
+
+
+def _done_digest(runs: Store, path: str) -> str | None:
+    """The digest of the bytes that were run; None without a mark, or with a damaged one: to look again does no harm."""
+    from jobs.run.run_files import RunError, read_object
+
+    try:
+        return (read_object(runs, f"{path}/{MARK}") or {}).get("sha256")
+    except RunError:
+        return None
+
+
+def _check_folders(inbox: Store, runs: Store) -> None:
+    """One in the other: outputs would be taken for job files, or job files for runs."""
+    places = [f"{store.uri.partition('?')[0].rstrip('/')}/" for store in (inbox, runs)]
+    if places[0].startswith(places[1]) or places[1].startswith(places[0]):
+        raise click.UsageError(
+            f"--runs {runs.shown_uri}: found one of the folders inside the other ({inbox.shown_uri}), "
+            "expected two beside each other"
+        )
+    if inbox.is_local and not os.path.isdir(inbox.uri):
+        raise click.UsageError(f"no folder at {inbox.shown_uri}: expected one with job files")

@@ -1,0 +1,143 @@
+"""Commands that read a run: status, tail, results."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from jobs.run.run import Progress, Run
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs; with --watch one a line.")
+@click.option("--watch", "is_watching", is_flag=True, help="Go on showing until no driver is at work.")
+def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
+    """Show how far a run is, which worker has which job, and how many tokens each running job has.
+
+    \b
+    Example:
+      swiftbatch status my-run --watch
+    """
+    from jobs.run.run import Run
+    from scheduler.driver.heartbeat import current_progress
+
+    run = Run.open(run_uri)
+    if is_watching:
+        _watch_status(run, as_json)
+        return
+    progress = current_progress(run)
+    if as_json:
+        click.echo(progress.model_dump_json(indent=2))
+    else:
+        _show_status(run, progress)
+    _tell_damage(run)
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.argument("custom_id")
+@click.option("--follow", is_flag=True, help="Go on printing until the job ends.")
+def tail(run_uri: str, custom_id: str, follow: bool) -> None:
+    """Print what a job has written so far, up to its last checkpoint.
+
+    \b
+    Example:
+      swiftbatch tail my-run story-7 --follow
+    """
+    from jobs.run.run import Run
+    from scheduler.display.summary import harmless
+    from scheduler.runs.tailing import follow_text
+
+    for piece in follow_text(Run.open(run_uri), custom_id, follow):
+        click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
+    click.echo()
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
+def results(run_uri: str, kind: str, output: str | None) -> None:
+    """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.
+
+    \b
+    Example:
+      swiftbatch results my-run --format parquet --output answers.parquet
+    """
+    from jobs.input.json_lines import dump_line
+    from jobs.run.output import write_table
+    from jobs.run.run import Run
+
+    if kind == "parquet" and output is None and sys.stdout.isatty():
+        raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
+    run = Run.open(run_uri)
+    lines = (line for _, line in run.output_lines() if line is not None)
+    try:
+        with click.open_file(output or "-", "wb") as file:
+            if kind == "parquet":
+                write_table(file, lines)
+            else:
+                for line in lines:
+                    file.write(dump_line(line))
+    except OSError as error:
+        if output is None:  # a reader that has seen enough, as in `| head`
+            raise
+        raise click.FileError(output, error.strerror) from None
+    _tell_damage(run)
+
+
+def _tell_damage(run: Run) -> None:
+    from scheduler.display.summary import damage_lines
+
+    for line in damage_lines(run):
+        click.echo(line, err=True)
+
+
+def _watch_status(run: Run, as_json: bool) -> None:
+    from scheduler.display.display import open_display
+    from scheduler.runs.watching import watch
+
+    if not as_json:
+        _show_run(run)
+    with open_display("json" if as_json else "auto") as display:
+        progress = watch(run, display)
+    if not as_json:
+        _show_what_next(run, progress)
+    _tell_damage(run)
+
+
+def _show_run(run: Run) -> None:
+    from scheduler.display.summary import printable
+
+    manifest = run.manifest
+    place = printable(run.store.shown_uri)
+    click.echo(f"{place} ({manifest.run_id}): model {printable(manifest.model)}, engine {manifest.engine}")
+
+
+def _show_status(run: Run, progress: Progress) -> None:
+    from scheduler.display.summary import counted, summary_line, worker_line
+
+    _show_run(run)
+    click.echo(summary_line(progress))
+    if num_rejects := len(run.rejects()):
+        click.echo(f"rejected: {counted(num_rejects, 'line')} of the job file; the reasons are in rejects.jsonl")
+    for worker in progress.workers:
+        click.echo(f"  {worker_line(worker, progress.running)}")
+    _show_what_next(run, progress)
+
+
+def _show_what_next(run: Run, progress: Progress) -> None:
+    from scheduler.display.summary import duration, printable
+    from scheduler.runs.watching import silent_driver
+
+    place = printable(run.store.shown_uri)
+    if progress.state == "interrupted" and (silence := silent_driver(run)) is not None:
+        click.echo(f"{silence}; if it is surely dead: swiftbatch resume {place} --takeover")
+    elif progress.state == "interrupted":
+        click.echo(f"no driver runs it; go on with: swiftbatch resume {place}")
+    elif progress.state != "running":
+        click.echo(f"took {duration(progress.updated - progress.started)} since the last start")

@@ -1,0 +1,40 @@
+"""The command `report`: a run as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option(
+    "--output", default="report.html", show_default=True, type=click.Path(dir_okay=False), help="Page to write."
+)
+def report(run_uri: str, output: str) -> None:
+    """Write a page about a run: speed, acceptance, workers, jobs, what failed and why.
+
+    It is made from the run's folder alone, at any time, and opens in any browser without a network.
+
+    \b
+    Example:
+      swiftbatch report my-run --output report.html
+    """
+    from jobs.run.run import Run
+    from metrics.report.facts import gather
+    from metrics.report.page import render
+    from scheduler.display.summary import damage_lines, printable
+    from scheduler.driver.heartbeat import current_progress
+    from scheduler.driver.takeover import claims
+
+    run = Run.open(run_uri)
+    facts = gather(run, current_progress(run), claims(run))
+    page = render(facts, run.store, str(Path(output).resolve().parent)).encode(errors="replace")
+    try:
+        Path(output).write_bytes(page)
+    except OSError as error:
+        raise click.FileError(output, error.strerror) from None
+    click.echo(f"report of {len(facts.jobs):,} jobs: {printable(output)} ({len(page) / 1000:,.0f} kB)")
+    for line in damage_lines(run):
+        click.echo(line, err=True)

@@ -1,0 +1,33 @@
+"""The command that looks at this machine: doctor."""
+
+from __future__ import annotations
+
+import click
+
+from scheduler.commands.model_options import DEVICE, DTYPE, MODEL, THREADS, num_cores
+
+
+@click.command()
+@MODEL
+@DTYPE
+@DEVICE
+@THREADS
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs.")
+def doctor(model: str, dtype: str, device: str, threads: int | None, as_json: bool) -> None:
+    """Probe whether speculative decoding gives the very same bits on this machine with this model.
+
+    The verdict is `exact`, or `exact up to ties` where rounding differs. The forward is compared with that of
+    transformers, too; the exit code is 1 where it is another one.
+
+    \b
+    Example:
+      swiftbatch doctor --model embedded
+    """
+    from worker.config import EngineConfig
+    from worker.exactness.doctor import diagnose
+
+    values = {"model": model, "dtype": dtype, "device": device, "num_threads": threads or num_cores()}
+    diagnosis = diagnose(EngineConfig.model_validate(values))
+    click.echo(diagnosis.model_dump_json(indent=2) if as_json else diagnosis.summary())
+    if not diagnosis.agreement.agrees:
+        click.get_current_context().exit(1)

@@ -1,0 +1,183 @@
+"""`swiftbatch train`: target models, and the trained parts that engines draft with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scheduler.commands.model_options import MODEL
+
+if TYPE_CHECKING:
+    from worker.training.griffin.recipe import GriffinRecipe
+
+Command = Callable[..., Any]
+
+DATA = click.option(
+    "--data", type=click.Path(path_type=Path), required=True, help="JSONL files with `text`, or a folder."
+)
+OUTPUT = click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
+)
+SEED = click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+
+
+def steps_option(default: int) -> Callable[[Command], Command]:
+    """`--steps`, with what a training takes by default."""
+    return click.option("--steps", "num_steps", type=click.IntRange(1), default=default, show_default=True)
+
+
+@click.group()
+def train() -> None:
+    """Train models.
+
+    \b
+    Example:
+      swiftbatch train target --data books --output my-model
+    """
+
+
+@train.command()
+@DATA
+@OUTPUT
+def target(data: Path, output: Path) -> None:
+    """Train a small target model from scratch, as the embedded one was.
+
+    \b
+    Example:
+      swiftbatch train target --data books --output my-model
+    """
+    from worker.training.target.recipe import EMBEDDED_RECIPE
+    from worker.training.target.training import train_target
+
+    train_target(data, output, EMBEDDED_RECIPE, click.echo)
+
+
+@train.command()
+@MODEL
+@DATA
+@OUTPUT
+@steps_option(200)
+@click.option(
+    "--own-texts",
+    "num_own_texts",
+    type=click.IntRange(0),
+    default=0,
+    help="Learn from so many texts of the model's own.",
+)
+@SEED
+def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_texts: int, seed: int) -> None:
+    """Train a model's decoding heads for the engine `tokenswift`; the model itself stays as it is.
+
+    They learn from the beginnings of the books in *train*.jsonl, or with --own-texts from what the model itself says
+    behind parts of them; accuracy is measured on *test*.jsonl. The embedded model's were made with --own-texts 512.
+
+    \b
+    Example:
+      swiftbatch train tokenswift --model my-model --data books --output my-model
+    """
+    from worker.training.heads.recipe import HeadRecipe
+    from worker.training.heads.training import train_heads
+
+    recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
+    train_heads(model, data, output, recipe, click.echo)
+
+
+@train.command()
+@MODEL
+@DATA
+@OUTPUT
+@steps_option(1500)
+@SEED
+def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
+    """Train a small draft model for the engine `triforce`; the model itself stays as it is.
+
+    It learns the model's distributions along the books in *train*.jsonl and along what the model itself says behind
+    parts of them; how often both draw the same token is measured on *test*.jsonl. Beside the model's weights, in a
+    folder `draft`, it is found without --draft-model.
+
+    \b
+    Example:
+      swiftbatch train draft --model my-model --data books --output my-model/draft
+    """
+    from worker.training.draft.recipe import draft_recipe
+    from worker.training.draft.training import train_draft
+
+    train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
+
+
+@train.command()
+@MODEL
+@DATA
+@OUTPUT
+@steps_option(3600)
+@click.option(
+    "--own-texts",
+    "num_own_texts",
+    type=click.IntRange(0),
+    default=448,
+    show_default=True,
+    help="Learn from so many texts of the model's own, beside the books.",
+)
+@click.option("--passes", "num_passes", type=click.IntRange(1), help="Forwards of a draft to train on. [default: 3]")
+@click.option(
+    "--top-k",
+    "align_top_k",
+    type=click.IntRange(0),
+    help="Tokens of an earlier pass that count as aligned; 0: no mask. [default: 3]",
+)
+@click.option("--no-token-alignment", is_flag=True, help="One pass and no mask, as EAGLE-2.")
+@click.option("--no-token-guided-fusion", is_flag=True, help="Features and tokens are fused once, as in EAGLE.")
+@click.option("--no-token-enhanced-head", is_flag=True, help="One feature for tokens and for the next forward.")
+@click.option(
+    "--features",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder with the model's features, which several trainings may share. [default: `features` in the output]",
+)
+@SEED
+def griffin(model: str, data: Path, output: Path, features: Path | None, **options: Any) -> None:
+    """Train a model's draft model for the engine `griffin`; the model itself stays as it is.
+
+    It learns from the beginnings of the books in *train*.jsonl and from what the model itself says behind parts of
+    them; the accuracy of each forward of a draft is measured on *test*.jsonl. The same command goes on where it was
+    killed. Without alignment, fusion and head the recipe is EAGLE-2's; with --top-k 0 and without fusion and head,
+    HASS's.
+
+    \b
+    Example:
+      swiftbatch train griffin --model my-model --data books --output my-model
+    """
+    from worker.training.griffin.training import train_griffin
+
+    train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
+
+
+def _griffin_recipe(
+    num_steps: int,
+    num_own_texts: int,
+    num_passes: int | None,
+    align_top_k: int | None,
+    no_token_alignment: bool,
+    no_token_guided_fusion: bool,
+    no_token_enhanced_head: bool,
+    seed: int,
+) -> GriffinRecipe:
+    """The paper's recipe with what the options change."""
+    from worker.training.griffin.recipe import GRIFFIN_RECIPE
+
+    if no_token_alignment and not (num_passes is None and align_top_k is None):
+        raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")
+    top_k = GRIFFIN_RECIPE.align_top_k if align_top_k is None else align_top_k or None
+    return replace(
+        GRIFFIN_RECIPE,
+        num_steps=num_steps,
+        num_passes=1 if no_token_alignment else num_passes or GRIFFIN_RECIPE.num_passes,
+        align_top_k=None if no_token_alignment else top_k,
+        fusion="none" if no_token_guided_fusion else GRIFFIN_RECIPE.fusion,
+        has_token_enhanced_head=not no_token_enhanced_head,
+        texts=replace(GRIFFIN_RECIPE.texts, num_own_texts=num_own_texts),
+        seed=seed,
+    )

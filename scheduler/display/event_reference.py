@@ -1,0 +1,46 @@
+"""`scheduler/display/EVENTS.md`, the list of all events that `--json` shows, made from their classes."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+from jobs.run.run import Progress
+from scheduler.display import events, job_events
+from scheduler.display.events import Event
+
+PATH = Path(__file__).with_name("EVENTS.md")
+HEAD = """\
+# Events of `--json`
+
+`swiftbatch submit`, `resume` and `status --watch` print one JSON object a line with `--json`: `event` is its kind,
+`time` is when it was told, in seconds since the epoch. Other fields depend on the kind. New kinds and fields may come,
+so skip those that you do not know. A command that has to stop ends without `run_ended`: exit code 2, a line on stderr.
+
+`python -m scheduler.display.event_reference` writes this file.
+
+| event | fields | what has happened |
+|---|---|---|
+"""
+
+
+def kinds() -> list[type[Event]]:
+    """All events, in the order of the code."""
+    found = [value for module in (events, job_events) for value in vars(module).values() if inspect.isclass(value)]
+    return list(dict.fromkeys(kind for kind in found if issubclass(kind, Event) and kind is not Event))
+
+
+def reference() -> str:
+    """The page as Markdown."""
+    rows = [_row(kind.kind(), [field.name for field in fields(kind)], kind.__doc__ or "") for kind in kinds()]
+    rows.append(_row("progress", list(Progress.model_fields), f"Every few seconds. {Progress.__doc__}"))
+    return HEAD + "".join(rows)
+
+
+def _row(kind: str, names: list[str], text: str) -> str:
+    return f"| `{kind}` | {', '.join(f'`{name}`' for name in names)} | {' '.join(text.split())} |\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(reference(), encoding="utf-8")

@@ -1,0 +1,189 @@
+"""What can happen in a run: each event is a line of text for people, and an object with named fields for programs.
+
+`EVENTS.md` beside this file is the list of all kinds and fields, written by `event_reference.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from scheduler.display.summary import job_counts, printable
+
+NUM_REJECTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened. As a string it is one or several lines for people, or nothing that they need to see."""
+
+    is_error: ClassVar[bool] = False  # shown with `--quiet`, too, and on stderr where lines are shown
+
+    def __str__(self) -> str:
+        return ""
+
+    @classmethod
+    def kind(cls) -> str:
+        """The name for programs, as in `worker_lost`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by their names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LineRejected(Event):
+    """A line of the job file is no job; it is the `number`th of `num_rejects` (from 1)."""
+
+    is_error: ClassVar[bool] = True
+    line_number: int
+    custom_id: str | None
+    reason: str
+    number: int
+    num_rejects: int
+
+    def __str__(self) -> str:
+        if self.number > NUM_REJECTS_SHOWN + 1:
+            return ""
+        if self.number > NUM_REJECTS_SHOWN:
+            return f"and {self.num_rejects - NUM_REJECTS_SHOWN} more rejected lines, all in rejects.jsonl"
+        custom_id = f" ({printable(self.custom_id)})" if self.custom_id else ""
+        return f"rejected line {self.line_number}{custom_id}: {printable(self.reason)}"
+
+
+@dataclass(frozen=True)
+class RunOpened(Event):
+    """The run folder `run` holds `num_jobs` jobs of this submission, or of the run that is resumed."""
+
+    run: str
+    run_id: str
+    num_jobs: int
+
+    def __str__(self) -> str:
+        return f"{self.num_jobs} jobs in {printable(self.run)}"
+
+
+@dataclass(frozen=True)
+class ErrorsCleared(Event):
+    """`resume --retry-failed` makes failed and cancelled jobs pending again."""
+
+    num_jobs: int
+
+    def __str__(self) -> str:
+        return f"{self.num_jobs} failed or cancelled jobs are to be run again"
+
+
+@dataclass(frozen=True)
+class MetricsServed(Event):
+    """The driver's metrics are at `address`, and the list of all workers' for Prometheus at `discovery_address`."""
+
+    address: str
+    discovery_address: str
+
+    def __str__(self) -> str:
+        return f"metrics of the driver at {self.address} and where to find all workers' at {self.discovery_address}"
+
+
+@dataclass(frozen=True)
+class DriverStarted(Event):
+    """The driver holds the run by the claim number `epoch`, and starts workers."""
+
+    host: str
+    pid: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return "starting workers: each loads Python, torch and the model, which takes some seconds"
+
+
+@dataclass(frozen=True)
+class WorkerReady(Event):
+    """A worker has loaded its model and takes jobs."""
+
+    worker: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} is ready"
+
+
+@dataclass(frozen=True)
+class WorkerStopping(Event):
+    """A worker takes no more jobs and hands back those it has: `reason` is a word for programs."""
+
+    worker: str
+    reason: str
+
+    def __str__(self) -> str:
+        if self.reason == "node_drained":
+            return f"worker {self.worker} stops: its node is about to go"
+        return f"worker {self.worker} was told to end from outside"
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    """A worker is gone: `reason` is a word for programs, `message` says what was seen."""
+
+    worker: str
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} is lost: {printable(self.message)}"
+
+
+@dataclass(frozen=True)
+class RunStopping(Event):
+    """The driver was asked to end, and has its workers write their checkpoints."""
+
+    def __str__(self) -> str:
+        return "stopping: workers write their checkpoints; a second signal ends all at once"
+
+
+@dataclass(frozen=True)
+class DriverAwaited(Event):
+    """`status --watch` waits for the run's first driver."""
+
+    run: str
+
+    def __str__(self) -> str:
+        run = printable(self.run)
+        return f"waiting for a driver: `swiftbatch submit` starts one in some seconds, or: swiftbatch resume {run}"
+
+
+@dataclass(frozen=True)
+class DriverSilent(Event):
+    """`status --watch` has not heard of the driver for a while; `updated` is its last beat, in seconds since 1970."""
+
+    host: str
+    pid: int
+    updated: float
+
+    def __str__(self) -> str:
+        return f"no word from the driver, process {self.pid} on {self.host}, for {time.time() - self.updated:.0f} s"
+
+
+@dataclass(frozen=True)
+class RunEnded(Event):
+    """The command is about to end: how the run stands, jobs by state, and where the results are."""
+
+    run: str
+    state: str
+    jobs: dict[str, int]
+    outputs: tuple[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The parts of its text."""
+        first, run = f"run {self.state}; jobs: {job_counts(self.jobs)}", printable(self.run)
+        if self.state == "interrupted":
+            return [first, f"nothing is lost; go on with: swiftbatch resume {run}"]
+        again = f"to run failed and cancelled jobs again: swiftbatch resume {run} --retry-failed"
+        has_failed = self.jobs.get("failed") or self.jobs.get("cancelled")
+        return [first, *([again] if has_failed else []), f"results: {' and '.join(map(printable, self.outputs))}"]

@@ -1,0 +1,105 @@
+"""A run's progress as a picture: figures of the run, its workers and their jobs, as much as fits the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jobs.run.run import Progress, WorkerStatus
+from scheduler.display.summary import counted, duration, job_counts, printable, safety, speed_of
+
+LABEL_WIDTH = 6
+WIDE = 100  # columns from which a worker's process is shown, too
+
+
+class Frame:
+    """One picture, which takes the terminal's size as it is whenever it is drawn. No line wraps."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        figures = _figures(self._progress)
+        room = console.height - 1 - figures.row_count  # the cursor has the last line
+        yield figures
+        yield from _worker_rows(self._progress, room, is_wide=options.max_width >= WIDE)
+
+
+def _figures(progress: Progress) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(width=LABEL_WIDTH, no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    took = duration(progress.updated - progress.started)
+    if progress.state == "running":
+        left = "" if progress.eta_seconds is None else f", at most {duration(progress.eta_seconds)} left"
+        grid.add_row("run", _text(f"running for {took}{left}"))
+    else:
+        grid.add_row("run", _text(f"{progress.state} after {took}"))
+    num_tokens, num_left = progress.num_generated_tokens, progress.num_tokens_left
+    total = f"{num_tokens:,} of up to {num_tokens + num_left:,}" if num_left else f"{num_tokens:,}"
+    grid.add_row("tokens", _bar(num_tokens, num_tokens + num_left, total))
+    rejects = f"; {counted(progress.num_rejects, 'line')} rejected" if progress.num_rejects else ""
+    grid.add_row("jobs", _text(job_counts(progress.jobs) + rejects))
+    if progress.state == "running":
+        grid.add_row("speed", _text(speed_of(progress)))
+    if parts := safety(progress):
+        grid.add_row("safety", _text("; ".join(parts)))
+    return grid
+
+
+def _worker_rows(progress: Progress, room: int, is_wide: bool) -> list[RenderableType]:
+    """A line per worker and, where there is room for all of them, a line per job."""
+    workers = progress.workers
+    blocks = [(_worker_row(progress, worker, is_wide), *_jobs(progress, worker)) for worker in workers]
+    starting = f"{counted(progress.num_starting_workers, 'worker')} starting" if progress.num_starting_workers else ""
+    rows: Sequence[RenderableType] = [row for block in blocks for row in block]
+    if len(rows) + bool(starting) > room:
+        rows = [block[0] for block in blocks]
+    if len(rows) + bool(starting) > room:
+        num_shown = max(0, room - 1)
+        more = counted(len(workers) - num_shown, "more worker")
+        starting = f"and {more}" + (f", {starting}" if starting else "")
+        rows = rows[:num_shown]
+    return [*rows, *([_text(starting)] if starting else [])][: max(0, room)]
+
+
+def _worker_row(progress: Progress, worker: WorkerStatus, is_wide: bool) -> Table:
+    place = f"{worker.id} on {worker.host}{f', process {worker.pid}' if is_wide else ''}"
+    figures = f"{counted(len(worker.jobs), 'job')}, {worker.tokens_per_second:,.1f} tokens/s"
+    if worker.jobs and worker.last_checkpoint is not None:
+        figures += f", checkpoint {max(0.0, progress.updated - worker.last_checkpoint):.0f} s ago"
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(_text(place), _text(figures))
+    return grid
+
+
+def _jobs(progress: Progress, worker: WorkerStatus) -> list[Table]:
+    """A line per job of a worker."""
+    rows = []
+    for custom_id in worker.jobs:
+        num_tokens, most = progress.running.get(custom_id, 0), progress.max_tokens.get(custom_id, 0)
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        grid.add_column(ratio=2)
+        grid.add_row(_text(f"  {printable(custom_id)}"), _bar(num_tokens, most, f"{num_tokens:,} of up to {most:,}"))
+        rows.append(grid)
+    return rows
+
+
+def _bar(done: int, total: int, figures: str) -> Table:
+    """A bar and, right of it, the figures that it draws."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True, min_width=22)
+    grid.add_row(ProgressBar(total=max(total, 1), completed=min(done, max(total, 1))), _text(figures))
+    return grid
+
+
+def _text(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")

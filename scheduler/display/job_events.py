@@ -1,0 +1,78 @@
+"""What can happen to a job in a run; see `events.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from scheduler.display.events import Event
+from scheduler.display.summary import printable
+
+
+@dataclass(frozen=True)
+class JobStarted(Event):
+    """A worker has the job from here on; it goes on at `num_tokens`, or at its newest checkpoint before that."""
+
+    custom_id: str
+    worker: str
+    attempt: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class JobFinished(Event):
+    """The job's result is in the run folder."""
+
+    custom_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class JobPutBack(Event):
+    """The job is pending again and will resume from its checkpoint: `reason` is a word for programs.
+
+    `num_tokens` are those that it had when it was last heard of. With `is_lost` its attempt broke off, otherwise it was
+    ended in good order, with all tokens in the checkpoint.
+    """
+
+    custom_id: str
+    reason: str
+    num_tokens: int
+    is_lost: bool
+
+    def __str__(self) -> str:
+        if self.is_lost:
+            return f"job {printable(self.custom_id)} goes back, to resume from its checkpoint"
+        return f"job {printable(self.custom_id)} goes back with its checkpoint ({self.reason})"
+
+
+@dataclass(frozen=True)
+class JobGivenUp(Event):
+    """The job has had its attempts: its error is in the run folder, `message` says why."""
+
+    is_error: ClassVar[bool] = True
+    custom_id: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"job {printable(self.custom_id)} is {printable(self.message)}"
+
+
+@dataclass(frozen=True)
+class JobCancelled(Event):
+    """Its user has stopped the job."""
+
+    custom_id: str
+
+
+@dataclass(frozen=True)
+class LineDamaged(Event):
+    """A job's result or error can't be used: the job runs again, and the file at `path` is `kept` under another one."""
+
+    is_error: ClassVar[bool] = True
+    path: str
+    problem: str
+    kept: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged, {printable(self.problem)}: kept as {self.kept}, its job runs again"

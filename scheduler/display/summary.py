@@ -1,0 +1,100 @@
+"""A run's progress in a line of text."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from unicodedata import category
+
+if TYPE_CHECKING:
+    from jobs.run.run import Progress, Run, WorkerStatus
+
+SUBMIT_AGAIN = "submit the job file again"
+
+
+def summary_line(progress: Progress) -> str:
+    """One line: jobs by state, tokens, speed, time left, and what was done so that nothing is lost."""
+    line = f"{progress.state}; jobs: {job_counts(progress.jobs)}; {progress.num_generated_tokens:,} tokens"
+    if progress.state != "running":
+        return line
+    line += f", {speed_of(progress)}"
+    if progress.eta_seconds is not None:
+        line += f", at most {duration(progress.eta_seconds)} left"
+    return "; ".join([line, *safety(progress)])
+
+
+def speed_of(progress: Progress) -> str:
+    """Tokens per second of the run, and per step of the model once there were steps."""
+    length = progress.mean_acceptance_length
+    per_step = "" if length is None else f", {length:.2f} tokens/step"
+    return f"{progress.tokens_per_second:,.1f} tokens/s{per_step}"
+
+
+def safety(progress: Progress) -> list[str]:
+    """How old checkpoints are, and how often jobs went back and were resumed, as far as there is something to say."""
+    age = checkpoint_age(progress)
+    num_preemptions, num_resumes = sum(progress.num_preemptions.values()), sum(progress.num_resumes.values())
+    parts = [] if age is None else [f"checkpoint {age:.0f} s ago"]
+    if num_preemptions or num_resumes:
+        parts.append(f"{counted(num_preemptions, 'preemption')}, {counted(num_resumes, 'resume')}")
+    return parts
+
+
+def checkpoint_age(progress: Progress) -> float | None:
+    """Seconds since the last checkpoint of the busy worker that has written none for longest; None where none is busy.
+
+    With a driver on one machine and workers on others, it is as good as their clocks agree.
+    """
+    busy = [worker for worker in progress.workers if worker.jobs]
+    times = [worker.last_checkpoint for worker in busy if worker.last_checkpoint is not None]
+    return max(0.0, progress.updated - min(times)) if times else None
+
+
+def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
+    """One line: where a worker is, and its jobs with the tokens that `running` gives for their `custom_id`s."""
+    jobs = ", ".join(_job_with_tokens(custom_id, running.get(custom_id)) for custom_id in worker.jobs) or "no job"
+    metrics = f", metrics at {worker.metrics_address}" if worker.metrics_address else ""
+    speed = f"; {worker.tokens_per_second:,.1f} tokens/s" if worker.jobs else ""
+    return f"{worker.id} on {worker.host}, process {worker.pid}: {jobs}{metrics}{speed}"
+
+
+def job_counts(jobs: dict[str, int]) -> str:
+    """Number of jobs by state, as in `1 running, 3 finished`."""
+    return ", ".join(f"{count:,} {state}" for state, count in jobs.items() if count) or "none"
+
+
+def duration(seconds: float) -> str:
+    """A time span for people, as in 0:01:05; a clock that went back meanwhile makes none."""
+    return str(timedelta(seconds=max(0, round(seconds))))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, as in `1 line` and `2 lines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def damage_lines(run: Run) -> list[str]:
+    """A line for each file that was met and can't be used, and what makes up for it."""
+    from jobs.run.run import REJECTS
+
+    place = run.store.shown_uri
+    resume = f"its job runs again with: swiftbatch resume {place}"
+    return [
+        f"{path} in {place} is damaged, {printable(problem)}: {SUBMIT_AGAIN if path == REJECTS else resume}"
+        for path, problem in sorted(run.damaged.items())
+    ]
+
+
+def printable(text: str) -> str:
+    """A user's text without what steers a terminal or breaks a line: such characters become escapes as in Python."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def harmless(text: str) -> str:
+    """A text as it is, but for characters that steer a terminal: such become escapes."""
+    return "".join(c if category(c) != "Cc" or c in "\n\t" else printable(c) for c in text)
+
+
+def _job_with_tokens(custom_id: str, num_tokens: int | None) -> str:
+    name = printable(custom_id)
+    return name if num_tokens is None else f"{name} ({num_tokens:,} tokens)"

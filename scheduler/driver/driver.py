@@ -1,0 +1,191 @@
+"""The driver's loop: hand jobs out, take reports in, put back what a lost or draining worker had.
+
+Everything the driver knows is in the run folder as well: it may die at any moment and another one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.records import RunState
+from jobs.run.run import Run, RunError, WorkerStatus
+from jobs.storage.store import Store, StoreError
+from metrics.counters import DriverCounters
+from scheduler.cluster.actors import WorkerInfo
+from scheduler.cluster.watch import ClusterLostError
+from scheduler.display.display import Display
+from scheduler.display.events import DriverStarted, RunStopping
+from scheduler.driver.census import Census
+from scheduler.driver.dispatch import Dispatcher
+from scheduler.driver.draining import Draining
+from scheduler.driver.fleet import Event, Fleet, Lost, Worker
+from scheduler.driver.heartbeat import Heartbeat
+from scheduler.driver.hold import Hold
+from scheduler.driver.intake import Intake
+from scheduler.driver.job_queue import JobQueue
+from scheduler.driver.settlement import Settlement
+from scheduler.driver.speed import Speed
+from worker.model.files import ModelError
+
+WAIT_SECONDS = 0.2
+DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
+MAX_FAILED_STARTS = 3
+
+
+class DriverError(RuntimeError):
+    """The run can't go on; the text is one line for the user."""
+
+
+class Driver:
+    """Runs the jobs of one run to their end."""
+
+    def __init__(
+        self,
+        run: Run,
+        hold: Hold,
+        queue: JobQueue,
+        fleet: Fleet,
+        display: Display,
+        counters: DriverCounters,
+        *,
+        num_workers: int,
+        num_slots: int,
+        grace_seconds: float = 20.0,
+    ) -> None:
+        self._run = run
+        self._hold = hold
+        self._queue = queue
+        self._fleet = fleet
+        self._display = display
+        self._counters = counters
+        self._num_workers = num_workers
+        self._grace_seconds = grace_seconds
+        self._dispatcher = Dispatcher(queue, fleet, CheckpointStore(run.store), display, num_workers, num_slots)
+        self._speed = Speed(time.monotonic())
+        self._settlement = Settlement(run, queue, counters, display)
+        self._intake = Intake(queue, fleet, self._settlement, display, self._speed, counters)
+        self._census = Census(counters, queue, fleet)
+        self._draining = Draining(fleet, display, grace_seconds)
+        self._num_rejects = 0
+        self._is_stopping = False
+
+    def request_stop(self) -> None:
+        """Ask the loop to end soon, with all checkpoints written; safe in a signal handler."""
+        self._is_stopping = True
+
+    def run(self) -> RunState:
+        """Run until no job is left, or until asked to stop; the output files are written before the last beat.
+
+        Raises DriverError, RunTakenError, ClusterLostError, ModelError where a worker can't load the model, and
+        StoreError when the store has failed for good.
+        """
+        self._num_rejects = len(self._run.rejects())
+        self._reach_through(self._run)
+        state: RunState = "interrupted"
+        try:
+            self._hold.stop_beating()
+            self._beat("running")
+            epoch = self._hold.epoch
+            self._display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
+            while self._queue.num_unfinished and not self._is_stopping:
+                self._step()
+            if self._queue.num_unfinished:
+                self._display.note(RunStopping())
+                self._drain_all("driver_stopped")
+            state = self._write_output()
+        except ClusterLostError:
+            self._drain_all("cluster_lost")  # workers are called directly, not through the cluster's head
+            raise
+        except StoreError:
+            self._reach_through(Run(Store(self._run.store.uri), self._run.manifest))  # was tried again for long enough
+            raise
+        finally:
+            self._fleet.stop()
+            with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
+                self._beat(state)
+        return state
+
+    def _reach_through(self, run: Run) -> None:
+        self._hold.go_on_through(run)
+        self._heartbeat = Heartbeat(run, self._hold.epoch.number, self._hold.epoch.claim, self._num_rejects)
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        if self._heartbeat.is_due(now):  # first of all: it fails where the run is no longer ours
+            self._beat("running")
+            self._settlement.take_cancel_requests({j for worker in self._fleet.workers for j in worker.job_ids})
+        self._draining.mark_leaving()
+        self._draining.go_on()
+        self._fleet.fill(min(self._num_workers, self._queue.num_unfinished), now)
+        self._dispatcher.order_move(self._speed.tokens_per_second(now))
+        self._dispatcher.hand_out(now)
+        events = self._fleet.wait(WAIT_SECONDS, now)
+        for event in events:
+            self._intake.take_in(event)
+        self._refuse_endless_starts(events)
+        if not events and all(worker.is_idle for worker in self._fleet.workers):
+            time.sleep(WAIT_SECONDS)  # every job left waits for its next attempt
+
+    def _drain_all(self, reason: str) -> None:
+        """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
+        self._draining.mark_all(reason)
+        last = time.monotonic() + self._grace_seconds + DRAIN_SLACK_SECONDS
+        while any(worker.job_ids for worker in self._fleet.workers) and (now := time.monotonic()) < last:
+            self._draining.go_on()
+            for event in self._fleet.wait(WAIT_SECONDS, now):
+                self._intake.take_in(event)
+            if self._heartbeat.is_due(now):
+                self._beat("running")
+
+    def _refuse_endless_starts(self, events: list[Event]) -> None:
+        if any(worker.info for worker in self._fleet.workers):
+            return
+        for event in events:
+            if isinstance(event, Lost) and event.reason == "model_refused":  # no other try would end otherwise
+                raise ModelError(event.message)
+            if isinstance(event, Lost) and self._fleet.num_failed_starts >= MAX_FAILED_STARTS:
+                raise DriverError(f"no worker starts, {MAX_FAILED_STARTS} tries: {event.message}")
+
+    def _write_output(self) -> RunState:
+        """Write the output files, while nobody else may; returns how the run stands."""
+        state = self._end_state()
+        self._fleet.stop()
+        with self._hold.beating():
+            self._run.write_output(self._hold.epoch.check)
+        return state
+
+    def _end_state(self) -> RunState:
+        if self._queue.num_unfinished:
+            return "interrupted"
+        is_whole_run, _ = self._run.cancel_requests()
+        self._run.clear_cancel()
+        return "cancelled" if is_whole_run else "finished"
+
+    def _beat(self, state: RunState) -> None:
+        """Show how the run stands, here and in the run folder. Raises RunTakenError if the run is no longer ours."""
+        self._hold.epoch.check()
+        queue, at_risk = self._queue, self._intake.tokens_at_risk()
+        if state != "running":
+            queue.stop_running()
+        self._census.take(time.monotonic())
+        speed = self._speed.tokens_per_second(time.monotonic())
+        workers = tuple(self._status(worker, worker.info) for worker in self._fleet.workers if worker.info is not None)
+        progress = self._heartbeat.beat(state, queue, at_risk, speed, workers, self._counters)
+        self._counters.eta_seconds = progress.eta_seconds
+        self._display.update(progress)
+
+    def _status(self, worker: Worker, info: WorkerInfo) -> WorkerStatus:
+        records = [self._queue.record(job_id) for job_id in sorted(worker.job_ids)]
+        counters = self._counters.by_worker.get(worker.id)
+        return WorkerStatus(
+            id=worker.id,
+            host=info.host,
+            pid=info.pid,
+            node_id=info.node_id,
+            jobs=tuple(record.job.custom_id for record in records if record is not None),
+            metrics_address=info.metrics_address,
+            tokens_per_second=round(worker.speed.tokens_per_second(time.monotonic()), 2),
+            last_checkpoint=None if counters is None else counters.last_checkpoint,
+        )

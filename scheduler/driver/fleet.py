@@ -1,0 +1,188 @@
+"""The workers of a run: started, waited for, replaced when lost. Knows nothing of what a job is."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jobs.storage.store import StoreError
+from scheduler.cluster import remote
+from scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from scheduler.driver.speed import Speed
+from scheduler.process.awake_clock import AwakeClock
+from worker.session.work import Orders, WorkReport
+
+if TYPE_CHECKING:
+    from scheduler.cluster.cluster import Cluster
+
+FIRST_RESTART_SECONDS = 1.0
+LONGEST_RESTART_SECONDS = 30.0
+DEFAULT_TIMEOUT = 120.0
+LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker and the jobs it has. `call` is its outstanding call; a worker without one is idle."""
+
+    id: str
+    actor: Any  # handle of a WorkerActor; Ray's types know handles of decorated classes only
+    call: Any  # reference to a WorkerInfo or a WorkReport, or None
+    info: WorkerInfo | None = None  # None until it has started
+    job_ids: set[str] = field(default_factory=set)
+    cancelled_ids: set[str] = field(default_factory=set)  # to be dropped at the next call
+    released_ids: set[str] = field(default_factory=set)  # to be handed back, until the next report
+    patience: float = math.inf  # until its call is answered; a start takes as long as it takes
+    silent_since: float = 0.0  # on the fleet's clock
+    drain_reason: str | None = None  # why it takes no more work: a word for the metrics
+    drain_by: float = 0.0  # in `time.monotonic()` seconds
+    speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
+
+    @property
+    def is_idle(self) -> bool:
+        return self.call is None
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it has started, and is to go on."""
+        return self.info is not None and self.drain_reason is None
+
+
+@dataclass(frozen=True)
+class Started:
+    worker: Worker
+    info: WorkerInfo
+
+
+@dataclass(frozen=True)
+class Reported:
+    worker: Worker
+    report: WorkReport
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker that is gone: `reason` is a word for the metrics, `message` one line for the user."""
+
+    worker: Worker
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class StoreFailed:
+    """A worker that could not read or write the run folder, and is gone; `message` is one line for the user."""
+
+    worker: Worker
+    message: str
+
+
+Event = Started | Reported | Lost | StoreFailed
+
+
+class Fleet:
+    """Keeps up to a wished number of workers alive and carries one call to each at a time.
+
+    A started worker that does not answer for `timeout` seconds is lost.
+    """
+
+    def __init__(self, spec: WorkerSpec, cluster: Cluster, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._spec = spec
+        self._cluster = cluster
+        self._timeout = timeout
+        self._clock = AwakeClock()
+        self._num_created = 0
+        self._restart_not_before = 0.0
+        self.num_failed_starts = 0  # in a row; a worker that starts sets it back
+        self.workers: list[Worker] = []
+
+    def fill(self, num_workers: int, now: float) -> None:
+        """Start workers until there are `num_workers` that stay; after a failed start, wait longer each time."""
+        num_staying = sum(worker.drain_reason is None for worker in self.workers)
+        for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
+            self._num_created += 1
+            worker_id = f"w{self._num_created}"
+            num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
+            actor = remote.create_actor(worker_id, self._spec, num_cpus=num_cpus, num_gpus=num_gpus)
+            self.workers.append(Worker(worker_id, actor, actor.start.remote()))
+
+    def num_gpus_per_worker(self) -> int:
+        """1 where each worker has a GPU to itself, 0 where they run on CPUs."""
+        return self._cluster.num_gpus_per_worker(self._spec.config.device)
+
+    def leaving(self) -> list[tuple[Worker, float]]:
+        """Workers that take work on nodes that are about to go, with the seconds until then.
+
+        Raises ClusterLostError if the cluster is gone.
+        """
+        if self._cluster.watch is None:
+            return []
+        self._cluster.watch.check()
+        draining = self._cluster.watch.draining()
+        staying = [(worker, worker.info) for worker in self.workers if worker.info and worker.drain_reason is None]
+        return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
+
+    def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
+        """Give an idle worker its next slice of work."""
+        is_longer = orders.assignments or orders.released
+        self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
+
+    def drain(self, worker: Worker, seconds: float) -> None:
+        """Have an idle worker write its checkpoints, in at most `seconds`, and hand its jobs back."""
+        self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
+
+    def wait(self, seconds: float, now: float) -> list[Event]:
+        """What has happened, after at most `seconds`."""
+        calls = {worker.call: worker for worker in self.workers if worker.call is not None}
+        if not calls:
+            return []
+        events = [self._event(calls[call], now) for call in remote.wait(list(calls), seconds)]
+        return [*events, *self._silent()]
+
+    def retire(self, worker: Worker) -> None:
+        """End a worker that is no longer wanted, or out of reach, or broken inside: it must not work on."""
+        remote.kill(worker.actor)
+        self.workers.remove(worker)
+
+    def stop(self) -> None:
+        """End all workers at once; what they had not written yet is recomputed on resume."""
+        for worker in list(self.workers):
+            self.retire(worker)
+
+    def _await(self, worker: Worker, call: Any, patience: float) -> None:
+        worker.call, worker.patience, worker.silent_since = call, patience, self._clock.now()
+
+    def _silent(self) -> list[Event]:
+        """Give up the workers whose answer is overdue: stopped, hanging or cut off, they hold their jobs up."""
+        now = self._clock.now()
+        overdue = [
+            worker for worker in self.workers if worker.call is not None and now - worker.silent_since > worker.patience
+        ]
+        for worker in overdue:
+            self.retire(worker)
+        return [Lost(worker, "worker_silent", f"it has not reported for {worker.patience:.0f} s") for worker in overdue]
+
+    def _event(self, worker: Worker, now: float) -> Event:
+        call, worker.call = worker.call, None
+        try:
+            answer = remote.answer(call)
+        except remote.WorkerLostError as error:
+            return self._lose(worker, error, now)
+        except StoreError as error:
+            self.retire(worker)
+            return StoreFailed(worker, str(error))
+        if isinstance(answer, WorkerInfo):
+            worker.info = answer
+            self.num_failed_starts = 0
+            return Started(worker, answer)
+        return Reported(worker, answer)
+
+    def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:
+        self.retire(worker)
+        if worker.info is None:
+            self.num_failed_starts += 1
+            delay = FIRST_RESTART_SECONDS * 2 ** (self.num_failed_starts - 1)
+            self._restart_not_before = now + min(LONGEST_RESTART_SECONDS, delay)
+        return Lost(worker, error.reason, str(error))

@@ -1,0 +1,158 @@
+"""Which job runs next, and when a job has had its chances. Plain bookkeeping, no Ray and no files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jobs.job import JobRecord
+from scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
+
+FIRST_RETRY_SECONDS = 0.5
+LONGEST_RETRY_SECONDS = 60.0
+PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
+
+
+class JobQueue:
+    """The jobs of a run that are still to do, longest first, and counts of the others.
+
+    A job is given up after `max_attempts` attempts in a row that were lost without progress. A long job that is
+    preempted often but moves on each time is never given up; one that kills its workers at the same token is.
+    A job that was lost twice so runs alone from then on, so that it can't draw its neighbours into its end.
+    All totals are kept up to date, so that no call but `unfinished` and `stop_running` gets dearer with more jobs.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
+        self._num_generated_tokens = 0
+        self._num_tokens_left = 0
+        self._unfinished: dict[str, UnfinishedJob] = {}
+        self._running: dict[str, UnfinishedJob] = {}
+        self._waiting = WaitingJobs()
+
+    def add(self, record: JobRecord, num_generated_tokens: int = 0) -> None:
+        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
+        job = UnfinishedJob(record, num_generated_tokens, num_generated_tokens)
+        self._unfinished[record.job_id] = job
+        self._num_generated_tokens += num_generated_tokens
+        self._num_tokens_left += job.num_left
+        self._waiting.put(job)
+
+    def add_ended(self, state: str, num_generated_tokens: int) -> None:
+        """Count a job that an earlier driver saw end."""
+        self._num_ended[state] += 1
+        self._num_generated_tokens += num_generated_tokens
+
+    def take(self, neighbours: Collection[str], now: float) -> JobRecord | None:
+        """Take the longest job that may run now beside `neighbours` (job ids), or None."""
+        if any(self._unfinished[job_id].runs_alone for job_id in neighbours if job_id in self._unfinished):
+            return None
+        job = self._waiting.take(bool(neighbours), now)
+        if job is None:
+            return None
+        self._running[job.record.job_id] = job
+        return job.record
+
+    def progress(self, job_id: str, num_generated_tokens: int) -> None:
+        """Note how far a job is; enough progress clears its strikes."""
+        if job := self._unfinished.get(job_id):
+            self._set_tokens(job, num_generated_tokens)
+            if job.num_strikes and self._has_progressed(job):
+                job.num_strikes, job.runs_alone = 0, False
+                if job.ticket is not None:
+                    self._waiting.put(job)
+
+    def finish(self, job_id: str, num_generated_tokens: int) -> bool:
+        """Note a result; False if the job had ended already."""
+        if job := self._unfinished.get(job_id):
+            self._set_tokens(job, num_generated_tokens)
+        return self._end(job_id, "finished")
+
+    def cancel(self, job_id: str) -> bool:
+        """Drop a job; False if it had ended already."""
+        return self._end(job_id, "cancelled")
+
+    def give_up(self, job_id: str) -> bool:
+        """Drop a job that has had its attempts; False if it had ended already."""
+        return self._end(job_id, "failed")
+
+    def lose(self, job_id: str, now: float) -> bool:
+        """Put a job back whose attempt was lost. Returns False if it has no attempt left: then call `give_up`."""
+        job = self._unfinished[job_id]
+        job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
+        job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
+        job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
+        self._put_back(job, now + min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (job.num_strikes - 1)))
+        return job.num_strikes < self._max_attempts
+
+    def release(self, job_id: str) -> None:
+        """Put a running job back whose worker gave it up on purpose: without blame, and at once."""
+        if job := self._running.get(job_id):
+            self._put_back(job, 0.0)
+
+    def stop_running(self) -> None:
+        """All workers are gone: what ran is pending again, without blame."""
+        for job_id in list(self._running):
+            self.release(job_id)
+
+    def record(self, job_id: str) -> JobRecord | None:
+        """The job, while it is still to do."""
+        job = self._unfinished.get(job_id)
+        return job.record if job else None
+
+    def num_reported_tokens(self, job_id: str) -> int:
+        """The tokens that a job had when it was last heard of."""
+        return self._unfinished[job_id].num_generated_tokens
+
+    def unfinished(self) -> list[str]:
+        """Ids of all jobs still to do."""
+        return list(self._unfinished)
+
+    def running(self) -> list[tuple[JobRecord, int]]:
+        """Running jobs with the tokens they have, in the order they were taken."""
+        return [(job.record, job.num_generated_tokens) for job in self._running.values()]
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of jobs still to do."""
+        return len(self._unfinished)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all jobs so far, the finished ones included."""
+        return self._num_generated_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens still to generate if every job runs to its max_tokens."""
+        return self._num_tokens_left
+
+    def counts(self) -> dict[str, int]:
+        """Number of jobs by state."""
+        num_running = len(self._running)
+        return {"pending": len(self._unfinished) - num_running, "running": num_running, **self._num_ended}
+
+    def _has_progressed(self, job: UnfinishedJob) -> bool:
+        needed = max(1, int(PROGRESS_SHARE * job.record.job.sampling.max_tokens))
+        return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
+
+    def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
+        num_left = job.num_left
+        self._num_generated_tokens += num_generated_tokens - job.num_generated_tokens
+        job.num_generated_tokens = num_generated_tokens
+        self._num_tokens_left += job.num_left - num_left
+
+    def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
+        self._running.pop(job.record.job_id, None)
+        job.not_before = not_before
+        self._waiting.put(job)
+
+    def _end(self, job_id: str, state: str) -> bool:
+        job = self._unfinished.pop(job_id, None)
+        if job is None:
+            return False
+        self._running.pop(job_id, None)
+        self._waiting.drop(job)
+        self._num_tokens_left -= job.num_left
+        self._num_ended[state] += 1
+        return True

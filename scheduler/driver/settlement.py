@@ -1,0 +1,102 @@
+"""How a job's attempt ends: with a result, back in the queue, given up, or cancelled. Files first, then the queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.results import error_line
+from jobs.run.run import Run
+from metrics.counters import DriverCounters
+from scheduler.display.display import Display
+from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
+from scheduler.driver.backlog import CANCELLED, cancel_job, num_completion_tokens
+from scheduler.driver.job_queue import JobQueue
+
+
+class Settlement:
+    """Writes what became of jobs, and keeps queue, counters and display in step with it."""
+
+    def __init__(self, run: Run, queue: JobQueue, counters: DriverCounters, display: Display) -> None:
+        self._run = run
+        self._queue = queue
+        self._counters = counters
+        self._display = display
+        self._checkpoints = CheckpointStore(run.store)
+        self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
+
+    def put_back(self, job_id: str, reason: str, message: str) -> None:
+        """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
+        record = self._queue.record(job_id)
+        if record is None or self._has_ended(job_id):
+            return
+        self._counters.count_preemption(reason)
+        num_tokens = self._queue.num_reported_tokens(job_id)
+        if self._queue.lose(job_id, time.monotonic()):
+            self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=True))
+        else:
+            num_attempts = self._checkpoints.attempts(job_id)
+            text = f"given up after {num_attempts} attempts; the last one: {message}"
+            self._give_up(job_id, "attempts_failed", text)
+
+    def refuse(self, job_id: str, code: str, message: str) -> None:
+        """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
+        if not self._has_ended(job_id):
+            self._give_up(job_id, code, f"given up: {message}")
+
+    def release(self, job_id: str, reason: str) -> None:
+        """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
+        record = self._queue.record(job_id)
+        if record is None or self._has_ended(job_id):
+            return
+        self._counters.count_preemption(reason)
+        self._queue.release(job_id)
+        num_tokens = self._queue.num_reported_tokens(job_id)
+        self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=False))
+
+    def take_cancel_requests(self, held: Collection[str]) -> None:
+        """Cancel what users asked for, except `held` jobs: those wait for their worker's next report."""
+        is_whole_run, requested = self._run.cancel_requests()
+        unfinished = set(self._queue.unfinished())
+        self._cancelling = unfinished if is_whole_run else requested & unfinished
+        for job_id in self._cancelling.difference(held):
+            self._cancel(job_id)
+
+    def cancel_held(self, job_ids: Collection[str]) -> set[str]:
+        """Cancel those of a worker's jobs that are to be cancelled; returns them, for the worker to drop."""
+        cancelled = self._cancelling.intersection(job_ids)
+        for job_id in cancelled:
+            self._cancel(job_id)
+        return cancelled
+
+    def finish(self, job_id: str, num_generated_tokens: int) -> None:
+        """Count a job whose result is in the run folder."""
+        if record := self._queue.record(job_id):
+            self._queue.finish(job_id, num_generated_tokens)
+            self._display.note(JobFinished(record.job.custom_id, num_generated_tokens))
+
+    def _has_ended(self, job_id: str) -> bool:
+        """Whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
+        if (line := self._run.result(job_id)) is not None:
+            self.finish(job_id, num_completion_tokens(line))
+            return True
+        if job_id in self._cancelling:
+            self._cancel(job_id)
+            return True
+        return False
+
+    def _cancel(self, job_id: str) -> None:
+        if record := self._queue.record(job_id):
+            cancel_job(self._run, record)
+            self._queue.cancel(job_id)
+            self._counters.count_finished(CANCELLED)
+            self._display.note(JobCancelled(record.job.custom_id))
+
+    def _give_up(self, job_id: str, code: str, message: str) -> None:
+        """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
+        if record := self._queue.record(job_id):
+            self._run.write_error(job_id, error_line(record, code, message))
+            self._queue.give_up(job_id)
+            self._counters.count_finished("failed")
+            self._display.note(JobGivenUp(record.job.custom_id, message))

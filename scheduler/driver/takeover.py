@@ -1,0 +1,178 @@
+"""Which driver holds a run. No clock decides it: each driver claims the next epoch, and the newest claim holds.
+
+drivers/<epoch:04d>.json              who claimed the run, written once
+drivers/<epoch:04d>.<driver_id>.bid   on an object store, while two may claim the same epoch
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+import time
+from datetime import UTC, datetime
+
+from jobs.run.records import DriverClaim
+from jobs.run.run import Progress, Run, RunError
+from jobs.run.run_files import pretty, read_model
+from scheduler.driver.heartbeat import Liveness, liveness, process_liveness
+from scheduler.process.identity import own_key
+
+FOLDER = "drivers"
+MAX_BIDS = 20
+LONGEST_PAUSE_SECONDS = 1.0  # between two bids, drawn anew for each
+
+
+class RunTakenError(RunError):
+    """Another driver holds this run."""
+
+
+class Epoch:
+    """One driver's hold on a run, until a later driver claims the next epoch."""
+
+    def __init__(self, run: Run, number: int, claim: DriverClaim) -> None:
+        self.run = run
+        self.number = number
+        self.claim = claim
+
+    @classmethod
+    def begin(cls, run: Run, may_take_over: bool = False) -> Epoch:
+        """Claim the next epoch of a run that nobody holds, see `refuse_if_taken`. Of several at once, one gets it.
+
+        The run need not be there yet. Raises RunTakenError, StoreError.
+        """
+        claim = DriverClaim(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process=own_key(),
+            driver_id=secrets.token_hex(8),
+            started=time.time(),
+        )
+        for _ in range(MAX_BIDS):
+            number = _newest(run) + 1
+            refuse_if_taken(run, may_take_over)
+            if _claim(run, number, claim):
+                epoch = cls(run, number, claim)
+                epoch.check()
+                return epoch
+            time.sleep(random.uniform(0, LONGEST_PAUSE_SECONDS))
+        raise RunTakenError(f"the run at {run.store.shown_uri} is wanted by several commands at once; try again")
+
+    def through(self, run: Run) -> Epoch:
+        """The same hold with another way to the run's store."""
+        return Epoch(run, self.number, self.claim)
+
+    def check(self) -> None:
+        """Raise RunTakenError if another driver has taken the run since."""
+        newest = _newest(self.run)
+        holder = _read_claim(self.run, max(newest, self.number))
+        if holder is None and newest <= self.number:
+            return
+        if holder is not None and holder.driver_id == self.claim.driver_id:
+            return
+        who = "another driver" if holder is None else f"process {holder.pid} on {holder.host}"
+        since = "" if holder is None else f" at {_moment(holder.started)}"
+        raise RunTakenError(
+            f"the run at {self.run.store.shown_uri} was taken over by {who}{since}; "
+            "this driver stops and leaves the run to it"
+        )
+
+
+def claims(run: Run) -> list[DriverClaim]:
+    """Who held the run, oldest first."""
+    found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
+    return [claim for claim in found if claim is not None]
+
+
+def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
+    """Raise RunTakenError while another driver may be at work; with `may_take_over` only while it surely is."""
+    state, who = _holder(run)
+    if state == "gone" or (state == "silent" and may_take_over):
+        return
+    if state == "alive":
+        hint = "wait for it, or stop it with `swiftbatch cancel`"
+    else:
+        hint = "if that driver is surely dead or cut off, add --takeover; should it come back, it will stop by itself"
+    raise RunTakenError(f"the run at {run.store.shown_uri} is held by another driver, {who}; {hint}")
+
+
+def has_begun(run: Run) -> bool:
+    """Whether the newest driver has written a beat: from then on it takes requests to cancel."""
+    progress = run.progress()
+    return progress is not None and progress.epoch >= _newest(run)
+
+
+def _holder(run: Run) -> tuple[Liveness, str]:
+    """Whether the newest driver is at work, and who it is; one that has just claimed the run has no beat yet."""
+    newest, progress = _newest(run), run.progress()
+    if progress is not None and progress.epoch >= newest:
+        return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
+    if newest == 0:
+        return "gone", ""
+    claim = _read_claim(run, newest)
+    if claim is None:
+        return "silent", f"of whom nothing is known but the damaged {_path(newest)}"
+    state = process_liveness(run.store, claim.host, claim.pid, claim.process, claim.started)
+    return state, _who(claim.host, claim.pid, claim)
+
+
+def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
+    age = time.time() - (sign.updated if isinstance(sign, Progress) else sign.started)
+    heard = f"last heard of {age:.0f} s ago" if age >= 0 else "whose clock is ahead of ours"
+    return f"process {pid} on {host}, since {_moment(sign.started)}, {heard}"
+
+
+def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
+    """Write the claim to an epoch; False where another's is there, or may be about to be.
+
+    An object store has no write that excludes others, but it lists what is there: of two who bid and then look, at most
+    one is alone.
+    """
+    if run.store.is_local:
+        return run.store.write_new(_path(number), pretty(claim))
+    bid = f"{number:04d}.{claim.driver_id}.bid"
+    run.store.write(f"{FOLDER}/{bid}", pretty(claim.model_copy(update={"started": time.time()})))
+    try:
+        others = [name for name in run.store.list(FOLDER) if name.startswith(f"{number:04d}.") and name != bid]
+        if not all(_is_stale_bid(run, f"{FOLDER}/{name}") for name in others):
+            return False
+        return run.store.write_new(_path(number), pretty(claim))
+    finally:
+        run.store.delete(f"{FOLDER}/{bid}")
+
+
+def _is_stale_bid(run: Run, path: str) -> bool:
+    """Whether a bid was left by one that was killed; it goes away then."""
+    if not path.endswith(".bid"):
+        return False
+    bid = _read(run, path)
+    if bid is not None and process_liveness(run.store, bid.host, bid.pid, bid.process, bid.started) == "alive":
+        return False
+    run.store.delete(path)
+    return True
+
+
+def _read_claim(run: Run, number: int) -> DriverClaim | None:
+    return _read(run, _path(number))
+
+
+def _read(run: Run, path: str) -> DriverClaim | None:
+    """A claim; None where it is absent or damaged: its number alone still counts."""
+    try:
+        return read_model(run.store, path, DriverClaim)
+    except RunError:
+        return None
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _newest(run: Run) -> int:
+    numbers = (name.removesuffix(".json") for name in run.store.list(FOLDER))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _path(epoch: int) -> str:
+    return f"{FOLDER}/{epoch:04d}.json"

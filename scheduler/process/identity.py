@@ -1,0 +1,64 @@
+"""Which process is meant, where two may have the same number: in two containers, or before and after a restart."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from pathlib import Path
+
+from jobs.run.records import ProcessKey
+
+START_FIELD = 19  # of /proc/PID/stat, counted after the name, which may hold anything
+STATE_FIELD = 0
+ENDED_STATES = {"Z", "X", "x"}
+
+
+@functools.cache
+def _own_key(pid: int) -> ProcessKey | None:
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return ProcessKey(boot_id=boot_id, pid_namespace=os.readlink("/proc/self/ns/pid"), start_ticks=_start(pid))
+    except (OSError, ValueError, IndexError):  # no Linux, or a /proc that shows less
+        return None
+
+
+def own_key() -> ProcessKey | None:
+    """What tells this process from others with its number; None where the system does not say."""
+    return _own_key(os.getpid())
+
+
+def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
+    """Whether a process has surely ended; False for one that can't be seen from here.
+
+    Without a `key` the host's name has to do: two hosts with one name would be taken for each other.
+    """
+    if key is None:
+        return host == socket.gethostname() and not _exists(pid)
+    own = own_key()
+    if own is None or (key.boot_id, key.pid_namespace) != (own.boot_id, own.pid_namespace):
+        return False
+    try:
+        return _start(pid) != key.start_ticks
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return not _exists(pid)
+
+
+def _start(pid: int) -> int:
+    """When a process began, in clock ticks since the machine did. Raises FileNotFoundError where it has ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    if fields[STATE_FIELD] in ENDED_STATES:
+        raise FileNotFoundError(pid)
+    return int(fields[START_FIELD])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,68 @@
+"""Cancel a run or a job, whether its driver is alive or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from jobs.job import JobRecord
+from jobs.run.run import Run, RunError
+from scheduler.driver.backlog import cancel_job, count_jobs
+from scheduler.driver.heartbeat import STALE_SECONDS, liveness
+from scheduler.driver.hold import Hold
+from scheduler.driver.takeover import RunTakenError, has_begun
+
+POLL_SECONDS = 0.1
+
+
+def find_job(run: Run, custom_id: str) -> JobRecord:
+    """The run's job of that `custom_id`. Raises RunError."""
+    for record in run.jobs():
+        if record.job.custom_id == custom_id:
+            return record
+    raise RunError(f"no job {custom_id!r} in the run at {run.store.shown_uri}; its jobs are in jobs.parquet")
+
+
+def cancel_jobs(run: Run, custom_id: str | None) -> str:
+    """Cancel one job, or all unfinished ones; returns a line for the user. Raises RunError, StoreError."""
+    chosen = run.jobs() if custom_id is None else [find_job(run, custom_id)]
+    unfinished = _unfinished(run, chosen)
+    if not unfinished:
+        return "nothing to cancel: it has ended already"
+    what = f"{len(unfinished)} jobs" if custom_id is None else f"job {custom_id}"
+    while True:
+        try:
+            # a driver that comes back from a long silence must not go on with what is cancelled
+            with Hold(run, may_take_over=True) as hold:
+                _cancel(run, hold, chosen, is_whole_run=custom_id is None)
+            return f"cancelled {what}"
+        except RunTakenError:
+            if _is_asked(run, None if custom_id is None else chosen[0].job_id):
+                return f"asked the driver to cancel {what}"
+
+
+def _cancel(run: Run, hold: Hold, chosen: Sequence[JobRecord], *, is_whole_run: bool) -> None:
+    unfinished = _unfinished(run, chosen)
+    run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
+    for record in unfinished:
+        cancel_job(run, record)
+    run.write_output(hold.epoch.check)
+    if count_jobs(run)["pending"]:
+        hold.end("interrupted")
+    else:
+        hold.end("cancelled" if is_whole_run else "finished")
+
+
+def _is_asked(run: Run, job_id: str | None) -> bool:
+    """Ask the driver to cancel a job, or all; False where it ended before it can have seen that."""
+    last = time.monotonic() + STALE_SECONDS
+    while not has_begun(run) and time.monotonic() < last:
+        time.sleep(POLL_SECONDS)  # it would forget the request as one from before
+    run.request_cancel(job_id)
+    progress = run.progress()
+    return progress is not None and liveness(run, progress) == "alive"
+
+
+def _unfinished(run: Run, chosen: Sequence[JobRecord]) -> list[JobRecord]:
+    ended = set().union(*run.ended())
+    return [record for record in chosen if record.job_id not in ended]

@@ -1,0 +1,107 @@
+"""Job files where they lie: in a folder on a disk, or in an object store."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+
+from jobs.input.input_file import InputFileError, odd_kind
+from jobs.input.reader import Reject, read_jobs
+from jobs.job import Job
+from jobs.storage.store import Store
+from jobs.storage.uris import shown_uri
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+LOST_AND_FOUND = "lost+found"  # a file system's own, which it lets nobody read
+
+Identity = tuple[int, int]  # of a folder: device and inode
+
+
+def job_files(folder: Store) -> tuple[list[str], dict[str, str]]:
+    """The paths of all job files in a folder and in the folders below it, sorted, by the ends of their names.
+
+    With them what could not be looked into on a disk, and why: folders, links, and what is neither file nor folder.
+    Names that start with '.' are passed over: so are files that are still being written under such a name.
+    Raises StoreError where the folder itself can't be listed.
+    """
+    folder.list("")
+    paths, skipped = _walk_disk(folder.uri) if folder.is_local else (_walk(folder, ""), {})
+    return sorted(paths), skipped
+
+
+def digest_of(folder: Store, path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal. Raises StoreError."""
+    with tempfile.TemporaryFile() as copy:
+        folder.copy_to(path, copy)
+        copy.seek(0)
+        return hashlib.file_digest(copy, "sha256").hexdigest()
+
+
+def read_job_file(uri: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Reject]]:
+    """`read_jobs` of a file that may be in an object store. Raises InputFileError, StoreError."""
+    if "://" not in uri:
+        return read_jobs(uri, run_seed)
+    folder_uri, name = _split(uri)
+    with tempfile.NamedTemporaryFile() as copy:
+        if not Store(folder_uri).copy_to(name, copy):
+            raise InputFileError(f"cannot read the job file {shown_uri(uri)}: found none there; expected a JSONL file")
+        copy.flush()
+        try:
+            return read_jobs(copy.name, run_seed)
+        except InputFileError as error:
+            raise InputFileError(str(error).replace(copy.name, shown_uri(uri))) from None
+
+
+def joined(folder_uri: str, path: str) -> str:
+    """The URI of a path below a folder; what follows a '?' stays at the end."""
+    place, mark, query = folder_uri.partition("?") if "://" in folder_uri else (folder_uri, "", "")
+    return f"{place.rstrip('/')}/{path}{mark}{query}"
+
+
+def _walk(folder: Store, below: str) -> Iterator[str]:
+    for name in folder.list(below):
+        path = f"{below}/{name}" if below else name
+        if not folder.exists(path):
+            yield from _walk(folder, path)
+        elif name.endswith(SUFFIXES):
+            yield path
+
+
+def _walk_disk(root: str) -> tuple[list[str], dict[str, str]]:
+    paths, skipped = [], {}
+    waiting: list[tuple[str, tuple[Identity, ...]]] = [("", ())]
+    while waiting:
+        path, above = waiting.pop()
+        try:
+            status, names = _look_at(os.path.join(root, path))
+        except OSError as error:
+            is_dangling = isinstance(error, FileNotFoundError)
+            skipped[path] = "a link that leads nowhere" if is_dangling else error.strerror or str(error)
+            continue
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            skipped[path] = "a link to a folder that it is in"
+        elif names is not None:
+            below = [f"{path}/{name}" if path else name for name in names if name[0] != "." and name != LOST_AND_FOUND]
+            waiting += [(name, (*above, identity)) for name in below]
+        elif kind := odd_kind(status.st_mode):
+            skipped[path] = f"{kind}, no file"
+        elif path.endswith(SUFFIXES):
+            paths.append(path)
+    return paths, skipped
+
+
+def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
+    """What is there, and the names in it where it is a folder."""
+    status = os.stat(place)
+    return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None
+
+
+def _split(uri: str) -> tuple[str, str]:
+    """The URI of the folder that a file is in, and the file's name."""
+    place, mark, query = uri.partition("?")
+    folder, _, name = place.rpartition("/")
+    return f"{folder}{mark}{query}", name

@@ -1,0 +1,123 @@
+"""From a job file to a run folder: read, count prompt tokens, refuse what can't run, add the rest."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jobs.input.reader import Reject
+from jobs.job import Job, JobRecord
+from jobs.run.run import Run, RunError, RunManifest
+from scheduler.driver.hold import Hold
+from scheduler.runs.job_files import read_job_file
+from scheduler.runs.settings import Settings, kept_or_new_manifest, with_model
+from worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
+from worker.model.files import ModelFiles, locate_model
+from worker.model.text import TextCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class StrictError(ValueError):
+    """A file with rejects was submitted with `--strict`."""
+
+    def __init__(self, path: str, rejects: Sequence[Reject]) -> None:
+        first = rejects[0]
+        super().__init__(
+            f"{path}, line {first.line_number}: {first.reason} (rejected lines: {len(rejects)}; "
+            "--strict refuses the file, nothing was submitted)"
+        )
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that is held, with the file's jobs in it, and what was refused."""
+
+    run: Run
+    hold: Hold
+    records: list[JobRecord]
+    rejects: list[Reject]
+
+
+@contextmanager
+def submission(
+    path: str, run_uri: str, settings: Settings, is_strict: bool, may_take_over: bool = False
+) -> Iterator[Submission]:
+    """Add the file's jobs to the run at `run_uri`, which is made if there is none. `path` may be a URI, too.
+
+    The run is held from before the first change in its folder until the block ends. Raises InputFileError, KVRoomError
+    (for the folder of `--kv-offload`), StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
+    `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
+    """
+    manifest = kept_or_new_manifest(run_uri, settings)
+    jobs, rejects = read_job_file(path, manifest.seed)
+    files = locate_model(manifest.model)
+    manifest = with_model(manifest, files)
+    records, refused = make_records(jobs, files, _kv_room(manifest, files, settings))
+    rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
+    if rejects and is_strict:
+        raise StrictError(path, rejects)
+    planned = Run.planned(run_uri, manifest, settings.retries)
+    with Hold(planned, may_take_over, forgets_cancel=True) as hold:
+        run = planned.made()
+        if run.manifest.run_id != manifest.run_id:
+            raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
+        records, changed = _without_changed(run, records)
+        rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
+        run.add_jobs(records)
+        run.write_rejects(rejects)
+        yield Submission(run, hold, records, rejects)
+
+
+def make_records(
+    jobs: Sequence[tuple[int, Job]], files: ModelFiles, room: KVRoom | None = None
+) -> tuple[list[JobRecord], list[Reject]]:
+    """Count each prompt's tokens; a job that does not fit the model's positions, or the caches' room, is a reject."""
+    codec = TextCodec(files)
+    records, rejects = [], []
+    for line_number, job in jobs:
+        try:
+            num_prompt_tokens = len(codec.encode_job(job))
+            _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
+            if room is not None:
+                room.refuse_too_long(num_prompt_tokens + job.sampling.max_tokens)
+        except ValueError as error:
+            rejects.append(Reject(line_number, job.custom_id, str(error)))
+        else:
+            records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
+    return records, rejects
+
+
+def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
+    """Where this machine's workers keep caches; None where that can't be known here. Raises KVRoomError."""
+    if settings.address is not None:
+        return None
+    kv_offload = settings.kv_offload or manifest.kv_offload
+    check_folder(kv_offload)
+    place = place_of_caches(manifest.device, kv_offload)
+    num_bytes = bytes_per_position(files.path, manifest.dtype)
+    return None if place is None or num_bytes is None else KVRoom(place, num_bytes)
+
+
+def _refuse_too_long(num_prompt_tokens: int, max_tokens: int, files: ModelFiles) -> None:
+    num_positions = num_prompt_tokens + max_tokens
+    if num_positions > files.max_positions:
+        raise ValueError(
+            f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {num_positions} "
+            f"positions, expected at most the model's {files.max_positions}"
+        )
+
+
+def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord], list[Reject]]:
+    """Refuse jobs whose `custom_id` the run knows with another prompt or sampling: results would be ambiguous."""
+    known = {record.job.custom_id: record.job_id for record in run.jobs()}
+    reason = "field 'custom_id': this run has it with another prompt or sampling; use a new custom_id or a new run"
+    kept, rejects = [], []
+    for record in records:
+        if known.get(record.job.custom_id, record.job_id) == record.job_id:
+            kept.append(record)
+        else:
+            rejects.append(Reject(record.line_number, record.job.custom_id, reason))
+    return kept, rejects

@@ -1,0 +1,48 @@
+"""The text of a job so far, from its result or its token log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Run
+from scheduler.driver.heartbeat import current_progress
+from scheduler.runs.cancellation import find_job
+
+POLL_SECONDS = 1.0
+BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
+
+
+def follow_text(run: Run, custom_id: str, follow: bool) -> Iterator[str]:
+    """Yield the job's text so far; with `follow`, also what comes after, until it ends or its driver does.
+
+    Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
+    """
+    from worker.model.files import locate_model
+    from worker.model.text import TextCodec
+
+    record = find_job(run, custom_id)
+    checkpoints = CheckpointStore(run.store)
+    codec = TextCodec(locate_model(run.manifest.model))
+    num_shown = 0
+    while True:
+        # looked up before the text, so that what was written in between is not missed
+        goes_on = follow and current_progress(run).state == "running" and run.error(record.job_id) is None
+        text = _result_text(run, record.job_id)
+        is_whole = text is not None
+        if text is None:
+            text = codec.decode(checkpoints.read_tokens(record.job_id).tolist()).rstrip(BROKEN_CHARACTER)
+        yield text[num_shown:]
+        num_shown = max(num_shown, len(text))
+        if is_whole or not goes_on:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _result_text(run: Run, job_id: str) -> str | None:
+    line = run.result(job_id)
+    if line is None:
+        return None
+    choice = line["response"]["body"]["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])

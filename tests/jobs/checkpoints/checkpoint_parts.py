@@ -1,0 +1,77 @@
+"""A sequence whose tokens and KV follow from their positions, and its checkpoints, for tests of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.checkpoints.store import CheckpointStore, Segment, SegmentEntry, StateManifest
+from jobs.checkpoints.token_log import TokenIds
+
+JOB = "job-0123456789abcdef"
+NUM_PROMPT_TOKENS = 4
+KV_SHAPE = (6, 4)  # rows and head dimension
+
+
+def tokens_at(start: int, end: int) -> TokenIds:
+    """The tokens [num_positions] at some positions, prompt included."""
+    return (np.arange(start, end, dtype=np.uint32) * 2654435761 % 50_000).astype(np.uint32)
+
+
+def output_ids(num_tokens: int) -> TokenIds:
+    """The first generated tokens."""
+    return tokens_at(NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS + num_tokens)
+
+
+def kv_at(start: int, end: int) -> NDArray[Any]:
+    """KV [num_rows, num_positions, head_dim] of some positions."""
+    num_rows, head_dim = KV_SHAPE
+    rows, columns = np.arange(num_rows)[:, None, None], np.arange(head_dim)
+    return ((rows * 7919 + np.arange(start, end)[:, None] * 31 + columns) % 65_521).astype(np.uint16)
+
+
+class Cache:
+    """A source of KV."""
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        return kv_at(start, end)
+
+
+def segment_of(start: int, end: int) -> Segment:
+    return Segment(start, tokens_at(start, end), kv_at(start, end))
+
+
+def write_state(
+    checkpoints: CheckpointStore, attempt: int, ends: list[int], older: tuple[SegmentEntry, ...] = ()
+) -> StateManifest:
+    """Segments up to each of `ends` behind `older` ones, a drafter state at the last end, and their manifest."""
+    segments = list(older)
+    for end in ends:
+        start = segments[-1].end if segments else 0
+        segments.append(checkpoints.write_segment(JOB, attempt, segment_of(start, end)))
+    drafter = checkpoints.write_drafter(JOB, attempt, ends[-1], "suffix", {"table": np.arange(ends[-1])})
+    manifest = StateManifest(segments=tuple(segments), drafter=drafter)
+    checkpoints.write_manifest(JOB, attempt, manifest)
+    return manifest
+
+
+def check_checkpoints(checkpoints: CheckpointStore) -> tuple[int, int]:
+    """All that can be read of the job agrees with the sequence. Returns the numbers of tokens and positions found."""
+    found = checkpoints.read_tokens(JOB)
+    assert found.tolist() == output_ids(len(found)).tolist()
+    most = 0
+    for manifest in checkpoints.read_manifests(JOB):
+        for entry in manifest.segments:
+            segment = checkpoints.read_segment(JOB, entry)
+            if segment is None:
+                break
+            assert (segment.start, segment.end) == (entry.start, entry.end)
+            assert segment.token_ids.tolist() == tokens_at(entry.start, entry.end).tolist()
+            assert np.array_equal(segment.kv, kv_at(entry.start, entry.end))
+            most = max(most, entry.end)
+        if manifest.drafter is not None:
+            state = checkpoints.read_drafter(JOB, manifest.drafter)
+            assert state is None or np.array_equal(state["table"], np.arange(manifest.drafter.num_positions))
+    return len(found), most

@@ -1,0 +1,132 @@
+"""Runs a job's commits in a child process that is killed before its k-th filesystem operation, for k = 1, 2, ...
+
+`python commit_steps.py FOLDER` leaves a run folder `FOLDER/<k>` of each child, and beside it `<k>.acknowledged`: a line
+with the numbers of tokens and positions for each flush that came back. It prints how many operations there are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import numpy as np
+
+from jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from jobs.checkpoints.writer import CheckpointWriter
+from jobs.storage.store import Store
+from tests.jobs.checkpoints.checkpoint_parts import (
+    JOB,
+    NUM_PROMPT_TOKENS,
+    Cache,
+    check_checkpoints,
+    output_ids,
+    tokens_at,
+)
+
+RESULT = f"results/{JOB}.json"
+NUM_POSITIONS = 48  # of the finished sequence
+CHANGING = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate"}
+
+
+class Killer:
+    """Counts the operations that change files, and kills the process before number `last`, or in the midst of it."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._num_steps = 0
+
+    def start(self) -> None:
+        """From now on: Python tells of every operation on files but `fsync`."""
+        os.fsync = self.fsync
+        sys.addaudithook(self._audit)
+
+    def fsync(self, descriptor: int) -> None:
+        """The data may have gone half-way, or all of it, but the file has not got its name yet.
+
+        No real one follows: what a killed process has written stays.
+        """
+        status = os.fstat(descriptor)
+        for size in (status.st_size // 2, status.st_size):
+            if self._is_last_step():
+                if stat.S_ISREG(status.st_mode):
+                    os.ftruncate(descriptor, size)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if (event in CHANGING or (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR))) and self._is_last_step():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_last_step(self) -> bool:
+        self._num_steps += 1
+        return self._num_steps == self._last
+
+
+def run_attempt(store: Store, num_positions: int, acknowledged: int | None = None) -> None:
+    """Go on from what is there until the cache holds `num_positions`, in two rounds."""
+    checkpoints = CheckpointStore(store)
+    attempt = checkpoints.claim(JOB, f"w{os.getpid()}", "cpu")
+    num_tokens, num_loaded = check_checkpoints(checkpoints)
+    manifests = checkpoints.read_manifests(JOB)
+    segments = manifests[0].segments if manifests else ()
+    if attempt > 1:
+        record = ResumeRecord(
+            kind="kv" if segments else "replay",
+            num_recovered_tokens=num_tokens,
+            num_recomputed_tokens=0,
+            num_loaded_positions=num_loaded,
+            seconds=0.1,
+            resumed=3e9,
+        )
+        checkpoints.write_resume(JOB, attempt, record)
+    writer = CheckpointWriter(checkpoints, 16, lambda *_: None)
+    writer.open(JOB, attempt, "suffix", Cache(), segments)
+    for end in (max(num_loaded, num_positions - 10), num_positions):
+        writer.put_tokens(JOB, output_ids(end - NUM_PROMPT_TOKENS))
+        writer.put_state(JOB, tokens_at(0, end), {"table": np.arange(end)})
+        assert writer.flush(60)
+        if acknowledged is not None:
+            os.write(acknowledged, f"{end - NUM_PROMPT_TOKENS} {end}\n".encode())
+    writer.close(JOB)
+    writer.stop()
+
+
+def finish(store: Store) -> None:
+    """The result first, then the checkpoints go."""
+    store.write(RESULT, output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes())
+    CheckpointStore(store).clear(JOB)
+
+
+def run_child(folder: Path, last: int) -> NoReturn:
+    signal.alarm(60)  # a child that hangs, or writes without end, must not outlive the test
+    acknowledged = os.open(f"{folder}.acknowledged", os.O_WRONLY | os.O_CREAT)
+    Killer(last).start()
+    store = Store(str(folder))
+    run_attempt(store, 20, acknowledged)
+    run_attempt(store, NUM_POSITIONS, acknowledged)
+    finish(store)
+    os._exit(0)
+
+
+def main(folder: Path) -> None:
+    for last in count(1):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_child(folder / f"{last}", last)
+            finally:
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            print(last - 1)
+            sys.exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""`kill -9` at every step of the commit protocol: what was acknowledged is there, and the run goes on to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.storage.store import Store
+from tests.jobs.checkpoints.checkpoint_parts import JOB, NUM_PROMPT_TOKENS, check_checkpoints, output_ids
+from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, RESULT, finish, run_attempt
+
+SCRIPT = Path(__file__).parent / "commit_steps.py"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The run folders of processes that were killed before their first, second, ... operation on files."""
+    folder = tmp_path_factory.mktemp("killed")
+    # in a process of its own: this one has threads by now, and a child that is forked off may wait for them for ever
+    script = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=300, check=False)
+    assert script.returncode == 0, script.stderr
+    num_steps = int(script.stdout)
+    assert num_steps > 100
+    return [folder / f"{last}" for last in range(1, num_steps + 1)]
+
+
+def acknowledged(folder: Path) -> tuple[int, int]:
+    """Numbers of tokens and positions that the last flush made durable."""
+    lines = Path(f"{folder}.acknowledged").read_text().splitlines()
+    num_tokens, num_positions = lines[-1].split() if lines else (0, 0)
+    return int(num_tokens), int(num_positions)
+
+
+def expected_result() -> bytes:
+    return output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes()
+
+
+def test_what_was_flushed_is_there_wherever_the_process_was_killed(
+    killed: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in killed:
+        store, checkpoints = Store(str(folder)), CheckpointStore(Store(str(folder)))
+        result = store.read(RESULT)
+        if result is not None:
+            assert result == expected_result(), folder
+            continue
+        num_tokens, num_positions = check_checkpoints(checkpoints)
+        assert num_tokens >= acknowledged(folder)[0], folder
+        assert num_positions >= acknowledged(folder)[1], folder
+        for manifest in checkpoints.read_manifests(JOB):
+            assert all(checkpoints.read_segment(JOB, entry) for entry in manifest.segments), folder
+            assert manifest.drafter is None or checkpoints.read_drafter(JOB, manifest.drafter), folder
+    # a kill leaves files unwritten, never a damaged one
+    assert {record.getMessage().split(": ")[1].split(";")[0] for record in caplog.records} <= {"found no file"}
+
+
+def test_a_run_that_was_killed_anywhere_is_resumed_to_its_end(
+    killed: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # only its time would show here
+    for folder in killed:
+        store = Store(str(folder))
+        if not store.exists(RESULT):
+            run_attempt(store, NUM_POSITIONS)
+            finish(store)
+            assert store.list("checkpoints") == []
+        assert store.read(RESULT) == expected_result()
+        assert store.list("results") == [f"{JOB}.json"]

@@ -1,0 +1,33 @@
+"""What a token log promises: its tokens come back, or it says that it is damaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.checkpoints.state_file import decode_state
+from jobs.checkpoints.token_log import DamagedFileError, TokenIds, decode_tokens, encode_tokens
+
+TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.array(ids, dtype=np.uint32))
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3, np.int64), np.zeros((1, 3), np.uint32)])
+def test_token_ids_of_another_type_or_shape_are_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected uint32"):
+        encode_tokens(wrong)
+
+
+@given(token_ids=TOKEN_IDS)
+def test_a_token_log_gives_back_its_tokens(token_ids: TokenIds) -> None:
+    assert np.array_equal(decode_tokens(encode_tokens(token_ids)), token_ids)
+
+
+@given(data=st.binary(max_size=60))
+def test_bytes_that_are_no_log_and_no_state_are_told_apart(data: bytes) -> None:
+    for decode in (decode_tokens, decode_state):
+        with pytest.raises(DamagedFileError, match="found"):
+            decode(data)

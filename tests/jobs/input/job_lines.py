@@ -1,0 +1,25 @@
+"""Good input lines, and reading some lines as a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jobs.input.reader import Reject, read_jobs
+from jobs.job import Job
+
+GOOD = {"custom_id": "good", "prompt": "Once", "max_tokens": 5}
+CHAT = {"custom_id": "talk", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+
+
+def read(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[Job], list[Reject]]:
+    """Read lines: bytes as they are, anything else as JSON."""
+    path = folder / "jobs.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    jobs, rejects = read_jobs(str(path), run_seed)
+    return [job for _, job in jobs], rejects
+
+
+def batch(body: dict[str, Any], url: str = "/v1/completions", **changes: Any) -> dict[str, Any]:
+    return {"custom_id": "b", "method": "POST", "url": url, "body": body} | changes

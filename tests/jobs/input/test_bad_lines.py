@@ -1,0 +1,111 @@
+"""What a user is told about a bad line: the field, what was found, what was expected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
+
+BAD_LINES: list[tuple[Any, list[str]]] = [
+    (b"{broken", ["not JSON", "column"]),
+    (b"[1]", ["[1]", "expected a JSON object"]),
+    (b"[" * 100_000, ["nested too deeply"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}", ["thousands of digits"]),
+    (b'{"custom_id": "a", "prompt": "x", "prompt": "y", "max_tokens": 1}', ['"prompt"', "twice"]),
+    (b'{"custom_id": "a", "prompt": "\xff", "max_tokens": 1}', ["not UTF-8", "0xff", "byte 31"]),
+    (b'{"custom_id": "a", "prompt": "\\ud800", "max_tokens": 1}', ["'prompt'", "UTF-8"]),
+    (GOOD | {"temprature": 1}, ['unknown field "temprature"', "temperature", "max_tokens", "prompt"]),
+    (GOOD | {"\x1b[31m": 1}, ['unknown field "\\u001b[31m"']),
+    ({"custom_id": "a", "max_tokens": 5}, ["'prompt' and 'messages'", "neither"]),
+    (GOOD | CHAT, ["'prompt' and 'messages'", "both"]),
+    (GOOD | {"prompt": ""}, ["'prompt'", '""', "at least 1 character"]),
+    (GOOD | {"prompt": ["Once"]}, ["'prompt'", '["Once"]', "a string"]),
+    (CHAT | {"messages": []}, ["'messages'", "at least 1 item"]),
+    (CHAT | {"messages": [{"role": "user"}]}, ["'messages[0].content'", "nothing"]),
+    (CHAT | {"messages": [{"role": "user", "content": "x", "name": "y"}]}, ["messages[0].name", "role, content"]),
+    ({"prompt": "x", "max_tokens": 5}, ["'custom_id'", "nothing"]),
+    (GOOD | {"custom_id": ""}, ["'custom_id'", "at least 1 character"]),
+    (GOOD | {"custom_id": "x" * 10_240}, ["'custom_id'", "at most 512 characters"]),
+    ({"custom_id": "a", "prompt": "x"}, ["'max_tokens'", "nothing"]),
+    (GOOD | {"max_tokens": 0}, ["'max_tokens'", "found 0", "greater than or equal to 1"]),
+    (GOOD | {"max_tokens": -3}, ["'max_tokens'", "found -3"]),
+    (GOOD | {"max_tokens": "5"}, ["'max_tokens'", 'found "5"', "a whole number"]),
+    (GOOD | {"max_tokens": True}, ["'max_tokens'", "found true"]),
+    (GOOD | {"max_tokens": 10**30}, ["'max_tokens'", "less than or equal to"]),
+    (GOOD | {"temperature": float("nan")}, ["'temperature'", "NaN", "finite"]),
+    (GOOD | {"temperature": float("inf")}, ["'temperature'", "Infinity", "finite"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "temperature": 1e999}', ["'temperature'", "finite"]),
+    (
+        GOOD | {"temperature": 1e-40},
+        ["'temperature'", "found 1e-40", "0 (greedy) or a value of at least 1e-30"],
+    ),
+    (GOOD | {"repetition_penalty": 1e-300}, ["'repetition_penalty'", "1e-300", "greater than or equal to"]),
+    (GOOD | {"repetition_penalty": 1e300}, ["'repetition_penalty'", "1e+300", "less than or equal to 1000000"]),
+    (GOOD | {"temperature": "hot"}, ["'temperature'", '"hot"', "a number"]),
+    (GOOD | {"temperature": -0.1}, ["'temperature'", "found -0.1"]),
+    (GOOD | {"top_p": 0}, ["'top_p'", "greater than 0"]),
+    (GOOD | {"min_p": 1.5}, ["'min_p'", "less than or equal to 1"]),
+    (GOOD | {"repetition_penalty": 0}, ["'repetition_penalty'", "greater than or equal to"]),
+    (GOOD | {"seed": -1}, ["'seed'", "greater than or equal to 0"]),
+    (GOOD | {"stop": ["x"] * 17}, ["'stop'", "at most 16 items, not 17"]),
+    (GOOD | {"stop": ["x", ""]}, ["'stop[1]'", "at least 1 character"]),
+    (GOOD | {"ignore_eos": "yes"}, ["'ignore_eos'", "true or false"]),
+    (GOOD | {"max_tokens": None}, ["'max_tokens'", "found null", "a whole number"]),
+    (GOOD | {"custom_id": None}, ["'custom_id'", "found null", "a string"]),
+    (GOOD | {"prompt": None}, ["'prompt' and 'messages'", "neither"]),
+    (GOOD | {"colour": None}, ['unknown field "colour"']),
+    (json.dumps(GOOD).encode("utf-16"), ["not UTF-8", "0xff"]),
+    (json.dumps(GOOD).encode("utf-16-be"), ["not JSON"]),
+    (b"\0" + json.dumps(GOOD).encode(), ["not JSON"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "body": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, ["deeply"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "seed": -0.0}', ["'seed'", "found -0.0"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1e3}', ["'max_tokens'", "found 1000.0"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "temperature": NaN}', ["'temperature'", "finite"]),
+    (GOOD | {"seed": 2**63}, ["'seed'", "less than or equal to"]),
+    (batch({"prompt": "x", "max_tokens": 1}, method="GET"), ["'method'", '"GET"', "'POST'"]),
+    (batch({"input": "x"}, "/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
+    (GOOD | {"body": {}}, ["'method'", 'unknown field "prompt"']),
+    (batch({"prompt": "x", "max_tokens": 1, "stream": True}), ["'body.stream'", "found true"]),
+    (batch({"prompt": "x", "max_tokens": 1, "n": 2}), ["'body.n'", "found 2", "expected 1"]),
+    (batch({"prompt": "x", "max_tokens": 1, "model": 5}), ["'body.model'", "found 5", "a string"]),
+    (batch({"prompt": "x", "max_tokens": 1, "logprobs": 5}), ['unknown field "body.logprobs"', "ignore_eos"]),
+    (batch({"messages": CHAT["messages"], "max_tokens": 5}), ["'body.prompt'", "nothing"]),
+    (
+        batch({"messages": CHAT["messages"], "max_tokens": 5, "max_completion_tokens": 6}, "/v1/chat/completions"),
+        ["'max_tokens' and 'max_completion_tokens'", "found two limits"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_LINES, ids=["-".join(words) for _, words in BAD_LINES])
+def test_a_bad_line_is_a_reject_with_its_number_and_reason_and_the_others_are_read(
+    tmp_path: Path, line: Any, words: list[str]
+) -> None:
+    jobs, rejects = read(tmp_path, GOOD | {"custom_id": "before"}, line, GOOD | {"custom_id": "after"})
+    assert [job.custom_id for job in jobs] == ["before", "after"]
+    (reject,) = rejects
+    assert reject.line_number == 2
+    assert "expected" in reject.reason
+    assert "\n" not in reject.reason
+    assert [word for word in words if word not in reject.reason] == []
+
+
+def test_a_reject_keeps_the_custom_id_that_could_be_read(tmp_path: Path) -> None:
+    bad = [
+        GOOD | {"max_tokens": 0},
+        GOOD | {"custom_id": "x" * 10_240},
+        GOOD | {"custom_id": 7},
+        b'{"custom_id": "\\ud800"}',
+    ]
+    _, rejects = read(tmp_path, *bad)
+    assert [reject.custom_id for reject in rejects] == ["good", None, None, None]
+
+
+def test_a_line_with_many_unknown_fields_gives_a_short_reason(tmp_path: Path) -> None:
+    _, (reject,) = read(tmp_path, GOOD | {f"field{number}": 1 for number in range(1000)})
+    assert "and 995 more" in reject.reason
+    assert len(reject.reason) < 2000

@@ -1,0 +1,144 @@
+"""What `read_jobs` promises: every line is a job or a reject, and a bad one never stops the others."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jobs.input.reader import MAX_LINE_BYTES, InputFileError, read_jobs
+from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
+
+
+def test_both_forms_of_a_line_give_the_same_job(tmp_path: Path) -> None:
+    (short,), _ = read(tmp_path, GOOD | {"temperature": 0, "stop": "END"})
+    body = {"model": "any", "prompt": "Once", "max_tokens": 5, "temperature": 0.0, "stop": ["END"], "n": 1}
+    (long,), _ = read(tmp_path, batch(body | {"stream": False}, custom_id="good"))
+    assert short == long
+    assert short.sampling.stop == ("END",)
+
+
+def test_both_forms_of_a_chat_line_give_the_same_job(tmp_path: Path) -> None:
+    (short,), _ = read(tmp_path, CHAT)
+    body = {"messages": CHAT["messages"], "max_completion_tokens": 5}
+    (long,), _ = read(tmp_path, batch(body, "/v1/chat/completions", custom_id="talk"))
+    assert short == long
+    assert short.messages is not None
+    assert short.messages[0].content == "Hello"
+
+
+def test_null_stands_for_the_default_of_a_field_that_has_one(tmp_path: Path) -> None:
+    nulls = dict.fromkeys(["temperature", "top_p", "seed", "stop", "ignore_eos", "messages"])
+    (plain, short), _ = read(tmp_path, GOOD, GOOD | nulls | {"custom_id": "other"})
+    assert short.sampling == plain.sampling.model_copy(update={"seed": short.sampling.seed})
+    body = {"messages": CHAT["messages"], "max_completion_tokens": 7, "max_tokens": None, "n": None, "stream": None}
+    other = body | {"max_completion_tokens": None, "max_tokens": 7}
+    lines = [batch(values, "/v1/chat/completions", custom_id=name) for name, values in (("a", body), ("b", other))]
+    jobs, rejects = read(tmp_path, *lines)
+    assert rejects == []
+    assert [job.sampling.max_tokens for job in jobs] == [7, 7]
+
+
+def test_a_missing_seed_follows_from_run_seed_and_custom_id(tmp_path: Path) -> None:
+    def seeds(run_seed: int) -> list[int | None]:
+        jobs, _ = read(
+            tmp_path, GOOD, GOOD | {"custom_id": "other"}, GOOD | {"custom_id": "own", "seed": 7}, run_seed=run_seed
+        )
+        return [job.sampling.seed for job in jobs]
+
+    assert seeds(1) == seeds(1)
+    assert seeds(1)[:2] != seeds(2)[:2]
+    assert len({*seeds(1), *seeds(2)}) == 5
+    assert seeds(1)[2] == 7
+
+
+def test_a_duplicate_custom_id_is_a_reject_that_names_the_first_line(tmp_path: Path) -> None:
+    jobs, rejects = read(tmp_path, GOOD | {"max_tokens": 0}, GOOD, b"", GOOD | {"prompt": "Other"})
+    assert [job.prompt for job in jobs] == ["Once"]
+    assert [reject.line_number for reject in rejects] == [1, 4]
+    assert 'found "good" again (first in line 2)' in rejects[1].reason
+
+
+def test_a_file_of_bad_lines_without_end_is_refused_at_some_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.input.reader.MAX_REJECTS", 3)
+    assert len(read(tmp_path, *[b"x"] * 3)[1]) == 3
+    with pytest.raises(InputFileError, match=r"no job file: found over 3 bad lines, the first is line 1: not JSON"):
+        read(tmp_path, *[b"x"] * 4, GOOD)
+
+
+def test_bom_crlf_and_blank_lines_are_fine_and_line_numbers_count_all_lines(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n\r\n  \t\r\n" + json.dumps(CHAT).encode() + b"\r\n"
+    )
+    jobs, rejects = read_jobs(str(path), 1)
+    assert [(number, job.custom_id) for number, job in jobs] == [(1, "good"), (4, "talk")]
+    assert rejects == []
+
+
+def test_a_huge_line_is_a_reject_read_in_bounded_memory_and_the_lines_after_it_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    num_bytes = 400 * 2**20
+    with path.open("wb") as file:
+        file.truncate(num_bytes)  # takes no disk
+        file.seek(num_bytes)
+        file.write(b"\n" + json.dumps(GOOD).encode())
+    tracemalloc.start()
+    try:
+        jobs, rejects = read_jobs(str(path), 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [(number, job.custom_id) for number, job in jobs] == [(2, "good")]
+    assert [reject.line_number for reject in rejects] == [1]
+    assert "too long" in rejects[0].reason
+    assert peak < 3 * MAX_LINE_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_LINE_BYTES, MAX_LINE_BYTES + 1])
+def test_the_limit_of_a_line_with_its_line_end_is_exact(tmp_path: Path, num_bytes: int) -> None:
+    start, end = b'{"custom_id": "a", "max_tokens": 1, "prompt": "', b'"}'
+    line = start + b"x" * (num_bytes - len(start) - len(end) - len(b"\n")) + end
+    jobs, rejects = read(tmp_path, line, GOOD)
+    assert [job.custom_id for job in jobs] == (["a", "good"] if num_bytes == MAX_LINE_BYTES else ["good"])
+    assert len(jobs) + len(rejects) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n\n", b"\xef\xbb\xbf"])
+def test_a_file_without_text_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "jobs.jsonl").write_bytes(content)
+    with pytest.raises(InputFileError, match=r"jobs\.jsonl holds no jobs.*expected"):
+        read_jobs(str(tmp_path / "jobs.jsonl"), 1)
+
+
+def test_a_missing_file_and_a_directory_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match=r"nowhere\.jsonl: No such file"):
+        read_jobs(str(tmp_path / "nowhere.jsonl"), 1)
+    with pytest.raises(InputFileError, match=r"Is a directory; expected a JSONL file"):
+        read_jobs(str(tmp_path), 1)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from(
+    ["custom_id", "prompt", "messages", "max_tokens", "temperature", "seed", "stop", "method", "url", "body", "model"]
+)
+OBJECTS = st.dictionaries(FIELDS, JSON_VALUES, max_size=5).map(lambda values: json.dumps(GOOD | values).encode())
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(OBJECTS | JSON_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)))
+def test_whatever_a_file_holds_every_line_with_text_is_a_job_or_a_reject(tmp_path: Path, lines: list[bytes]) -> None:
+    lines = [line.replace(b"\n", b"") for line in lines] + [json.dumps(GOOD | {"custom_id": "last one"}).encode()]
+    jobs, rejects = read(tmp_path, b"", *lines)
+    assert jobs[-1].custom_id == "last one"
+    assert len(jobs) + len(rejects) == sum(bool(line.strip()) for line in lines)

@@ -1,0 +1,57 @@
+"""A manifest, a heartbeat and job records for tests of runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jobs.job import Job, JobRecord
+from jobs.run.run import Progress, RunManifest, WorkerStatus
+from jobs.sampling import SamplingParams
+
+MANIFEST = RunManifest(
+    run_id="run-1",
+    created=1.5,
+    model="embedded",
+    model_fingerprint="f1",
+    engine="suffix",
+    dtype="bfloat16",
+    device="cpu",
+    num_threads=1,
+    seed=7,
+    versions={"torch": "2.13.0"},
+    exactness="exact",
+    cpu_capability="AVX512",
+)
+PROGRESS = Progress(
+    state="running",
+    updated=2.0,
+    started=1.0,
+    jobs={"pending": 1, "running": 1},
+    num_generated_tokens=10,
+    tokens_per_second=2.5,
+    eta_seconds=None,
+    workers=(WorkerStatus(id="w0", host="here", pid=12, jobs=("a",)),),
+    driver_host="here",
+    driver_pid=11,
+)
+FINISHED: dict[str, Any] = {
+    "custom_id": "a",
+    "response": {
+        "body": {
+            "choices": [{"text": "once", "finish_reason": "length"}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+            "metrics": {},
+        }
+    },
+    "error": None,
+}
+
+
+def failed_line(code: str) -> dict[str, Any]:
+    return {"custom_id": "a", "response": None, "error": {"code": code, "message": "why"}}
+
+
+def make_record(custom_id: str, line_number: int = 1, prompt: str = "Once") -> JobRecord:
+    sampling = SamplingParams(max_tokens=5, seed=1, stop=("END",))
+    job = Job(custom_id=custom_id, url="/v1/completions", prompt=prompt, sampling=sampling)
+    return JobRecord(job.job_id("f1"), job, line_number, 3)

@@ -1,0 +1,91 @@
+"""What output lines promise: the form of OpenAI Batch, with usage and metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from jobs.input.json_lines import dump_line
+from jobs.job import Job, JobRecord
+from jobs.run.results import error_line, success_line
+from jobs.sampling import SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=5, seed=1)
+COMPLETION = Job(custom_id="a", url="/v1/completions", prompt="Once", sampling=SAMPLING)
+CHAT = Job.model_validate_json(
+    COMPLETION.model_copy(update={"url": "/v1/chat/completions", "prompt": None})
+    .model_dump_json()
+    .replace('"messages":null', '"messages":[{"role":"user","content":"Hello"}]')
+)
+
+
+def line_of(job: Job, **metrics: object) -> dict[str, object]:
+    record = JobRecord("a-1", job, 4, 3)
+    token_ids = np.array([7, 8], dtype=np.uint32)
+    return success_line(record, "run-1", "upon", "length", model="embedded", token_ids=token_ids, metrics=metrics)
+
+
+def test_a_completion_is_a_line_of_openai_batch() -> None:
+    line = json.loads(dump_line(line_of(COMPLETION, num_drafts=2)))
+    created = line["response"]["body"].pop("created")
+    assert isinstance(created, int)
+    assert line == {
+        "id": "batch_req_a-1",
+        "custom_id": "a",
+        "response": {
+            "status_code": 200,
+            "request_id": "run-1",
+            "body": {
+                "id": "cmpl-a-1",
+                "object": "text_completion",
+                "model": "embedded",
+                "choices": [
+                    {
+                        "index": 0,
+                        "text": "upon",
+                        "finish_reason": "length",
+                        "token_ids_sha256": hashlib.sha256(struct.pack("<II", 7, 8)).hexdigest(),
+                    }
+                ],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+                "metrics": {"num_drafts": 2},
+            },
+        },
+        "error": None,
+    }
+
+
+def test_a_chat_job_gets_a_message_of_the_assistant() -> None:
+    body = json.loads(dump_line(line_of(CHAT)))["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["id"] == "chatcmpl-a-1"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "upon"}
+    assert "text" not in body["choices"][0]
+
+
+def test_a_metric_that_is_no_finite_number_is_null_and_does_not_lose_the_result() -> None:
+    metrics = line_of(COMPLETION, speed=float("nan"), rate=float("inf"), good=0.5)["response"]["body"]["metrics"]  # type: ignore[index]
+    assert metrics == {"speed": None, "rate": None, "good": 0.5}
+
+
+def test_a_job_that_did_not_finish_has_an_error_and_no_response() -> None:
+    line = error_line(JobRecord("a-1", COMPLETION, 4, 3), "cancelled", "cancelled by the user")
+    assert line == {
+        "id": "batch_req_a-1",
+        "custom_id": "a",
+        "response": None,
+        "error": {"code": "cancelled", "message": "cancelled by the user"},
+    }
+
+
+def test_any_text_stays_on_one_line_and_comes_back(tmp_path: Path) -> None:
+    text = "a\nb\r\x0b\x0c\x1c\x85\u2028\u2029 \u00e4\u4e2d\U0001f600 \ud800 \\u2028"
+    data = dump_line({"text": text})
+    (tmp_path / "line.json").write_bytes(data)
+    assert len((tmp_path / "line.json").read_text(encoding="utf-8").splitlines()) == 1
+    assert json.loads(data) == {"text": text}
+    assert "\u00e4\u4e2d\U0001f600".encode() in data

@@ -1,0 +1,121 @@
+"""What the output of a run promises: every finished and failed job once, in input order."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+
+from jobs.run.run import Run
+from jobs.run.run_files import NUM_READ_AHEAD
+from jobs.storage.local_folder import LocalFolder
+from jobs.storage.store import Store
+from tests.jobs.run.run_parts import MANIFEST, make_record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+
+
+def finished_line(custom_id: str, text: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    body = {
+        "choices": [{"text": text, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+        "metrics": metrics,
+    }
+    return {"custom_id": custom_id, "response": {"body": body}, "error": None}
+
+
+def failed_line(custom_id: str, code: str) -> dict[str, Any]:
+    return {"custom_id": custom_id, "response": None, "error": {"code": code, "message": "why"}}
+
+
+def read_table(store: Store) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = parquet.read_table(io.BytesIO(store.read("output.parquet") or b"")).to_pylist()
+    return rows
+
+
+def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> None:
+    records = [make_record(custom_id) for custom_id in ("d", "c", "b", "a", "pending")]
+    run.add_jobs(records)
+    run.write_result(records[3].job_id, finished_line("a", "A \u2028 B\n", {"num_drafts": 2, "speed": 1, "note": "x"}))
+    run.write_error(records[2].job_id, failed_line("b", "cancelled"))
+    run.write_error(records[1].job_id, failed_line("c", "attempts_exhausted"))
+    run.write_result(
+        records[0].job_id, finished_line("d", "D", {"speed": 0.5, "text": 7, "error_code": 1, "gone": None})
+    )
+    run.write_error(records[0].job_id, failed_line("d", "too early"))
+    run.write_output()
+    lines = (run.store.read("output.jsonl") or b"").decode().splitlines()
+    assert [json.loads(line)["custom_id"] for line in lines] == ["d", "c", "b", "a"]
+    rows = read_table(run.store)
+    assert [row["status"] for row in rows] == ["finished", "failed", "cancelled", "finished"]
+    assert [row["text"] for row in rows] == ["D", None, None, "A \u2028 B\n"]
+    assert [row["speed"] for row in rows] == [0.5, None, None, 1.0]
+    assert [row["num_drafts"] for row in rows] == [None, None, None, 2]
+    assert [row["error_code"] for row in rows] == [None, "attempts_exhausted", "cancelled", None]
+    assert set(rows[0]) == {
+        *("custom_id", "status", "text", "finish_reason", "error_code", "error_message"),
+        *("prompt_tokens", "completion_tokens", "num_drafts", "speed"),
+    }
+
+
+def test_output_of_a_run_without_results_is_empty_and_readable(run: Run) -> None:
+    run.add_jobs([make_record("a")])
+    run.write_output()
+    assert run.store.read("output.jsonl") == b""
+    assert read_table(run.store) == []
+
+
+def test_output_is_written_again_after_more_results(run: Run) -> None:
+    records = [make_record(f"job {number}") for number in range(150)]
+    run.add_jobs(records)
+    for num_finished in (1, 150):
+        for record in records[:num_finished]:
+            run.write_result(record.job_id, finished_line(record.job.custom_id, "x", {}))
+        run.write_output()
+        assert [row["custom_id"] for row in read_table(run.store)] == [
+            f"job {number}" for number in range(num_finished)
+        ]
+
+
+def test_results_are_read_several_at_once_in_order_and_not_far_ahead(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [make_record(f"job-{i}") for i in range(NUM_READ_AHEAD + 20)]
+    run.add_jobs(records)
+    for record in records:
+        run.write_result(record.job_id, finished_line(record.job.custom_id, "text", {}))
+    real, paths, num_at_once, most_at_once = LocalFolder.read, list[str](), 0, 0
+
+    def slow_read(folder: LocalFolder, path: str) -> bytes | None:
+        nonlocal num_at_once, most_at_once
+        paths.append(path)
+        num_at_once += 1
+        most_at_once = max(most_at_once, num_at_once)
+        time.sleep(0.003 * (len(paths) % 3))
+        num_at_once -= 1
+        return real(folder, path)
+
+    monkeypatch.setattr(LocalFolder, "read", slow_read)
+    lines = run.output_lines()
+    first = next(lines)
+    assert len([path for path in paths if path.startswith("results/")]) <= NUM_READ_AHEAD
+    found = [first, *lines]
+    assert [line["custom_id"] for _, line in found if line is not None] == [r.job.custom_id for r in records]
+    assert most_at_once > 4
+
+
+def test_an_error_that_names_what_is_not_utf_8_has_its_place_in_both_files(run: Run) -> None:
+    record = make_record("a")
+    run.add_jobs([record])
+    line = failed_line("a", "attempts_failed")
+    line["error"]["message"] = "no file caf\udce9.bin"
+    run.write_error(record.job_id, line)
+    run.write_output()
+    assert b"caf\\udce9.bin" in (run.store.read("output.jsonl") or b"")
+    assert read_table(run.store)[0]["error_message"] == "no file caf\\udce9.bin"

@@ -1,0 +1,167 @@
+"""What a `Store` promises on an S3 server: whole files whatever fails, and ways to reach other servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from io import BytesIO
+from uuid import uuid4
+
+import pytest
+from pyarrow import fs
+
+from jobs.storage.object_stores import CHECKSUMS, open_place
+from jobs.storage.retries import NO_RETRIES
+from jobs.storage.store import Store, StoreError
+from tests import ROOT
+from tests.jobs.storage.fault_proxy import Fault, FaultProxy
+
+
+def test_a_small_file_is_one_request_and_a_big_one_goes_up_in_parts(s3_store: Store, s3_proxy: FaultProxy) -> None:
+    store = Store(s3_store.uri)
+    store.write("small", b"x" * 100_000)
+    assert [request.split()[0] for request in s3_proxy.requests] == ["PUT"]
+    data = os.urandom(60_000_000)
+    store.write("big", memoryview(data))
+    assert sum("partNumber=" in request for request in s3_proxy.requests) == 6
+    assert s3_store.read("big") == data
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "lost"])
+@pytest.mark.parametrize("size", [1000, 6_000_000, 25_000_000])
+def test_a_write_that_fails_at_any_request_leaves_the_old_file_or_the_new_one(
+    s3_store: Store, s3_proxy: FaultProxy, size: int, fault: Fault
+) -> None:
+    store = Store(s3_store.uri, NO_RETRIES)
+    new = os.urandom(size)
+    for number in range(10):
+        s3_store.write("file", b"old")
+        s3_proxy.fail_at(number, fault)
+        num_faults = s3_proxy.num_faults.total()
+        try:
+            store.write("file", new)
+            expected = {new}
+        except StoreError:
+            expected = {b"old", new} if fault == "lost" else {b"old"}
+        assert s3_store.read("file") in expected
+        if s3_proxy.num_faults.total() == num_faults:
+            return
+    raise AssertionError("more requests than expected")
+
+
+@contextlib.contextmanager
+def default_interrupt() -> Iterator[None]:
+    """SIGINT raises, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_in_the_middle_of_a_write_publishes_no_part_of_it(s3_store: Store, s3_proxy: FaultProxy) -> None:
+    def interrupt(method: str, path: str) -> None:
+        if "partNumber=2&" in path:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    new = os.urandom(65_000_000)
+    store = Store(s3_store.uri)
+    s3_store.write("file", b"old")
+    s3_proxy.choose = interrupt
+    with default_interrupt(), pytest.raises(KeyboardInterrupt):
+        store.write("file", new)
+    assert s3_store.read("file") in {b"old", new}
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_old_file(s3_store: Store, s3_proxy: FaultProxy) -> None:
+    program = "import sys; from jobs.store import Store; Store(sys.argv[1]).write('file', bytes(65_000_000))"
+    s3_store.write("file", b"old")
+    writer: list[int] = []
+
+    def kill(method: str, path: str) -> None:
+        if "partNumber=2&" in path:
+            os.kill(writer[0], signal.SIGKILL)
+
+    s3_proxy.choose = kill
+    process = subprocess.Popen([sys.executable, "-c", program, s3_store.uri], cwd=ROOT)
+    writer.append(process.pid)
+    assert process.wait(60) == -signal.SIGKILL
+    assert s3_store.read("file") == b"old"
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(s3_store: Store, s3_proxy: FaultProxy) -> None:
+    new = b"new, and longer than the old one"
+
+    def replace(method: str, path: str) -> None:
+        if method == "GET":
+            s3_proxy.choose = lambda method, path: None
+            s3_store.write("file", new)
+
+    store = Store(s3_store.uri)
+    s3_store.write("file", b"old")
+    s3_proxy.choose = replace
+    assert store.read("file") == new
+    s3_store.write("file", b"old")
+    s3_proxy.choose = replace
+    with pytest.raises(StoreError, match="it was replaced while it was read; try again"):
+        store.copy_to("file", BytesIO())
+
+
+def test_a_big_file_is_not_held_in_memory_twice_on_a_slow_line(s3_store: Store, s3_proxy: FaultProxy) -> None:
+    program = (
+        "import re, sys\n"
+        "from pathlib import Path\n"
+        "from jobs.store import Store\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) * 1024\n"
+        "store, data = Store(sys.argv[1]), memoryview(b'x' * 120_000_000)\n"
+        "store.write('warm', data[:1000])\n"
+        "before = peak()\n"
+        "store.write('file', data)\n"
+        "print(peak() - before)"
+    )
+    s3_proxy.choose = lambda method, path: time.sleep(0.2)
+    command = [sys.executable, "-c", program, s3_store.uri]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 60_000_000
+
+
+def test_a_body_comes_with_its_length_as_other_servers_than_amazons_need_it(
+    s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CHECKSUMS, raising=False)
+    store = Store(s3_store.uri)
+    store.write("small", b"x")
+    store.write("big", bytes(12_000_000))
+    assert s3_proxy.num_without_length == 0
+
+
+def test_the_endpoint_may_stand_in_the_uri(
+    s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    endpoint = s3_proxy.url.removeprefix("http://")
+    store = Store(f"{s3_store.uri}?scheme=http&endpoint_override={endpoint}")
+    store.write("file", b"x")
+    assert s3_store.read("file") == b"x"
+    assert store.shown_uri == s3_store.shown_uri
+
+
+@pytest.mark.parametrize("setting", ["tls_verify_certificates=false", "tls_ca_dir_path=/etc/ssl"])
+def test_settings_of_tls_in_the_uri_stay(s3_uri: str, setting: str) -> None:
+    uri = f"{s3_uri}?{setting}"
+    place = open_place(uri)
+    assert place.filesystem.equals(fs.FileSystem.from_uri(uri)[0])
+    assert not place.filesystem.equals(fs.FileSystem.from_uri(s3_uri)[0])
+
+
+def test_runs_side_by_side_in_one_bucket_do_not_see_each_other(s3_uri: str) -> None:
+    name = uuid4().hex
+    one, ten = Store(f"{s3_uri}/{name}-1"), Store(f"{s3_uri}/{name}-10/")
+    one.write("folder/a", b"x")
+    ten.write("folder/b", b"y")
+    one.delete_folder("folder")
+    assert one.list("folder") == []
+    assert ten.list("folder") == ["b"]

@@ -1,0 +1,107 @@
+"""What `Retries` promise: only what may pass is tried again, with growing pauses, and the bound holds."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs.storage.local_folder import LocalFolder
+from jobs.storage.retries import NO_RETRIES, Retries, is_transient
+from jobs.storage.store import Store, StoreError
+
+
+def failing(num_times: int, error: Exception) -> tuple[Callable[[], str], list[float]]:
+    """A call that fails so often, and the times at which it was made."""
+    calls: list[float] = []
+
+    def call() -> str:
+        calls.append(time.monotonic())
+        if len(calls) <= num_times:
+            raise error
+        return "done"
+
+    return call, calls
+
+
+def test_a_call_that_fails_for_a_while_succeeds_and_every_retry_is_counted() -> None:
+    call, calls = failing(3, OSError(errno.EIO, "Input/output error"))
+    retries: list[None] = []
+    assert Retries(30, lambda: retries.append(None)).call(call) == "done"
+    assert len(calls) == 4
+    assert len(retries) == 3
+
+
+def test_pauses_grow_and_the_bound_holds() -> None:
+    call, calls = failing(1000, OSError("the network is away"))
+    start = time.monotonic()
+    with pytest.raises(OSError, match="away"):
+        Retries(1.5).call(call)
+    assert 1.4 < time.monotonic() - start < 2.5
+    assert 3 <= len(calls) <= 8
+    assert calls[1] - calls[0] >= 0.2
+    assert calls[-1] - start >= 1.4  # the last try is at the bound, not a long pause before it
+
+
+def test_without_seconds_nothing_is_tried_again() -> None:
+    call, calls = failing(1, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="Input/output"):
+        NO_RETRIES.call(call)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied"),
+        FileNotFoundError(errno.ENOENT, "No such file"),
+        OSError(errno.EROFS, "Read-only file system"),
+        ValueError("damaged"),
+    ],
+)
+def test_what_no_second_try_can_change_is_not_tried_again(error: Exception) -> None:
+    assert not is_transient(error)
+    call, calls = failing(1, error)
+    with pytest.raises(type(error)):
+        Retries(30).call(call)
+    assert len(calls) == 1
+
+
+def test_a_store_that_stumbles_loses_nothing(tmp_path: Path) -> None:
+    class Stumbling(LocalFolder):
+        """Every second call fails, as on a network disk; every other failure comes after the work was done."""
+
+        num_calls = 0
+
+        def write_new(self, path: str, data: bytes) -> bool:
+            Stumbling.num_calls += 1
+            if Stumbling.num_calls % 4 == 1:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            is_written = super().write_new(path, data)
+            if Stumbling.num_calls % 4 == 3:
+                raise OSError(errno.EIO, "Input/output error")
+            return is_written
+
+    retries: list[None] = []
+    store = Store(str(tmp_path), Retries(30, lambda: retries.append(None)))
+    store._folder = Stumbling(str(tmp_path))
+    assert [store.write_new(name, name.encode()) for name in "abcd"] == [True] * 4
+    assert [store.write_new(name, b"another's") for name in "abcd"] == [False] * 4
+    assert [store.read(name) for name in "abcd"] == [b"a", b"b", b"c", b"d"]
+    assert retries
+
+
+def test_an_error_says_for_how_long_it_was_tried(tmp_path: Path) -> None:
+    class Failing(LocalFolder):
+        def read(self, path: str) -> bytes | None:
+            raise OSError(errno.ESTALE if path == "stale" else errno.EACCES, "It failed")
+
+    store = Store(str(tmp_path), Retries(0.3))
+    store._folder = Failing(str(tmp_path))
+    with pytest.raises(StoreError, match=r"cannot read 'stale' in .*: It failed, tried for 0\.3 s; check that"):
+        store.read("stale")
+    with pytest.raises(StoreError, match=r"cannot read 'denied' in .*: It failed; check that"):
+        store.read("denied")

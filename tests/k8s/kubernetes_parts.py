@@ -1,0 +1,153 @@
+"""The manifests as `kubectl kustomize` renders them, and the schemas that they are held against."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests import ROOT
+
+Object = dict[str, Any]
+
+OVERLAYS = ("cpu-demo", "gpu-spot", "s3")
+SCHEMAS = Path(os.environ.get("SWIFTBATCH_SCHEMAS", ROOT.parent / "shared" / "schemas"))
+CORE = ("v1", "batch/v1", "networking.k8s.io/v1")
+RAY = "ray.io/v1"
+OPERATOR = ("monitoring.coreos.com/v1", "monitoring.coreos.com/v1alpha1")
+# their definitions are in nobody's hands here: what may stand in the two objects that we have
+NAMES = {"type": "object", "additionalProperties": {"type": "string"}}
+MONITORS: dict[str, Any] = {
+    "PodMonitor": {
+        "selector": {"matchLabels": NAMES},
+        "podMetricsEndpoints": [{"port": {"type": "string"}, "path": {"type": "string"}, "interval": {}}],
+    },
+    "ScrapeConfig": {"httpSDConfigs": [{"url": {"type": "string"}, "refreshInterval": {}}], "scrapeInterval": {}},
+}
+
+
+@functools.cache
+def render(overlay: str, root: Path = ROOT) -> list[Object]:
+    """The objects of an overlay, each with its kind; skips (fails in CI) where there is no kubectl."""
+    if shutil.which("kubectl") is None:
+        assert os.environ.get("CI") is None, "CI needs kubectl"
+        pytest.skip("needs kubectl, to render the manifests")
+    command = ["kubectl", "kustomize", str(root / "k8s" / "overlays" / overlay)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    return list(yaml.safe_load_all(process.stdout))
+
+
+def one(objects: list[Object], kind: str, name: str | None = None) -> Object:
+    """The only object of a kind, or of a kind and name."""
+    (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
+    return found
+
+
+def ray_containers(objects: list[Object]) -> list[Object]:
+    """Those of the head and of each worker group."""
+    spec = one(objects, "RayCluster")["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    return [group["template"]["spec"]["containers"][0] for group in groups]
+
+
+def pods(objects: list[Object]) -> dict[str, Object]:
+    """Every pod template (metadata and spec) by where it stands."""
+    return {where: template for each in objects for where, template in _templates(each, each["kind"])}
+
+
+def _templates(value: Any, where: str) -> Iterator[tuple[str, Object]]:
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _templates(item, f"{where}/{number}")
+    elif isinstance(value, dict):
+        if "containers" in value.get("spec", {}):
+            yield where, value
+        for name, item in value.items():
+            yield from _templates(item, f"{where}/{name}")
+
+
+def settings(objects: list[Object]) -> dict[str, str]:
+    return dict(one(objects, "ConfigMap", "swiftbatch-settings")["data"])
+
+
+def commands(objects: list[Object]) -> dict[str, list[str]]:
+    """The words behind `swiftbatch` of every command in the manifests, expanded as a shell does, by where it stands."""
+    found = {}
+    for each in objects:
+        if each["kind"] == "ConfigMap":
+            continue
+        for where, text in _texts(each, f"{each['kind']}/{each['metadata']['name']}"):
+            if command := re.search(r"(?:^| )swiftbatch ([a-z].*)", text):
+                words = re.sub(r"\$(\w+)", lambda name: settings(objects)[name[1]], command[1])
+                found[where] = words.split()
+    return found
+
+
+def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Texts, and lists of texts as one text."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        yield where, " ".join(value)
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, item in items:
+            yield from _texts(item, f"{where}/{name}")
+
+
+def validate(each: Object) -> None:
+    """Raise where an object has a field too many or of the wrong type. Skips for KubeRay's without their schemas."""
+    if each["apiVersion"] in CORE:
+        kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
+        return
+    schema = _ray_schema(each["kind"]) if each["apiVersion"] == RAY else _closed_form(MONITORS[each["kind"]])
+    assert each["apiVersion"] in (RAY, *OPERATOR)
+    content = each if each["apiVersion"] == RAY else each["spec"]
+    jsonschema.Draft202012Validator(schema).validate(content)
+
+
+@functools.cache
+def _ray_schema(kind: str) -> Any:
+    path = SCHEMAS / f"{kind}-v1.json"
+    if not path.exists():
+        pytest.skip(f"no schema of {kind}: SWIFTBATCH_SCHEMAS names the folder with KubeRay's")
+    return _strict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _strict(schema: Any) -> Any:
+    """As the API server reads it: unknown keys refused, numbers or texts where either may stand, null where said."""
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string") is True:
+        return {"type": ["integer", "string"]}
+    strict = {name: _strict(value) for name, value in schema.items()}
+    is_object = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    if is_object and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        strict.setdefault("additionalProperties", False)
+    if schema.get("nullable") is True:
+        strict["type"] = [schema["type"], "null"]
+    return strict
+
+
+def _closed_form(form: Any) -> Any:
+    """A JSON schema from an example: all that is named must be there or not, nothing else may."""
+    if isinstance(form, list):
+        return {"type": "array", "minItems": 1, "items": _closed_form(form[0])}
+    if not form or "type" in form:
+        return form
+    properties = {name: _closed_form(value) for name, value in form.items()}
+    return {"type": "object", "properties": properties, "additionalProperties": False}

@@ -1,0 +1,105 @@
+"""A real Prometheus for tests: Debian's, asked over its HTTP API."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from metrics import discovery
+from tests import ROOT
+
+ALERTS = ROOT / "metrics" / "alerts.yml"
+CONFIG = """
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: ["{alerts}"]
+scrape_configs:
+  - job_name: swiftbatch
+    http_sd_configs: [{{url: "{url}", refresh_interval: 1s}}]
+"""
+DEADLINE_SECONDS = 240
+
+
+def binary(name: str) -> str:
+    """Where a program of Debian's package `prometheus` is. Without it the test is skipped, in CI it fails."""
+    path = shutil.which(name)
+    if path is None:
+        reason = f"{name} is not there: apt-get install prometheus"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Prometheus:
+    """Asks a server that runs."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get(self, path: str, **parameters: str) -> Any:
+        url = f"{self._address}/api/v1/{path}?{urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=10) as page:
+            answer = json.load(page)
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """The samples of an expression now; of a range, all within it."""
+        return list(self.get("query", query=expr)["result"])
+
+    def value(self, expr: str) -> float:
+        """The value of an expression with one sample; 0.0 where it has none."""
+        samples = self.query(expr)
+        assert len(samples) <= 1, samples
+        return float(samples[0]["value"][1]) if samples else 0.0
+
+    def healthy_targets(self) -> dict[str, dict[str, str]]:
+        """Labels of the targets whose last scrape worked, by their address."""
+        targets = self.get("targets", state="active")["activeTargets"]
+        return {target["labels"]["instance"]: target["labels"] for target in targets if target["health"] == "up"}
+
+
+@contextmanager
+def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
+    """A Prometheus that asks a driver on this port for its targets, once a second, with the project's alert rules."""
+    port = free_port()
+    url = f"http://127.0.0.1:{driver_port}{discovery.PATH}"
+    (folder / "prometheus.yml").write_text(CONFIG.format(alerts=ALERTS, url=url))
+    options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "prometheus.log").open("w") as log:
+        command = [binary("prometheus"), *options, f"--web.listen-address=127.0.0.1:{port}"]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield Prometheus(f"http://127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """What the condition gives as soon as that is something; a server that does not answer yet is waited for."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if found := condition():
+                return found
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"waited in vain for {what}")

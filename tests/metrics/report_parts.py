@@ -1,0 +1,120 @@
+"""Runs for tests of reports: real files, without a model, their times and numbers chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from jobs.checkpoints.timeline import Timeline
+from jobs.job import Job, JobRecord
+from jobs.run.results import success_line
+from jobs.run.run import Progress, Run
+from jobs.sampling import SamplingParams
+from metrics.report.facts import RunFacts, gather
+from metrics.report.page import render
+from tests.jobs.run.run_parts import MANIFEST, PROGRESS
+
+BEGIN = 1_790_000_000.0
+NUM_PROMPT_TOKENS = 100
+ENDED = PROGRESS.model_copy(update={"state": "finished", "workers": (), "running": {}})
+
+
+def new_run(uri: str) -> Run:
+    return Run.create_or_open(uri, MANIFEST.model_copy(update={"created": BEGIN}))
+
+
+def record(custom_id: str, prompt: str = "Once", max_tokens: int = 1000) -> JobRecord:
+    job = Job(
+        custom_id=custom_id,
+        url="/v1/completions",
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=1),
+    )
+    return JobRecord(job.job_id("f1"), job, 1, NUM_PROMPT_TOKENS)
+
+
+def timeline(
+    started: float, seconds: float, first: int, last: int, is_released: bool = False, num_marks: int = 11
+) -> Timeline:
+    """Even marks from `first` to `last` tokens; every draft has two accepted tokens, so 3 tokens a step."""
+    tokens = np.linspace(first, last, num_marks).round().astype(int)
+    drafts = (tokens - first) // 3
+    return Timeline(
+        started=started,
+        seconds=tuple(np.linspace(0, seconds, num_marks).round(3).tolist()),
+        num_tokens=tuple(tokens.tolist()),
+        num_drafts=tuple(drafts.tolist()),
+        num_accepted_tokens=tuple((2 * drafts).tolist()),
+        is_released=is_released,
+    )
+
+
+def resume(resumed: float, num_recovered: int, num_recomputed: int = 0) -> ResumeRecord:
+    return ResumeRecord(
+        kind="kv",
+        num_recovered_tokens=num_recovered,
+        num_recomputed_tokens=num_recomputed,
+        num_loaded_positions=num_recovered,
+        seconds=1.5,
+        resumed=resumed,
+    )
+
+
+def attempt(
+    number: int, worker_id: str, claimed: float, kept: Timeline | None = None, began: ResumeRecord | None = None
+) -> AttemptRecord:
+    return AttemptRecord(attempt=number, worker_id=worker_id, claimed=claimed, resume=began, timeline=kept)
+
+
+def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: float, text: str = "The end.") -> None:
+    """Write a job's result as a worker does."""
+    num_tokens = job.job.sampling.max_tokens
+    line = success_line(
+        job,
+        "run-1",
+        text,
+        "length",
+        model="embedded",
+        token_ids=np.zeros(num_tokens, dtype=np.uint32),
+        metrics={
+            "num_drafts": 200,
+            "num_accepted_tokens": 400,
+            "mean_acceptance_length": 3.0,
+            "ms_per_token": 20.0,
+            "attempts": [entry.model_dump() for entry in attempts],
+        },
+    )
+    line["response"]["body"]["created"] = int(ended)
+    assert run.write_result(job.job_id, line)
+
+
+def facts_of(run: Run, progress: Progress = ENDED) -> RunFacts:
+    return gather(run, progress, [])
+
+
+def page_of(run: Run, progress: Progress = ENDED, folder: str = "/") -> str:
+    return render(facts_of(run, progress), run.store, folder)
+
+
+def preempted_run(uri: str, has_timelines: bool = True) -> Run:
+    """Two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400 tokens, `moved` handed back by w2 at 500."""
+    run, lost, moved = new_run(uri), record("lost"), record("moved")
+    run.add_jobs([lost, moved])
+
+    def kept(*args: Any) -> Timeline | None:
+        return timeline(*args) if has_timelines else None
+
+    lost_attempts = [
+        attempt(1, "w1", BEGIN, kept(BEGIN + 2, 40.0, 0, 400)),
+        attempt(2, "w3", BEGIN + 50, kept(BEGIN + 60, 40.0, 360, 1000), resume(BEGIN + 60, 360, 40)),
+    ]
+    moved_attempts = [
+        attempt(1, "w2", BEGIN, kept(BEGIN + 1, 49.0, 0, 500, True)),
+        attempt(2, "w3", BEGIN + 51, kept(BEGIN + 52, 48.0, 500, 1000), resume(BEGIN + 52, 500)),
+    ]
+    finish(run, lost, lost_attempts, BEGIN + 100)
+    finish(run, moved, moved_attempts, BEGIN + 100)
+    return run

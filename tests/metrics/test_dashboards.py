@@ -1,0 +1,86 @@
+"""Dashboards, alert rules and the reference are what the code says, and the rules do what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from metrics import reference
+from metrics.counters import DriverCounters, EngineCounters
+from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
+from metrics.grafana import build
+from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
+from tests.metrics.prometheus_server import binary
+
+LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
+
+
+def exported_names() -> set[str]:
+    """Names of all samples that a worker with a job and a driver serve."""
+    worker = EngineCounters(last_checkpoint=1.0)
+    driver = DriverCounters(eta_seconds=1.0)
+    collectors = (EngineCollector(worker, LABELS), DriverCollector(driver, LABELS))
+    families = [family for collector in collectors for family in registry_of(collector).collect()]
+    return {sample.name for family in families for sample in family.samples}
+
+
+def test_the_reference_is_not_stale() -> None:
+    page = (METRICS / "REFERENCE.md").read_text()
+    assert page == reference.render(), "write it again: python -m metrics.reference"
+
+
+@pytest.mark.parametrize("board", build.BOARDS, ids=lambda board: board.name)
+def test_a_dashboard_file_is_not_stale(board: build.Board) -> None:
+    page = (METRICS / "grafana" / f"{board.name}.json").read_text()
+    assert page == build.render(board), "write it again: python -m metrics.grafana.build"
+
+
+def test_there_is_a_file_for_each_dashboard_and_no_other() -> None:
+    assert {path.stem for path in BOARDS} == {board.name for board in build.BOARDS}
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_lets_choose_run_model_and_worker(path: Path) -> None:
+    board = read_board(path)
+    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "run", "model", "worker"]
+    assert [panel["id"] for panel in board["panels"]] == list(range(1, len(board["panels"]) + 1))
+    assert all(panel["description"] and panel["fieldConfig"]["defaults"]["unit"] for panel in board["panels"])
+    for panel in board["panels"]:
+        assert all("$run" in target["expr"] for target in panel["targets"]), panel["title"]
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+def test_every_metric_in_a_dashboard_or_a_rule_is_exported() -> None:
+    text = " ".join([*panel_expressions().values(), *variable_queries().values()])
+    used = metric_names(text + (METRICS / "alerts.yml").read_text())
+    assert used - exported_names() == set()
+
+
+def test_every_exported_metric_is_in_the_reference() -> None:
+    page = (METRICS / "REFERENCE.md").read_text()
+    suffixes = ("_bucket", "_count", "_sum", "_created")
+    missing = [
+        name
+        for name in exported_names()
+        if f"`{name}`" not in page and not any(f"`{name.removesuffix(suffix)}`" in page for suffix in suffixes)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("arguments", [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]])
+def test_the_alert_rules_are_sound_and_fire_when_they_should(arguments: list[str]) -> None:
+    result = subprocess.run([binary("promtool"), *arguments], cwd=METRICS, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "SUCCESS" in result.stdout
+
+
+def test_a_missing_prometheus_is_skipped_outside_ci_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="promtool is not there: apt-get install prometheus"):
+        binary("promtool")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="promtool is not there"):
+        binary("promtool")

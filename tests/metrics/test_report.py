@@ -1,0 +1,282 @@
+"""The report of a run: what its figures say, from the run's folder alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.input.reader import Reject
+from jobs.run.records import DriverClaim
+from jobs.run.results import error_line
+from jobs.run.run import WorkerStatus
+from metrics.report.clock import clock, ticks
+from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
+from metrics.report.facts import EXCERPT_CHARACTERS, gather
+from metrics.report.gantt import gantt
+from metrics.report.page import MAX_JOBS, render
+from metrics.report.stretches import job_pace, stretches
+from metrics.report.summary import summary
+from tests.jobs.run.run_parts import PROGRESS
+from tests.metrics.report_parts import (
+    BEGIN,
+    ENDED,
+    attempt,
+    facts_of,
+    finish,
+    new_run,
+    page_of,
+    preempted_run,
+    record,
+    timeline,
+)
+
+
+def test_the_curves_say_what_the_timelines_say(tmp_path: Path) -> None:
+    found = stretches(facts_of(preempted_run(str(tmp_path))))
+    speed = throughput(found, BEGIN, BEGIN + 100)
+    assert (speed.tokens_per_second * np.diff(speed.edges)).sum() == pytest.approx(400 + 640 + 500 + 500)
+    middle = speed.tokens_per_second[(speed.edges[:-1] > 4) & (speed.edges[1:] < 40)]
+    assert middle == pytest.approx(10 + 500 / 49, rel=0.01)
+    assert speed.tokens_per_second[(speed.edges[:-1] > 51) & (speed.edges[1:] < 52)].sum() == 0
+    acceptance = acceptance_by_length(found)
+    assert acceptance is not None
+    assert acceptance.mean == pytest.approx(3.0)
+    assert 100 < acceptance.length.min() < acceptance.length.max() < 1100
+    pace = ms_per_token_by_length(found)
+    assert pace is not None
+    assert 50 < pace.mean.min() < pace.mean.max() < 110
+
+
+def test_a_long_jobs_pace_is_told_length_by_length(tmp_path: Path) -> None:
+    run, job = new_run(str(tmp_path)), record("long", max_tokens=10_000)
+    run.add_jobs([job])
+    kept = timeline(BEGIN, 300.0, 0, 10_000, num_marks=61)
+    slower = kept.model_copy(update={"seconds": tuple(300 * (i / 60) ** 2 for i in range(61))})
+    finish(run, job, [attempt(1, "w1", BEGIN, slower)], BEGIN + 300)
+    pace = ms_per_token_by_length(stretches(facts_of(run)))
+    assert pace is not None
+    assert (np.diff(pace.mean) > 0).all()
+    assert pace.mean[-1] > 5 * pace.mean[0]
+    assert (pace.low <= pace.mean).all()
+    assert (pace.mean <= pace.high).all()
+    acceptance, mean = job_pace(facts_of(run).jobs[0])
+    assert acceptance == pytest.approx(3.0, abs=0.01)
+    assert mean == pytest.approx(30.0)
+
+
+def test_a_run_without_timelines_shows_what_its_attempts_say(tmp_path: Path) -> None:
+    run = preempted_run(str(tmp_path), has_timelines=False)
+    found = stretches(facts_of(run))
+    assert not found.is_measured
+    assert found.num_tokens.sum() == pytest.approx(400 + 640 + 500 + 500)
+    curve = acceptance_by_length(found)
+    assert curve is not None
+    assert curve.mean == pytest.approx(3.0)
+    page = page_of(run)
+    assert page.count("<svg ") == 3
+    assert "keeps no timelines" in page
+    assert "keeps no timelines" not in page_of(preempted_run(str(tmp_path / "new")))
+
+
+def test_the_plan_shows_who_had_what_when_and_how_it_ended(tmp_path: Path) -> None:
+    plan = gantt(facts_of(preempted_run(str(tmp_path))), BEGIN, BEGIN + 100)
+    assert [row.name for row in plan.rows] == ["w1", "w2", "w3"]
+    [[lost]], [[released]], lanes = (row.lanes for row in plan.rows)
+    assert (lost.outcome, lost.left, lost.width) == ("lost", 0, pytest.approx(42))
+    assert lost.wait == pytest.approx(100 * 2 / 42, abs=0.1)
+    assert (released.outcome, released.width) == ("released", pytest.approx(50))
+    assert [[(bar.outcome, bar.is_resume, bar.left) for bar in lane] for lane in lanes] == [
+        [("finished", True, pytest.approx(50))],
+        [("finished", True, pytest.approx(51))],
+    ]
+    assert lanes[0][0].wait == pytest.approx(20.0)
+    assert "resumed (kv) in 1.5 s with 360 tokens, 40 drawn again; finished" in lanes[0][0].text
+
+
+def test_bars_of_a_lane_never_overlap_and_stay_inside(tmp_path: Path) -> None:
+    run = new_run(str(tmp_path))
+    jobs = [record(f"j{i}") for i in range(40)]
+    run.add_jobs(jobs)
+    for i, job in enumerate(jobs):
+        start = BEGIN + 7 * (i % 13)
+        finish(run, job, [attempt(1, f"w{i % 2}", start, timeline(start, 10.0, 0, 1000))], start + 10)
+    plan = gantt(facts_of(run), BEGIN, BEGIN + 94)
+    assert sum(len(lane) for row in plan.rows for lane in row.lanes) == 40
+    for lane in (lane for row in plan.rows for lane in row.lanes):
+        ends = [bar.left + bar.width for bar in lane]
+        assert all(bar.left >= end - 0.01 for bar, end in zip(lane[1:], ends, strict=False))
+        assert max(ends) <= 100.01
+
+
+def test_an_attempt_that_drew_no_known_token_ends_where_it_began(tmp_path: Path) -> None:
+    run, job = preempted_run(str(tmp_path)), record("unlucky")
+    run.add_jobs([job])
+    attempts = [attempt(1, "w1", BEGIN + 5), attempt(2, "w2", BEGIN + 80, timeline(BEGIN + 81, 9.0, 0, 1000))]
+    finish(run, job, attempts, BEGIN + 90)
+    first, second = facts_of(run).jobs[2].attempts
+    assert (first.outcome, first.end) == ("lost", BEGIN + 5)
+    assert (second.outcome, second.end) == ("finished", BEGIN + 90)
+
+
+def test_workers_of_a_second_driver_have_rows_of_their_own(tmp_path: Path) -> None:
+    run = preempted_run(str(tmp_path))
+    drivers = [
+        DriverClaim(host="h", pid=number, driver_id=f"{number}", started=BEGIN + moment)
+        for number, moment in enumerate((-1, 49), 1)
+    ]
+    facts = gather(run, ENDED, drivers)
+    names = [row.name for row in gantt(facts, BEGIN, BEGIN + 100).rows]
+    assert names == ["w1 of driver 1", "w2 of driver 1", "w3 of driver 2"]
+
+
+def test_unfinished_jobs_are_shown_from_their_checkpoints(tmp_path: Path) -> None:
+    run = new_run(str(tmp_path))
+    busy, waiting, failed, cancelled, fresh = jobs = [
+        record(name) for name in ("busy", "waiting", "bad", "gone", "new")
+    ]
+    run.add_jobs(jobs)
+    checkpoints, now = CheckpointStore(run.store), time.time()
+    for job, is_released in ((busy, False), (waiting, True), (failed, False), (cancelled, False)):
+        number = checkpoints.claim(job.job_id, "w1")
+        checkpoints.write_tokens(job.job_id, number, np.arange(30, dtype=np.uint32))
+        checkpoints.write_timeline(job.job_id, number, timeline(now, 5.0, 0, 30, is_released))
+    run.write_error(failed.job_id, error_line(failed, "attempts_failed", "given up after 1 attempts; no room"))
+    run.write_error(cancelled.job_id, error_line(cancelled, "cancelled", "cancelled by its user"))
+    worker = WorkerStatus(id="w1", host="h", pid=1, jobs=("busy",))
+    progress = PROGRESS.model_copy(update={"workers": (worker,), "running": {"busy": 70}, "updated": now + 9})
+    facts = facts_of(run, progress)
+    assert [job.state for job in facts.jobs] == ["running", "pending", "failed", "cancelled", "pending"]
+    assert [job.num_tokens for job in facts.jobs] == [70, 30, 30, 30, 0]
+    outcomes = [[attempt.outcome for attempt in job.attempts] for job in facts.jobs]
+    assert outcomes == [["running"], ["released"], ["lost"], ["cancelled"], []]
+    assert facts.jobs[0].attempts[0].end == now + 9
+    page = render(facts, run.store, "/")
+    assert "given up after 1 attempts; no room" in page
+    assert "70 <small>of 1,000</small>" in page
+    assert fresh.job.custom_id in page
+
+
+def test_the_summary_counts_the_whole_run(tmp_path: Path) -> None:
+    run = preempted_run(str(tmp_path))
+    run.write_rejects([Reject(3, "odd", "unknown field"), Reject(9, None, "not JSON")])
+    facts = facts_of(run)
+    figures = {figure.name: figure for figure in summary(facts, stretches(facts), BEGIN, BEGIN + 100)}
+    assert figures["jobs finished"].value == "2 of 2"
+    assert figures["tokens generated"].value == "2,000"
+    assert figures["on average, in 1:40"].value == "20 tokens/s"
+    assert figures["mean acceptance length"].value == "3.00"
+    assert figures["preemptions"].value == "2"
+    assert figures["preemptions"].detail == "1 lost, 1 handed back; 860 tokens recovered, 40 drawn again"
+    assert (figures["dead-letters"].value, figures["dead-letters"].detail) == ("0", "2 lines of the job file rejected")
+    page = page_of(run)
+    assert all(reason in page for reason in ("unknown field", "not JSON"))
+
+
+def test_hours_in_which_nothing_ran_do_not_count_for_the_speed(tmp_path: Path) -> None:
+    run, jobs = new_run(str(tmp_path)), [record("evening"), record("morning")]
+    run.add_jobs(jobs)
+    for job, start in zip(jobs, (BEGIN, BEGIN + 8 * 3600), strict=True):
+        finish(run, job, [attempt(1, "w1", start, timeline(start, 100.0, 0, 1000))], start + 100)
+    facts = facts_of(run)
+    [speed] = [
+        figure for figure in summary(facts, stretches(facts), BEGIN, BEGIN + 8 * 3600 + 100) if figure.link == "#speed"
+    ]
+    assert speed.value == "10 tokens/s"
+    assert speed.detail == "1 worker, 7:58:20 without a job not counted"
+
+
+def test_a_run_that_has_not_begun_has_a_page_without_curves(tmp_path: Path) -> None:
+    run = new_run(str(tmp_path))
+    empty = page_of(run)
+    run.add_jobs([record("a")])
+    page = page_of(run)
+    for text in (empty, page):
+        assert "<svg" not in text
+        assert "No job has begun." in text
+        assert "No tokens yet." in text
+
+
+def test_of_long_texts_the_beginning_is_shown(tmp_path: Path) -> None:
+    run, jobs = new_run(str(tmp_path)), [record("short", "Tell."), record("long", "Tell of Ahab. " * 100)]
+    run.add_jobs(jobs)
+    for job, text in zip(jobs, ("Call me Ishmael.", "Call me Ishmael. " * 5000), strict=True):
+        finish(run, job, [attempt(1, "w1", BEGIN, timeline(BEGIN, 9.0, 0, 1000))], BEGIN + 9, text)
+    page = page_of(run)
+    assert "<bdi>Call me Ishmael.</bdi>" in page
+    assert page.count("Call me Ishmael.") == 1 + EXCERPT_CHARACTERS // 17
+    assert page.count("…</bdi>") == 2
+
+
+def test_plain_decoding_has_no_acceptance_curve(tmp_path: Path) -> None:
+    run, job = new_run(str(tmp_path)), record("plain")
+    run.add_jobs([job])
+    zeros = dict.fromkeys(("num_drafts", "num_accepted_tokens"), (0,) * 11)
+    kept = timeline(BEGIN, 10.0, 0, 1000).model_copy(update=zeros)
+    finish(run, job, [attempt(1, "w1", BEGIN, kept)], BEGIN + 10)
+    page = page_of(run)
+    assert page.count("<svg ") == 2
+    assert "Nothing was drafted." in page
+
+
+def test_results_of_another_version_are_shown_without_their_attempts(tmp_path: Path) -> None:
+    run, job = preempted_run(str(tmp_path)), record("strange")
+    run.add_jobs([job])
+    strange = attempt(1, "w1", BEGIN).model_copy(update={"claimed": "yesterday"})
+    with pytest.warns(UserWarning, match="serialized value may not be as expected"):
+        finish(run, job, [strange], BEGIN + 10)
+    facts = facts_of(run)
+    assert facts.jobs[2].attempts == ()
+    assert facts.jobs[2].state == "finished"
+    assert "strange" in page_of(run)
+
+
+def test_500_jobs_take_less_than_two_seconds_and_two_megabytes(tmp_path: Path) -> None:
+    run = new_run(str(tmp_path))
+    jobs = [record(f"story-{i}", "Once upon a time " * 40) for i in range(500)]
+    run.add_jobs(jobs)
+    for i, job in enumerate(jobs):
+        start = BEGIN + 10 * (i // 8)
+        first = attempt(1, f"w{i % 4}", start, timeline(start + 1, 30.0, 0, 600, num_marks=64))
+        second = attempt(2, f"w{i % 5}", start + 40, timeline(start + 41, 30.0, 600, 1000, num_marks=64))
+        finish(run, job, [first, second] if i % 3 == 0 else [first], start + 80, "It was a dark night. " * 250)
+    page_of(preempted_run(str(tmp_path / "small")))  # what is loaded once
+    started = time.process_time()
+    page = page_of(run)
+    assert time.process_time() - started < 2
+    assert len(page) < 2_000_000
+    assert page.count('class="bar ') == 667
+
+
+def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(str(tmp_path))
+    jobs = [record(f"story-{i}") for i in range(9)]
+    run.add_jobs(jobs)
+    for job in jobs[:8]:
+        finish(run, job, [attempt(1, "w1", BEGIN, timeline(BEGIN, 10.0, 0, 1000))], BEGIN + 10)
+    run.write_error(jobs[8].job_id, error_line(jobs[8], "attempts_failed", "given up"))
+    assert MAX_JOBS >= 500
+    monkeypatch.setattr("metrics.report.page.MAX_JOBS", 3)
+    monkeypatch.setattr("metrics.report.gantt.MAX_BARS", 5)
+    page = page_of(run)
+    assert [f'id="job-{number}"' in page for number in (1, 2, 3, 9)] == [True, True, False, True]
+    assert "3 of 9 are listed" in page
+    assert "The 3 shortest attempts are left out." in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "labels"),
+    [
+        (7.0, ["0:00", "0:02", "0:04", "0:06"]),
+        (100.0, ["0:00", "0:30", "1:00", "1:30"]),
+        (3 * 3600.0, ["0:00", "1:00:00", "2:00:00", "3:00:00"]),
+        (0.0, ["0:00"]),
+    ],
+)
+def test_time_axes_have_few_round_ticks(seconds: float, labels: list[str]) -> None:
+    assert [label for _, label in ticks(seconds, 5)] == labels
+    assert clock(2 * 86_400 + 3 * 3600 + 240) == "2d 03:04"
+    assert clock(3599.6) == "1:00:00"

@@ -1,0 +1,78 @@
+"""The `swiftbatch` lines of a page, and how the command line reads them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from scheduler.cli import main
+from tests import ROOT
+
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+COMMAND = re.compile(r"(?:^|(?<!-n)\s)swiftbatch ([a-z].*)")  # `-n swiftbatch` is kubectl's namespace
+SHELL_WORDS = {"|", ">", ">>", "<", "&&", ";", "&"}
+
+
+def page(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    """What stands below a heading of the second level, up to the next one."""
+    (found,) = re.findall(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def blocks(text: str) -> list[str]:
+    """The code blocks of a page, lines that end in a backslash joined with the next."""
+    return [block.replace("\\\n", " ") for block in FENCE.findall(text)]
+
+
+def spans(text: str) -> list[str]:
+    """The code within lines of prose."""
+    return [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
+
+
+def table(text: str, first: str) -> list[list[str]]:
+    """The rows of the table whose heading begins with the cell `first`."""
+    lines = text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words behind `swiftbatch` of every command on a page, once each."""
+    code = [*spans(text), *(line for block in blocks(text) for line in block.splitlines())]
+    found = [words_of(match[1]) for line in code if (match := COMMAND.search(line))]
+    return [list(words) for words in dict.fromkeys(map(tuple, found))]
+
+
+def words_of(command: str) -> list[str]:
+    """The words of one command, without what the shell does with its output."""
+    words = shlex.split(command, comments=True)
+    return words[: next((number for number, word in enumerate(words) if word in SHELL_WORDS), len(words))]
+
+
+def is_name(words: Sequence[str]) -> bool:
+    """Whether this is just the name of a command, or of a group of them."""
+    command: click.Command | None = main
+    for word in words:
+        command = command.commands.get(word) if isinstance(command, click.Group) else None
+    return command is not None
+
+
+def options(words: Sequence[str]) -> dict[str, Any]:
+    """The options of a command, as the CLI reads them. Raises click.UsageError where it does not take them."""
+    command: click.Command = main
+    rest = list(words)
+    while isinstance(command, click.Group):
+        name = rest.pop(0)
+        if name not in command.commands:
+            raise click.UsageError(f"no command {name}")
+        command = command.commands[name]
+    with command.make_context(words[0], rest) as context:
+        return context.params

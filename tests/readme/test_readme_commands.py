@@ -1,0 +1,181 @@
+"""Every command that a README shows is one that can be given; those of the tour are given, and show what it shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ray.scripts.scripts import cli as ray_cli
+
+from jobs.run.records import WorkerStatus
+from scheduler.cli import main
+from scheduler.display.events import WorkerReady
+from scheduler.display.summary import summary_line
+from tests.jobs.run.run_parts import PROGRESS
+from tests.k8s.kubernetes_parts import OVERLAYS, render
+from tests.readme.command_lines import ROOT, blocks, commands, is_name, options, page, section, spans
+from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+
+README = page("README.md")
+KUBERNETES = page("k8s/README.md")
+CODE = "\n".join([*spans(README), *blocks(README)])
+TOUR = section(README, "Five minutes")
+NUM_TOKENS = 40  # of a job, in place of the tour's
+CHANGING = re.compile(r"run-[\w-]+|\d[\d,.:]*")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, with what the commands name."""
+    for name in ("DIR", "WORK", "MODEL"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "book.txt").write_text("Once upon a time")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [*commands(README), *commands(KUBERNETES)], ids=" ".join)
+def test_the_command_line_takes_every_command(words: list[str], folder: Path) -> None:
+    assert is_name(words) or options(words) is not None
+
+
+def test_commands_are_found_in_all_places_where_they_stand() -> None:
+    found = {words[0] for words in commands(README)}
+    assert found == main.commands.keys()
+    assert {"status", "results"} <= {words[0] for words in commands(KUBERNETES)}
+    assert len(commands(README)) > 40
+
+
+def test_a_command_with_a_wrong_option_is_refused() -> None:
+    text = "Use `swiftbatch submit\njobs.jsonl --run R --wokers 2` or\n\n```\n$ swiftbatch statsu R | head\n```\n"
+    (wrong_option, wrong_name) = commands(text)
+    assert wrong_name == ["statsu", "R"]
+    for words, problem in ((wrong_option, "wokers"), (wrong_name, "statsu")):
+        assert not is_name(words)
+        with pytest.raises(Exception, match=problem):
+            options(words)
+
+
+def transcript() -> list[tuple[list[str], list[str]]]:
+    """The commands of the tour with the lines that it shows below each."""
+    steps: list[tuple[list[str], list[str]]] = []
+    for block in blocks(TOUR):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                steps.append((shlex.split(line)[1:], []))
+            elif steps and block.startswith("$ "):
+                steps[-1][1].append(line)
+    return steps
+
+
+def shape(line: str) -> str:
+    """A line without what is another at every run."""
+    return CHANGING.sub("#", line)
+
+
+def give(words: list[str]) -> tuple[int, str]:
+    """Exit code and output of a command; the one that runs jobs is a process of its own."""
+    if words[1] == "submit" and not Path("my-run").exists():
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.run(
+            swiftbatch(*words[1:]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            timeout=DEADLINE_SECONDS,
+        )
+        return process.returncode, process.stdout
+    result = CliRunner().invoke(main, words[1:])
+    return result.exit_code, result.output
+
+
+def test_the_tour_shows_what_its_commands_show(folder: Path) -> None:
+    lines = [json.loads(line) for line in blocks(TOUR)[0].splitlines()]
+    short = [line | ({"max_tokens": NUM_TOKENS} if "max_tokens" in line else {}) for line in lines]
+    (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in short))
+    steps = transcript()
+    assert [words[1] for words, _ in steps] == ["submit", "status", "tail", "results", "submit", "report"]
+    for words, shown in steps:
+        code, output = give(words)
+        assert code == (1 if words[1] == "submit" else 0), output  # a line of the file is bad
+        if words[1] == "tail":
+            assert len(output) > NUM_TOKENS
+            continue
+        seen = {shape(line) for line in output.splitlines()}
+        missing = [line for line in shown if not line.startswith("running;") and shape(line) not in seen]
+        assert missing == [], output
+    assert {"answers.jsonl", "report.html", "my-run"} <= {path.name for path in folder.iterdir()}
+    answers = (folder / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["custom_id"] for line in answers] == [line["custom_id"] for line in lines[:2]]
+
+
+def test_the_demo_s_lines_are_those_of_today() -> None:
+    worker = WorkerStatus(id="w1", host="here", pid=1, jobs=("a",), last_checkpoint=1.0)
+    update = {"jobs": {"running": 4}, "eta_seconds": 9.0, "mean_acceptance_length": 1.5, "workers": (worker,)}
+    update |= {"num_preemptions": {"worker_died": 2}, "num_resumes": {"kv": 2}}
+    shown = {shape(line) for line in blocks(section(README, "Two commands"))[1].splitlines()}
+    assert shape(summary_line(PROGRESS.model_copy(update=update))) in shown
+    assert shape(str(WorkerReady("w1", "here", 1))) in shown
+
+
+def test_make_knows_the_targets_that_are_named() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = set(re.findall(r"^make (\w+)", CODE, re.MULTILINE))
+    assert named == {"demo", "test"}
+    assert named <= set(targets)
+
+
+def test_pip_and_python_find_what_they_are_given() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(re.findall(r"(?:swiftbatch|'\.)\[(\w+)\]", CODE))
+    assert "gpu" in extras
+    assert extras <= project["optional-dependencies"].keys()
+    assert all((ROOT / name).is_file() for name in re.findall(r"pip install -c (\S+)", CODE))
+    modules = re.findall(r"python -m ([\w.]+)", CODE)
+    assert modules
+    assert all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def test_pytest_and_promtool_find_the_files_that_are_named() -> None:
+    files = re.findall(r"pytest (?:-m slow )?(tests/\S+\.py)", CODE)
+    files += re.findall(r"promtool (?:test|check) rules (\S+)", CODE)
+    assert len(files) >= 3
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_ray_takes_the_commands_that_make_a_cluster() -> None:
+    found = [line for block in blocks(README) for line in block.splitlines() if line.startswith("ray ")]
+    assert len(found) == 2
+    for line in found:
+        words = shlex.split(line, comments=True)[1:]
+        with ray_cli.commands[words[0]].make_context(words[0], words[1:]) as context:
+            assert context.params["block"]
+
+
+def test_kubectl_finds_the_objects_and_folders_that_are_named() -> None:
+    code = "\n".join([*blocks(KUBERNETES), *blocks(README)])
+    folders = set(re.findall(r"(?:kubectl apply -k|cd) (\S+)", code))
+    assert folders
+    assert all((ROOT / folder / "kustomization.yaml").is_file() for folder in folders)
+    named = set(re.findall(r"(?:patch |--from=)(\w+)[ /]([\w-]+)", code))
+    assert {kind for kind, _ in named} == {"cronjob", "raycronjob", "raycluster"}
+    for overlay in OVERLAYS:
+        assert named <= {(each["kind"].lower(), each["metadata"]["name"]) for each in render(overlay)}
+    patches = re.findall(r"-p '([^']+)'", code)
+    assert all(json.loads(patch)["spec"].keys() == {"suspend"} for patch in patches)
+    assert len(patches) == 3
+
+
+def test_docker_finds_the_targets_that_are_named() -> None:
+    named = set(re.findall(r"docker build --target (\w+)", "\n".join(blocks(KUBERNETES))))
+    assert named == {"cpu", "cuda"}
+    assert named <= set(re.findall(r"^FROM \S+ AS (\w+)$", page("Dockerfile"), re.MULTILINE))

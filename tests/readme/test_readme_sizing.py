@@ -1,0 +1,173 @@
+"""The sizes and requests that the README tells are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
+from jobs.checkpoints.state_file import encode_state
+from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.token_log import encode_tokens
+from jobs.checkpoints.writer import CheckpointWriter
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE
+from scheduler.driver.takeover import Epoch
+from tests.jobs.checkpoints.checkpoint_parts import JOB, Cache, output_ids, tokens_at
+from tests.jobs.run.run_parts import MANIFEST, PROGRESS
+from tests.jobs.storage.fault_proxy import FaultProxy
+from tests.metrics.report_parts import timeline
+from tests.readme.command_lines import page, section, table
+from worker.caches.room import bytes_per_position
+from worker.config import EngineConfig
+from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from worker.exactness.doctor import NUM_PROBED_ROWS
+from worker.model.files import EMBEDDED
+from worker.session.checkpointing import MAX_SEGMENT_BYTES
+
+README = page("README.md")
+SIZING = section(README, "Sizing")
+PROSE = " ".join(SIZING.split())
+LENGTH = 100_000
+
+
+def number(text: str) -> float:
+    """The number at the beginning of a cell."""
+    found = re.match(r"[\d,.]+", text)
+    assert found is not None, text
+    return float(found[0].replace(",", ""))
+
+
+def model_config(layers: str, kv_heads: str, head_dim: str) -> dict[str, int]:
+    return {"num_hidden_layers": int(layers), "num_key_value_heads": int(kv_heads), "head_dim": int(head_dim)}
+
+
+@pytest.mark.parametrize("row", table(SIZING, "model"), ids=lambda row: row[0])
+def test_the_caches_take_what_the_table_says(row: list[str], tmp_path: Path) -> None:
+    name, layers, kv_heads, head_dim, position, all_positions = row
+    config = model_config(layers, kv_heads, head_dim)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = bytes_per_position(tmp_path, "bfloat16")
+    assert expected == number(position)
+    assert f"{expected * LENGTH / 1e9:.{1 if expected > 10_000 else 2}f}" == f"{number(all_positions):g}"
+    if name == "embedded":
+        assert config.items() <= json.loads((EMBEDDED / "config.json").read_text()).items()
+
+
+def test_checkpoints_take_what_the_text_says() -> None:
+    found = re.search(r"(\d+) bytes and (\d+) a token", PROSE)
+    assert found is not None
+    for num_tokens in (0, 1000):
+        assert len(encode_tokens(np.zeros(num_tokens, dtype=np.uint32))) == int(found[1]) + int(found[2]) * num_tokens
+    found = re.search(r"(\d+) bytes for every entry of the vocabulary and ([\d.]+) MB", PROSE)
+    assert found is not None
+    for vocab_size in (300, 4096):
+        state = TokenRecyclingDrafter(vocab_size).state(None)  # type: ignore[arg-type]
+        expected = int(found[1]) * vocab_size + float(found[2]) * 1e6
+        assert len(encode_state(state)) == pytest.approx(expected, abs=50_000)
+
+
+def test_a_position_of_a_segment_takes_its_keys_and_values_and_four_bytes() -> None:
+    assert "4 bytes more" in PROSE
+    tokens, kv = np.zeros(1024, dtype=np.uint32), np.zeros((32, 1024, 64), dtype=np.uint16)
+    assert 0 < len(encode_segment(Segment(0, tokens, kv))) - kv.nbytes - 4 * 1024 < HEADERS_SIZE
+
+
+def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, int]:
+    """How many requests of the two prices an action makes: PUT and its like, GET and its like. DELETE is free."""
+    proxy.requests.clear()
+    action()
+    kinds: Counter[str] = Counter()
+    for method, path in (request.split(" ", 1) for request in proxy.requests):
+        is_free = method == "DELETE" or (method == "POST" and path.endswith("?delete"))
+        is_dear = method in ("PUT", "POST") or "list-type=" in path
+        kinds["free" if is_free else "dear" if is_dear else "cheap"] += 1
+    return kinds["dear"], kinds["cheap"]
+
+
+def told_requests(what: str) -> tuple[int, int]:
+    """The requests that the table says of something."""
+    (row,) = [row for row in table(SIZING, "what") if row[0].startswith(what)]
+    return int(number(row[2])), int(number(row[3]))
+
+
+def test_a_heartbeat_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
+    run = Run.create_or_open(s3_uri, MANIFEST)
+    epoch = Epoch.begin(run)
+
+    def beat() -> None:  # as in `Driver`
+        epoch.check()
+        run.write_progress(PROGRESS)
+        run.cancel_requests()
+
+    assert requests_of(s3_proxy, beat) == told_requests("heartbeat")
+    assert f"every {BEAT_SECONDS_OBJECT_STORE:g} s" in SIZING
+
+
+def test_checkpoints_make_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
+    checkpoints = CheckpointStore(Store(s3_uri))
+    attempt = checkpoints.claim(JOB, "w1")
+    writer = CheckpointWriter(checkpoints, 1024, lambda *_: None)
+    writer.open(JOB, attempt, "suffix", Cache())
+
+    def log() -> None:
+        writer.put_tokens(JOB, output_ids(10))
+        assert writer.flush(60)
+
+    def time_line() -> None:
+        writer.put_timeline(JOB, timeline(0.0, 1.0, 0, 10))
+        assert writer.flush(60)
+
+    def state(end: int) -> None:
+        writer.put_state(JOB, tokens_at(0, end), {"table": np.arange(end)})
+        assert writer.flush(60)
+
+    state(1000)
+    assert requests_of(s3_proxy, log) == told_requests("token log")
+    assert requests_of(s3_proxy, time_line) == told_requests("timeline")
+    assert requests_of(s3_proxy, lambda: state(2000)) == told_requests("state")
+    writer.stop()
+
+
+def test_a_large_file_makes_the_requests_that_the_text_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
+    store, num_parts = Store(s3_uri), 2
+    assert "in parts of 10 MiB, with two requests more than it has parts" in PROSE
+    large = bytes(num_parts * 10 * 2**20)
+    assert requests_of(s3_proxy, lambda: store.write("large", large)) == (num_parts + 2, 0)
+    assert f"at most {MAX_SEGMENT_BYTES // 2**20} MiB" in PROSE
+
+
+def test_the_example_follows_from_the_table() -> None:
+    """Requests and cost of an hour with the defaults, one run with one job at 30 tokens/s."""
+    config = EngineConfig()
+    rates = {
+        "heartbeat": 3600 / BEAT_SECONDS_OBJECT_STORE,
+        "token log": 3600 / config.checkpoint_seconds,
+        "state": 3600 * 30 / config.checkpoint_tokens,
+    }
+    for name, rate in rates.items():
+        (row,) = [row for row in table(SIZING, "what") if row[0].startswith(name)]
+        assert number(row[4]) == round(rate)
+    dear_price, cheap_price = (float(price) for price in re.findall(r"\$([\d.]+) per 1,000", PROSE))
+    cost = sum(
+        rate * (dear * dear_price + cheap * cheap_price) / 1000
+        for name, rate in rates.items()
+        for dear, cheap in [told_requests(name)]
+    )
+    told = re.search(r"\$([\d.]+) an hour for the run and \$([\d.]+) for each job", PROSE)
+    assert told is not None
+    run_cost = rates["heartbeat"] * sum(np.multiply(told_requests("heartbeat"), (dear_price, cheap_price))) / 1000
+    assert float(told[1]) == pytest.approx(run_cost, abs=0.0005)
+    assert float(told[2]) == pytest.approx(cost - run_cost, abs=0.0005)
+
+
+def test_doctor_probes_the_rows_that_the_text_says() -> None:
+    promise = " ".join(section(README, "How the tokens stay the same").split())
+    assert f"no bit of {NUM_PROBED_ROWS:,} random rows" in promise

@@ -1,0 +1,149 @@
+"""`swiftbatch chaos`: whatever is killed, every token is the same; and it would say so if one were not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from jobs.run.run import Run
+from scheduler.chaos.comparison import RunOutput, compare
+from scheduler.chaos.disturbed_run import Kill
+from scheduler.chaos.plan import KINDS, plan_kills
+from scheduler.chaos.report import ChaosReport
+from tests.jobs.run.run_parts import MANIFEST
+
+DEADLINE_SECONDS = 1750
+
+
+def chaos(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scheduler.cli", "chaos", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+        finally:
+            process.terminate()  # it ends its cluster, if it has not yet
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def check(process: subprocess.CompletedProcess[str], findings: Path, num_jobs: int, num_kills: int) -> None:
+    assert process.returncode == 0, process.stdout + process.stderr
+    print(process.stdout)
+    report = json.loads(findings.read_text())
+    assert report["is_identical"]
+    assert len({job["disturbed_sha256"] for job in report["jobs"]}) == num_jobs
+    assert report["missing"] == report["duplicates"] == []
+    assert sum(report["kills_by_kind"].values()) == num_kills
+    assert min(report["kills_by_kind"][kind] for kind in KINDS) >= num_kills // len(KINDS)
+    assert report["num_recomputed_tokens"] <= report["max_recomputed_tokens"] < report["num_tokens"]
+    assert sum(report["resumes"].values()) > 0
+    assert "outputs identical: yes" in process.stdout
+
+
+@pytest.mark.slow
+def test_a_kill_of_every_kind_changes_no_token(tmp_path: Path) -> None:
+    findings = tmp_path / "chaos.json"
+    args = ["--jobs", "4", "--tokens", "800", "--kills", "5", "--checkpoint-tokens", "64", "--seed", "2"]
+    process = chaos(*args, "--run", str(tmp_path / "runs"), "--json", str(findings))
+    check(process, findings, num_jobs=4, num_kills=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_forty_kills_change_no_token(seed: int, tmp_path: Path) -> None:
+    findings = tmp_path / "chaos.json"
+    args = ["--jobs", "12", "--tokens", "3000", "--kills", "40", "--checkpoint-tokens", "128", "--seed", str(seed)]
+    process = chaos(*args, "--run", str(tmp_path / "runs"), "--json", str(findings))
+    check(process, findings, num_jobs=12, num_kills=40)
+
+
+def test_a_plan_has_every_kind_equally_often_and_comes_from_its_seed() -> None:
+    plan = plan_kills(27, KINDS, 36_000, Random(1))
+    counts = {kind: sum(kill.kind == kind for kill in plan) for kind in KINDS}
+    assert sorted(counts.values()) == [5, 5, 5, 6, 6]
+    due = [kill.num_tokens for kill in plan]
+    assert due == sorted(due)
+    assert 0 < due[0] < due[-1] < 36_000
+    assert plan == plan_kills(27, KINDS, 36_000, Random(1))
+    assert plan != plan_kills(27, KINDS, 36_000, Random(2))
+
+
+def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:
+    """A run's output with a stand-in for each job's tokens; None for a job that was given up."""
+    run = Run.create_or_open(str(folder), MANIFEST)
+    lines = []
+    for custom_id, text in tokens.items():
+        choice = {"text": text, "token_ids_sha256": f"hash of {text}", "finish_reason": "length"}
+        resume = {"kind": "kv", "num_recovered_tokens": 5}
+        metrics: dict[str, Any] = {"num_recomputed_tokens": 3, "attempts": [{"resume": None}, {"resume": resume}]}
+        body = {"choices": [choice], "usage": {"completion_tokens": 10}, "metrics": metrics}
+        response = None if text is None else {"body": body}
+        lines.append(json.dumps({"custom_id": custom_id, "response": response}) + "\n")
+    run.store.write("output.jsonl", "".join(lines * repeated).encode())
+    return RunOutput(run)
+
+
+def report_of(undisturbed: RunOutput, disturbed: RunOutput) -> ChaosReport:
+    return ChaosReport(
+        seed=1,
+        jobs=compare(["a", "b"], undisturbed, disturbed),
+        num_tokens=disturbed.num_tokens(),
+        num_planned_kills=2,
+        kills=(Kill("worker", "w1", 5, 1.0), Kill("driver", "process 7", 9, 2.0)),
+        num_recomputed_tokens=disturbed.num_recomputed_tokens(),
+        tokens_per_checkpoint=4,
+        resumes=disturbed.resumes(),
+        undisturbed_seconds=10.0,
+        disturbed_seconds=13.5,
+    )
+
+
+def test_the_report_says_what_was_lost(tmp_path: Path) -> None:
+    calm = write_output(tmp_path / "calm", {"a": "x", "b": "y"})
+    same = report_of(calm, write_output(tmp_path / "same", {"a": "x", "b": "y"}))
+    assert same.has_passed
+    assert (same.num_recomputed_tokens, same.max_recomputed_tokens, same.resumes) == (6, 8, {"kv": 2})
+    assert same.lines()[0].startswith("outputs identical: yes (SHA-256 of 2 of 2 jobs")
+    assert "kills survived: 2 of 2 (1 worker, 1 driver)" in same.lines()
+    assert "3.5 s lost" in same.lines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "repeated", "missing", "duplicates"),
+    [
+        ({"a": "x", "b": "z"}, 1, [], []),
+        ({"a": "x"}, 1, ["b"], []),
+        ({"a": "x", "b": None}, 1, ["b"], []),
+        ({"a": "x", "b": "y"}, 2, [], ["a", "b"]),
+    ],
+)
+def test_another_token_a_missing_job_and_a_duplicate_do_not_pass(
+    tokens: dict[str, str | None], repeated: int, missing: list[str], duplicates: list[str], tmp_path: Path
+) -> None:
+    calm = write_output(tmp_path / "calm", {"a": "x", "b": "y"})
+    report = report_of(calm, write_output(tmp_path / "other", tokens, repeated))
+    assert not report.is_identical
+    assert not report.has_passed
+    assert (report.missing, report.duplicates) == (missing, duplicates)
+    assert "outputs identical: NO" in report.lines()[0]
+
+
+def test_kills_that_were_not_done_do_not_pass(tmp_path: Path) -> None:
+    calm = write_output(tmp_path / "calm", {"a": "x", "b": "y"})
+    report = report_of(calm, calm).model_copy(update={"num_planned_kills": 3})
+    assert report.is_identical
+    assert not report.has_passed
+
+
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    process = chaos("--run", str(tmp_path))
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
+    assert f"{tmp_path} is not empty: expected a new folder" in process.stderr

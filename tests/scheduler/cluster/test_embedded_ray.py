@@ -1,0 +1,68 @@
+"""The folder of an embedded Ray: where it is, and that none stays for good."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scheduler.cluster import embedded_ray
+from scheduler.cluster.cluster import ClusterError, connect
+from scheduler.cluster.embedded_ray import EmbeddedRay
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where folders are made: short, as the paths of sockets have to be."""
+    folder = tempfile.mkdtemp(prefix="er-", dir="/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+def age(folder: Path) -> None:
+    long_ago = time.time() - embedded_ray.KEPT_SECONDS - 60
+    os.utime(folder, (long_ago, long_ago))
+
+
+def test_a_folder_goes_with_its_ray_and_stays_where_ray_has_failed(place: Path) -> None:
+    EmbeddedRay().end()
+    assert list(place.iterdir()) == []
+    failed = EmbeddedRay()
+    assert failed.keep_logs() == failed.folder
+    failed.end()
+    assert list(place.iterdir()) == [failed.folder]
+
+
+def test_what_killed_processes_have_left_goes_after_a_day_and_nothing_that_is_in_use(place: Path) -> None:
+    running, left, kept = EmbeddedRay(), EmbeddedRay(), EmbeddedRay()
+    for each in (left, kept):
+        each.keep_logs()
+        each.end()
+    (place / "swiftbatch-else").mkdir()
+    for folder in (running.folder, left.folder, place / "swiftbatch-else"):
+        age(folder)
+    newest = EmbeddedRay()
+    assert set(place.iterdir()) == {running.folder, kept.folder, newest.folder, place / "swiftbatch-else"}
+    running.end()
+    newest.end()
+
+
+def test_where_the_temporary_folder_has_a_long_name_another_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "with a name that is too long for a socket below it"))
+    embedded = EmbeddedRay()
+    embedded.end()
+    assert embedded.folder.parent == Path("/tmp")
+
+
+def test_where_the_temporary_folder_is_not_there_one_line_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", f"{place}x")
+    with pytest.raises(ClusterError, match=rf"cannot make {place}x/.*: No such file or directory; set RAY_TMPDIR"):
+        connect(None, 1).__enter__()

@@ -1,0 +1,167 @@
+"""A cluster of several nodes: nodes and workers go, with and without notice, and so does the head."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.chaos.local_cluster import LocalCluster, local_cluster
+from scheduler.demo.prompts import PROMPTS
+from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, swiftbatch
+
+NUM_TOKENS = 500
+JOBS: list[dict[str, Any]] = [
+    {"custom_id": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
+    for name, prompt in list(PROMPTS.items())[:3]
+]
+OPTIONS = ["--workers", "2", "--checkpoint-tokens", "64"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """Two nodes beside the head; a test that loses one puts another in its place."""
+    with local_cluster(num_cpus=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_jobs(tmp_path_factory.mktemp("jobs") / "jobs.jsonl", JOBS[:2])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all jobs give on one worker without any trouble."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = folder / "run"
+    command = swiftbatch("submit", write_jobs(folder / "jobs.jsonl", JOBS), "--run", str(run), "--slots", "4")
+    subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_SECONDS)
+    return outputs(run)
+
+
+def write_jobs(path: Path, jobs: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    return str(path)
+
+
+def submit(cluster: LocalCluster, jobs_file: str, run: Path, *args: str) -> Driver:
+    where = ["--run", str(run), "--address", cluster.address]
+    return Driver(swiftbatch("submit", jobs_file, *where, *OPTIONS, *args), cluster.environment, run)
+
+
+def wait_for_a_checkpoint(driver: Driver) -> Any:
+    """A worker whose job has a token log, so that something can be lost."""
+    worker = driver.wait_for(driver.busy_workers)[0]
+    driver.wait_for(lambda: list(driver.checkpoints(worker).glob("*/tokens.bin")))
+    return worker
+
+
+def assert_same(run: Path, undisturbed: dict[str, Any], num_jobs: int = 2) -> None:
+    found = outputs(run)
+    assert len(found) == num_jobs
+    assert found == {custom_id: undisturbed[custom_id] for custom_id in found}
+
+
+def num_preemptions(driver: Driver, reason: str) -> float:
+    """Of that reason, as the driver's metrics say."""
+    address = re.search(r"metrics of the driver at (\S+)", driver.output())
+    assert address is not None
+    with urllib.request.urlopen(address[1], timeout=10) as page:
+        metrics = page.read().decode()
+    found = re.search(rf'^swiftbatch_preemptions_total{{.*reason="{reason}".*}} (\S+)', metrics, re.MULTILINE)
+    return float(found[1]) if found else 0
+
+
+def test_a_killed_node_costs_no_token(
+    cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0") as driver:
+        worker = wait_for_a_checkpoint(driver)
+        node = cluster.node_of(worker.pid)
+        assert node is not None
+        cluster.kill_raylet(node)
+        cluster.add_raylet()
+        driver.wait_for(lambda: num_preemptions(driver, "worker_died") > 0)
+        assert driver.process.wait(DEADLINE_SECONDS) == 0
+    assert f"worker {worker.id} is lost" in driver.output()
+    assert_same(driver.run, undisturbed)
+    assert bodies(driver.run)[worker.jobs[0]]["metrics"]["num_attempts"] == 2
+
+
+def test_a_drained_node_hands_its_jobs_back_whole(
+    cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    # one attempt: a strike would end the job
+    with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0", "--max-attempts", "1") as driver:
+        worker = wait_for_a_checkpoint(driver)
+        node = cluster.node_of(worker.pid)
+        assert node is not None
+        node.process.terminate()
+        driver.wait_for(lambda: num_preemptions(driver, "node_drained") > 0)
+        cluster.kill_raylet(node)
+        cluster.add_raylet()
+        assert driver.process.wait(DEADLINE_SECONDS) == 0
+    assert_same(driver.run, undisturbed)
+    metrics = bodies(driver.run)[worker.jobs[0]]["metrics"]
+    assert metrics["num_attempts"] == 2
+    assert metrics["num_recomputed_tokens"] == 0
+
+
+@pytest.mark.slow  # test_preemption.py asks one of an embedded Ray
+def test_a_worker_that_is_asked_to_end_hands_its_jobs_back_whole(
+    cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    with submit(cluster, jobs_file, tmp_path / "run", "--max-attempts", "1") as driver:
+        worker = wait_for_a_checkpoint(driver)
+        os.kill(worker.pid, signal.SIGTERM)
+        assert driver.process.wait(DEADLINE_SECONDS) == 0
+    assert_same(driver.run, undisturbed)
+    metrics = bodies(driver.run)[worker.jobs[0]]["metrics"]
+    assert metrics["num_attempts"] == 2
+    assert metrics["num_recomputed_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: Path) -> None:
+    findings = tmp_path / "chaos.json"
+    size = ["--jobs", "2", "--tokens", "800", "--kills", "2", "--slots", "1", "--checkpoint-tokens", "64"]
+    where = ["--address", cluster.address, "--run", str(tmp_path / "runs"), "--json", str(findings)]
+    command = swiftbatch("chaos", *size, *where)
+    process = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = json.loads(findings.read_text())
+    assert report["is_identical"]
+    assert report["kills_by_kind"] == {"worker": 1, "raylet": 0, "driver": 1, "stop": 0, "hangup": 0}
+
+
+def test_a_head_that_is_lost_and_started_anew_stops_the_run_and_loses_nothing(
+    cluster: LocalCluster, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    jobs_file = write_jobs(tmp_path / "jobs.jsonl", JOBS)
+    with submit(cluster, jobs_file, tmp_path / "run", "--workers", "1") as driver:
+        wait_for_a_checkpoint(driver)
+        assert cluster.head is not None
+        cluster.head.kill()
+        cluster.start_head()
+        assert driver.process.wait(DEADLINE_SECONDS) == 2
+    last_line = driver.output().splitlines()[-1]
+    assert "Traceback" not in driver.output()
+    assert "nothing is lost" in last_line
+    assert f"swiftbatch resume {driver.run}" in last_line
+    for node in list(cluster.raylets):
+        cluster.kill_raylet(node)
+    cluster.add_raylet().wait_until_up()
+    resume = swiftbatch("resume", str(driver.run), "--address", cluster.address, *OPTIONS)
+    process = subprocess.run(resume, env=cluster.environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert_same(driver.run, undisturbed, len(JOBS))
+    assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(driver.run).values()) > 0

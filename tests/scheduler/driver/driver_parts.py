@@ -1,0 +1,124 @@
+"""A run of counting jobs, a driver for it, and what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.job import Job, JobRecord
+from jobs.run.run import Progress, Run, RunManifest
+from jobs.sampling import SamplingParams
+from metrics.counters import DriverCounters
+from scheduler.cluster.actors import WorkerSpec
+from scheduler.cluster.cluster import Cluster, connect
+from scheduler.display.events import Event
+from scheduler.driver.backlog import load_queue
+from scheduler.driver.driver import Driver
+from scheduler.driver.fleet import DEFAULT_TIMEOUT, Fleet
+from scheduler.driver.hold import Hold
+from tests import ROOT
+from worker.config import EngineConfig
+
+COUNTING = "tests.worker.session.counting_session"  # a session that counts instead of decoding
+
+
+class RecordingDisplay:
+    """Keeps what the driver shows, and may act on it."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.updates: list[Progress] = []
+        self.on_update: Callable[[Progress], None] = lambda progress: None
+
+    def note(self, event: Event) -> None:
+        self.notes += str(event).splitlines()
+
+    def update(self, progress: Progress) -> None:
+        self.updates.append(progress)
+        self.on_update(progress)
+
+
+@contextmanager
+def counting_cluster(num_cpus: int = 2) -> Iterator[Cluster]:
+    """An embedded Ray whose workers find the counting session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with connect(None, num_cpus) as cluster:
+            yield cluster
+
+
+def make_run(folder: Path, jobs: dict[str, int], seed: int = 7) -> Run:
+    """A run with jobs given as custom_id: max_tokens."""
+    manifest = RunManifest(
+        run_id="run",
+        created=time.time(),
+        model="counting",
+        model_fingerprint="f",
+        engine="autoregressive",
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        seed=seed,
+        versions={},
+        exactness="not probed",
+        cpu_capability="",
+    )
+    run = Run.create_or_open(str(folder), manifest)
+    records = []
+    for line_number, (custom_id, max_tokens) in enumerate(jobs.items(), start=1):
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+        job = Job(custom_id=custom_id, url="/v1/completions", prompt="count", sampling=sampling)
+        records.append(JobRecord(job.job_id("f"), job, line_number, 1))
+    run.add_jobs(records)
+    return run
+
+
+def make_driver(
+    run: Run,
+    cluster: Cluster,
+    display: RecordingDisplay,
+    *,
+    workers: int = 2,
+    slots: int = 1,
+    attempts: int = 5,
+    session: str = "CountingSession",
+    counters: DriverCounters | None = None,
+    grace: float = 20.0,
+    may_take_over: bool = False,
+    worker_timeout: float = DEFAULT_TIMEOUT,
+) -> Driver:
+    spec = WorkerSpec(
+        EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
+    )
+    return Driver(
+        run,
+        Hold(run, may_take_over),
+        load_queue(run, attempts),
+        Fleet(spec, cluster, worker_timeout),
+        display,
+        counters or DriverCounters(),
+        num_workers=workers,
+        num_slots=slots,
+        grace_seconds=grace,
+    )
+
+
+def job_id(run: Run, custom_id: str) -> str:
+    return next(record.job_id for record in run.jobs() if record.job.custom_id == custom_id)
+
+
+def token_hash(run: Run, custom_id: str) -> str:
+    line = run.result(job_id(run, custom_id))
+    assert line is not None
+    return str(line["response"]["body"]["choices"][0]["token_ids_sha256"])
+
+
+def result_metrics(run: Run, custom_id: str) -> dict[str, Any]:
+    line = run.result(job_id(run, custom_id))
+    assert line is not None
+    return dict(line["response"]["body"]["metrics"])

@@ -1,0 +1,80 @@
+"""What a new driver finds in a run folder: what is done, what is left, and how far each job was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.job import JobRecord
+from jobs.run.results import error_line, success_line
+from jobs.run.run import Run
+from jobs.storage.local_folder import LocalFolder
+from scheduler.driver.backlog import cancel_job, count_jobs, load_queue
+from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.create_or_open(str(tmp_path), MANIFEST)
+    run.add_jobs([make_record(name, line_number) for line_number, name in enumerate("abcdef", start=1)])
+    return run
+
+
+def finish(run: Run, record: JobRecord, num_tokens: int) -> None:
+    ids = np.zeros(num_tokens, np.uint32)
+    run.write_result(record.job_id, success_line(record, "r", "t", "stop", model="m", token_ids=ids, metrics={}))
+
+
+def log_tokens(run: Run, record: JobRecord, num_tokens: int) -> None:
+    checkpoints = CheckpointStore(run.store)
+    attempt = checkpoints.claim(record.job_id, "w1")
+    checkpoints.write_tokens(record.job_id, attempt, np.zeros(num_tokens, np.uint32))
+
+
+def test_every_job_is_counted_where_it_stands(run: Run) -> None:
+    a, b, c, d, e, f = run.jobs()
+    finish(run, a, 4)
+    finish(run, b, 5)
+    run.write_error(b.job_id, error_line(b, "attempts_failed", "a late result makes up for it"))
+    run.write_error(c.job_id, error_line(c, "attempts_failed", "its workers died"))
+    cancel_job(run, d)
+    log_tokens(run, e, 3)
+    queue = load_queue(run, 5)
+    counts = {"pending": 2, "running": 0, "finished": 2, "failed": 1, "cancelled": 1}
+    assert queue.counts() == count_jobs(run) == counts
+    assert queue.unfinished() == [e.job_id, f.job_id]
+    assert queue.num_generated_tokens == 4 + 5 + 3
+    assert queue.num_tokens_left == 2 + 5
+
+
+def test_tokens_of_the_last_heartbeat_count_as_reported_though_no_log_has_them(run: Run) -> None:
+    a, b, c, *_ = run.jobs()
+    log_tokens(run, a, 3)
+    log_tokens(run, b, 4)
+    finish(run, c, 5)
+    run.write_progress(PROGRESS.model_copy(update={"running": {"a": 4, "b": 1, "c": 2, "gone": 9}}))
+    queue = load_queue(run, 5)
+    assert [queue.num_reported_tokens(record.job_id) for record in (a, b)] == [4, 4]
+    assert queue.num_generated_tokens == 4 + 4 + 5
+
+
+def test_a_fresh_run_is_taken_up_without_a_look_at_each_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def watched(method: Callable[[LocalFolder, str], object]) -> Callable[[LocalFolder, str], object]:
+        return lambda folder, path: seen.append(path) or method(folder, path)
+
+    for name in ("read", "exists", "list"):
+        monkeypatch.setattr(LocalFolder, name, watched(getattr(LocalFolder, name)))
+    a, *_ = run.jobs()
+    seen.clear()
+    assert load_queue(run, 5).num_unfinished == 6
+    assert not [path for path in seen if a.job_id in path], seen
+    finish(run, a, 4)
+    seen.clear()
+    assert load_queue(run, 5).num_unfinished == 5
+    assert [path for path in seen if "results/" in path] == [f"results/{a.job_id}.json"]

@@ -1,0 +1,89 @@
+"""Ten thousand small jobs through one driver: a job costs as much as among a thousand, and `status` stays quick."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scheduler.driver.backlog import load_queue
+from tests import ROOT
+from tests.scheduler.driver.dispatch_parts import Dispatched, Stopwatch, ask_status, dispatch, with_driver
+
+FEW, MANY = 1_000, 10_000
+STATUS_SECONDS = 2.0
+BYTES_PER_DONE_JOB = 150  # its id alone takes about as much
+SAME = 3.0  # cost of a job among many against among few: a busy machine makes it 2, a look at every job 5 and more
+
+
+@pytest.fixture(scope="module")
+def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dispatched, Dispatched]]:
+    with pytest.MonkeyPatch.context() as patch:
+        dispatch(tmp_path_factory.mktemp("first"), FEW, patch)  # imports, and the first use of everything
+        few = dispatch(tmp_path_factory.mktemp("few"), FEW, patch)
+        yield few, dispatch(tmp_path_factory.mktemp("many"), MANY, patch)
+
+
+def test_a_job_costs_the_driver_as_much_among_many_as_among_few(few_and_many: tuple[Dispatched, Dispatched]) -> None:
+    few, many = few_and_many
+    assert many.ms_per_job() < SAME * few.ms_per_job()
+
+
+def own_bytes() -> int:
+    """What the lines of swiftbatch itself have allocated and still hold, as traced."""
+    gc.collect()
+    own = [tracemalloc.Filter(True, f"{ROOT / room}/*") for room in ("jobs", "scheduler", "worker")]
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(own).traces)
+
+
+def test_a_driver_keeps_nothing_of_jobs_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracemalloc.start()
+    try:
+        _, driver = with_driver(tmp_path / "run", FEW, monkeypatch)
+        num_bytes_waiting = own_bytes()
+        driver.run()
+        num_bytes_done = own_bytes()
+    finally:
+        tracemalloc.stop()
+    print(f"\n{num_bytes_waiting / FEW:,.0f} bytes per waiting job, {num_bytes_done / FEW:,.0f} per job that is done")
+    assert num_bytes_done < FEW * BYTES_PER_DONE_JOB
+
+
+def test_status_answers_while_ten_thousand_jobs_run_and_after(few_and_many: tuple[Dispatched, Dispatched]) -> None:
+    _, many = few_and_many
+    assert many.status["state"] == "running"
+    assert many.status_seconds < STATUS_SECONDS
+    seconds, status = ask_status(many.run)
+    assert seconds < STATUS_SECONDS
+    assert status["state"] == "finished"
+    assert status["jobs"]["finished"] == MANY
+    assert status["num_generated_tokens"] == sum(8 + i % 50 for i in range(MANY))
+
+
+def test_status_counts_ten_thousand_jobs_where_no_driver_is_left_to_ask(
+    few_and_many: tuple[Dispatched, Dispatched],
+) -> None:
+    _, many = few_and_many
+    beat = many.run.progress()
+    assert beat is not None
+    many.run.write_progress(beat.model_copy(update={"state": "running", "updated": 0.0, "jobs": {}}))
+    seconds, status = ask_status(many.run)
+    many.run.write_progress(beat)
+    assert seconds < STATUS_SECONDS
+    assert status["state"] == "interrupted"
+    assert status["jobs"]["finished"] == MANY
+
+
+def test_a_run_of_ten_thousand_is_taken_up_and_its_output_written_in_seconds(
+    few_and_many: tuple[Dispatched, Dispatched],
+) -> None:
+    _, many = few_and_many
+    took = Stopwatch()
+    with took:
+        assert load_queue(many.run, 5).counts()["finished"] == MANY
+        many.run.write_output()
+    assert took.processor < 10
+    assert many.run.store.read("output.jsonl").count(b"\n") == MANY

@@ -1,0 +1,199 @@
+"""The driver on a real Ray: jobs go out, workers are killed, and every result is there once and the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs.run.output_line import line_id
+from jobs.run.run import Progress
+from metrics.counters import DriverCounters
+from scheduler.cluster.cluster import Cluster
+from scheduler.driver.backlog import load_queue
+from scheduler.driver.driver import DriverError
+from scheduler.driver.heartbeat import current_progress
+from tests.scheduler.driver.driver_parts import (
+    RecordingDisplay,
+    counting_cluster,
+    job_id,
+    make_driver,
+    make_run,
+    result_metrics,
+    token_hash,
+)
+from worker.model.files import ModelError
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with counting_cluster() as cluster:
+        yield cluster
+
+
+def test_all_jobs_finish_and_leave_no_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path / "run", {"short": 10, "long": 200, "middle": 100, "tiny": 5})
+    display = RecordingDisplay()
+    assert make_driver(run, cluster, display).run() == "finished"
+    assert run.finished() == {record.job_id for record in run.jobs()}
+    progress = display.updates[-1]
+    assert progress.jobs == {"pending": 0, "running": 0, "finished": 4, "failed": 0, "cancelled": 0}
+    assert progress.num_generated_tokens == 315
+    assert not run.store.list("checkpoints")
+
+
+def test_a_killed_workers_jobs_resume_elsewhere_with_the_same_tokens(tmp_path: Path, cluster: Cluster) -> None:
+    jobs = {"a": 300, "b": 300, "c": 60}
+    calm = make_run(tmp_path / "calm", jobs)
+    make_driver(calm, cluster, RecordingDisplay(), workers=1).run()
+    run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
+    killed: list[tuple[int, tuple[str, ...]]] = []
+
+    def kill_one(progress: Progress) -> None:
+        busy = [worker for worker in progress.workers if worker.jobs]
+        if not killed and busy and progress.num_generated_tokens > 100:
+            os.kill(busy[0].pid, signal.SIGKILL)
+            killed.append((busy[0].pid, busy[0].jobs))
+
+    display.on_update = kill_one
+    assert make_driver(run, cluster, display, counters=counters).run() == "finished"
+    assert killed
+    assert {name: token_hash(run, name) for name in jobs} == {name: token_hash(calm, name) for name in jobs}
+    (victim,) = killed[0][1]
+    assert result_metrics(run, victim)["num_attempts"] == 2
+    assert result_metrics(run, victim)["num_recovered_tokens"] > 0
+    assert counters.num_preemptions["worker_died"] == 1  # a job may also have moved to the new worker
+    assert any(note.startswith("worker w") and "is lost" in note for note in display.notes)
+
+
+def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path / "run", {"fails-always": 50, "refused": 50, "good": 50})
+    counters = DriverCounters()
+    state = make_driver(run, cluster, RecordingDisplay(), attempts=2, counters=counters).run()
+    assert state == "finished"
+    assert run.finished() == {job_id(run, "good")}
+    error = run.error(job_id(run, "fails-always"))
+    assert error is not None
+    assert error["error"]["code"] == "attempts_failed"
+    assert "after 2 attempts" in error["error"]["message"]
+    assert "it always fails" in error["error"]["message"]
+    assert counters.num_preemptions == {"attempt_failed": 2}
+    refused = run.error(job_id(run, "refused"))
+    assert refused is not None
+    assert refused["error"] == {"code": "logits_not_finite", "message": "given up: its numbers are none"}  # no retries
+    assert counters.jobs_finished == {"failed": 2}
+
+
+def test_a_job_that_kills_its_workers_takes_no_neighbour_with_it(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path / "run", {"kills-workers": 1000, "a": 900, "b": 30})
+    assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=3, attempts=3).run() == "finished"
+    assert run.finished() == {job_id(run, "a"), job_id(run, "b")}
+    error = run.error(job_id(run, "kills-workers"))
+    assert error is not None
+    assert "its process ended" in error["error"]["message"]
+
+
+def test_a_stopped_driver_says_interrupted_and_the_next_one_goes_on(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 400, "b": 20}), RecordingDisplay()
+    driver = make_driver(run, cluster, display)
+    display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
+    assert driver.run() == "interrupted"
+    progress = run.progress()
+    assert progress is not None
+    assert progress.state == "interrupted"
+    assert not progress.workers
+    assert progress.jobs["running"] == 0
+    queue = load_queue(run, 5)
+    assert queue.num_generated_tokens > 100  # counted from the token log and the results
+    assert make_driver(run, cluster, RecordingDisplay()).run() == "finished"
+    assert result_metrics(run, "a")["num_recovered_tokens"] > 0
+
+
+def test_one_cancelled_job_ends_and_the_others_finish(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"endless": 100_000, "waits": 90_000, "good": 50}), RecordingDisplay()
+
+    def cancel(progress: Progress) -> None:
+        if progress.num_generated_tokens > 20 and progress.state == "running":
+            run.request_cancel(job_id(run, "endless"))
+            run.request_cancel(job_id(run, "waits"))
+
+    display.on_update = cancel
+    assert make_driver(run, cluster, display, workers=1).run() == "finished"
+    assert display.updates[-1].jobs["cancelled"] == 2
+    assert run.finished() == {job_id(run, "good")}
+    assert run.cancel_requests() == (False, set())
+
+
+def test_a_cancelled_run_ends_with_every_job_accounted_for(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 100_000, "b": 100_000, "c": 100_000}), RecordingDisplay()
+
+    def cancel(progress: Progress) -> None:
+        if progress.num_generated_tokens > 20 and progress.state == "running":
+            run.request_cancel(None)
+
+    display.on_update = cancel
+    assert make_driver(run, cluster, display).run() == "cancelled"
+    assert run.failed() == {record.job_id for record in run.jobs()}
+    assert run.cancel_requests() == (False, set())
+
+
+def test_a_result_in_the_store_counts_though_the_report_was_lost(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 100_000}), RecordingDisplay()
+    other = make_run(tmp_path / "other", {"a": 30})
+    make_driver(other, cluster, RecordingDisplay(), workers=1).run()
+    late = other.result(job_id(other, "a"))
+    assert late is not None
+    late["id"] = line_id(job_id(run, "a"))
+
+    def finish_behind_its_back(progress: Progress) -> None:
+        if progress.num_generated_tokens > 20 and progress.workers:
+            run.write_result(job_id(run, "a"), late)
+            os.kill(progress.workers[0].pid, signal.SIGKILL)
+
+    display.on_update = finish_behind_its_back
+    assert make_driver(run, cluster, display, workers=1).run() == "finished"
+    assert display.updates[-1].jobs["finished"] == 1
+    assert display.updates[-1].num_generated_tokens == 30
+
+
+def test_workers_that_never_start_end_the_run_with_the_reason(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path / "run", {"a": 10})
+    with pytest.raises(DriverError, match="no worker starts, 3 tries: MemoryError: no room for the model"):
+        make_driver(run, cluster, RecordingDisplay(), session="BrokenSession").run()
+    assert current_progress(run).state == "interrupted"
+    assert current_progress(run).jobs["pending"] == 1
+    assert "worker process" in (tmp_path / "run/logs/w1.log").read_text()
+
+
+def test_a_model_that_a_worker_refuses_ends_the_run_at_the_first_one_in_one_line(
+    tmp_path: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
+    with pytest.raises(ModelError, match=r"^model counting: it can't count$"):
+        make_driver(run, cluster, display, session="RefusingSession").run()
+    assert sum("is lost" in note for note in display.notes) <= 2  # both started at once
+    assert current_progress(run).jobs["pending"] == 1
+    time.sleep(1.0)  # what Ray would print of a worker that nobody waits for
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_embedded_ray_lets_no_stranger_in(cluster: Cluster) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    program = f"import ray; ray.init(address={address!r}); print('inside')"
+    command = [sys.executable, "-c", program]
+    stranger = {"RAY_AUTH_MODE": "disabled"}
+    process = subprocess.run(command, env=environment | stranger, capture_output=True, text=True, timeout=300)
+    assert process.returncode != 0
+    assert "inside" not in process.stdout
+    friend = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "inside" in friend.stdout, friend.stderr

@@ -1,0 +1,149 @@
+"""Which job is taken next, what a lost attempt costs it, and that all totals add up whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+from jobs.job import Job, JobRecord
+from jobs.sampling import SamplingParams
+from scheduler.driver.job_queue import JobQueue
+
+
+def record(custom_id: str, max_tokens: int, line_number: int = 1) -> JobRecord:
+    job = Job(
+        custom_id=custom_id, url="/v1/completions", prompt="x", sampling=SamplingParams(max_tokens=max_tokens, seed=1)
+    )
+    return JobRecord(custom_id, job, line_number, 10)
+
+
+def take(queue: JobQueue, neighbours: list[str], now: float) -> str | None:
+    taken = queue.take(neighbours, now)
+    return taken.job_id if taken else None
+
+
+def test_the_longest_job_is_taken_first_and_equals_in_file_order() -> None:
+    queue = JobQueue(max_attempts=5)
+    for line_number, (name, max_tokens) in enumerate([("b", 50), ("a", 50), ("long", 200)], start=1):
+        queue.add(record(name, max_tokens, line_number))
+    assert [take(queue, [], 0.0) for _ in range(4)] == ["long", "b", "a", None]
+
+
+def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
+    queue = JobQueue(max_attempts=3)
+    queue.add(record("a", 100))
+    assert queue.take([], 0.0)
+    assert queue.lose("a", 100.0)
+    assert queue.take([], 100.4) is None
+    assert queue.take([], 100.5)
+    assert queue.lose("a", 200.0)
+    assert queue.take([], 200.9) is None
+    assert queue.take([], 201.0)
+    assert not queue.lose("a", 300.0)
+
+
+def test_a_job_that_moves_on_between_losses_is_never_given_up() -> None:
+    queue = JobQueue(max_attempts=2)
+    queue.add(record("a", 1000), num_generated_tokens=100)
+    for num_tokens in range(110, 1000, 10):
+        assert queue.take([], 1e9)
+        queue.progress("a", num_tokens)
+        assert queue.lose("a", 0.0)
+    queue.take([], 1e9)
+    queue.progress("a", 995)  # less than a hundredth of the job
+    assert not queue.lose("a", 0.0)
+
+
+def test_a_job_lost_twice_without_progress_runs_alone() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(record("suspect", 500))
+    queue.add(record("good", 100))
+    taken = []
+    for now in (0.0, 10.0):
+        taken += [take(queue, [], now), take(queue, ["suspect"], now)]
+        queue.progress("good", int(now) + 10)
+        queue.lose("suspect", now)
+        queue.lose("good", now)
+    assert taken == ["suspect", "good"] * 2  # one loss alone makes no suspect
+    assert take(queue, ["other"], 20.0) == "good"  # the longer suspect is passed over beside a neighbour
+    assert take(queue, [], 20.0) == "suspect"
+    queue.add(record("new", 10))
+    assert queue.take(["suspect"], 20.0) is None
+    queue.progress("suspect", 50)
+    assert take(queue, ["suspect"], 20.0) == "new"
+
+
+def test_a_released_job_is_at_hand_at_once_and_without_a_strike() -> None:
+    queue = JobQueue(max_attempts=1)
+    queue.add(record("a", 100))
+    for _ in range(3):
+        assert take(queue, [], 0.0) == "a"
+        queue.progress("a", 0)
+        queue.release("a")
+        assert queue.counts()["running"] == 0
+    assert take(queue, ["other"], 0.0) == "a"  # not a suspect either
+    queue.release("a")
+    queue.release("a")  # waiting already
+    queue.release("unknown")
+    assert [take(queue, [], 0.0) for _ in range(2)] == ["a", None]
+    assert not queue.lose("a", 0.0)  # a real loss still counts
+    queue.release("a")  # and is waited for
+    assert queue.take([], 0.4) is None
+
+
+def test_a_suspect_that_proves_itself_late_may_have_neighbours_again() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(record("a", 100))
+    for now in (0.0, 10.0):
+        queue.take([], now)
+        queue.lose("a", now)
+    assert take(queue, ["other"], 20.0) is None
+    queue.progress("a", 50)  # the report of an attempt that was believed lost
+    assert take(queue, ["other"], 20.0) == "a"
+    assert take(queue, [], 20.0) is None
+
+
+def test_a_job_that_ended_while_it_waited_is_not_taken() -> None:
+    queue = JobQueue(max_attempts=5)
+    for name in ("a", "b", "c", "d"):
+        queue.add(record(name, 100))
+    assert take(queue, [], 0.0) == "a"
+    queue.lose("a", 0.0)
+    assert queue.finish("a", 30)
+    assert queue.cancel("b")
+    assert queue.give_up("c")
+    assert not queue.cancel("c")
+    assert [take(queue, [], 100.0) for _ in range(2)] == ["d", None]
+
+
+def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
+    """Against the plain rules, computed anew each time over all jobs."""
+    rng = random.Random(5)
+    queue = JobQueue(max_attempts=100)
+    left = {f"j{i}": record(f"j{i}", rng.choice([5, 50, 500]), line_number=i) for i in range(60)}
+    tokens, num_left, running = dict.fromkeys(left, 0), {n: r.job.sampling.max_tokens for n, r in left.items()}, set()
+    for job in left.values():
+        queue.add(job)
+    for _ in range(1500):
+        name, event = rng.choice(sorted(tokens)), rng.choice(["take", "take", "progress", "lose", "release", "finish"])
+        if event == "take":
+            waiting = [n for n in left if n not in running]
+            longest = max(waiting, key=lambda n: (left[n].job.sampling.max_tokens, -left[n].line_number), default=None)
+            assert take(queue, [], 0.0) == longest
+            running |= {longest} if longest else set()
+        elif event == "progress" and name in left:
+            tokens[name] = rng.randrange(left[name].job.sampling.max_tokens + 1)
+            queue.progress(name, tokens[name])
+        elif event in ("lose", "release") and name in running:
+            running.remove(name)
+            queue.release(name) if event == "release" else queue.lose(name, -1e6)
+        elif event == "finish" and name in left and rng.random() < 0.3:
+            tokens[name] = rng.randrange(left.pop(name).job.sampling.max_tokens + 1)
+            queue.finish(name, tokens[name])
+            running.discard(name)
+        assert queue.unfinished() == list(left)
+        assert queue.num_generated_tokens == sum(tokens.values())
+        assert queue.num_tokens_left == sum(num_left[n] - tokens[n] for n in left)
+        assert {job.job_id: count for job, count in queue.running()} == {n: tokens[n] for n in running}
+        by_state = {"pending": len(left) - len(running), "running": len(running), "finished": 60 - len(left)}
+        assert queue.counts() == by_state | {"failed": 0, "cancelled": 0}
+    assert 10 < len(left) < 50

@@ -1,0 +1,50 @@
+"""At the end of a run, idle workers take half-done jobs over from workers that hold several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metrics.counters import DriverCounters
+from scheduler.cluster.cluster import Cluster
+from scheduler.driver import dispatch
+from tests.scheduler.driver.driver_parts import (
+    RecordingDisplay,
+    counting_cluster,
+    make_driver,
+    make_run,
+    result_metrics,
+    token_hash,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with counting_cluster() as cluster:
+        yield cluster
+
+
+def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 0.1)
+    jobs = {"unlogged-1": 600, "unlogged-2": 590, "unlogged-3": 580, "unlogged-4": 570, "a": 50, "b": 40}
+    calm = make_run(tmp_path / "calm", jobs)
+    make_driver(calm, cluster, RecordingDisplay(), workers=1, slots=6).run()
+    run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
+    driver = make_driver(run, cluster, display, workers=3, slots=2, attempts=1, counters=counters)
+    assert driver.run() == "finished"
+    assert counters.num_preemptions == {"migrated": 1}  # 2 + 2 + 0 jobs become 2 + 1 + 1
+    assert {name: token_hash(run, name) for name in jobs} == {name: token_hash(calm, name) for name in jobs}
+    moved = [result_metrics(run, name) for name in jobs if result_metrics(run, name)["num_attempts"] == 2]
+    assert len(moved) == 1
+    assert len(set(moved[0]["workers"])) == 2  # another worker goes on with it
+    assert moved[0]["num_recovered_tokens"] == moved[0]["num_reported_tokens"] > 0
+
+
+def test_a_job_that_is_nearly_done_stays_where_it_is(tmp_path: Path, cluster: Cluster) -> None:
+    run, counters = make_run(tmp_path / "run", {"long-1": 300, "long-2": 290, "a": 50, "b": 40}), DriverCounters()
+    assert make_driver(run, cluster, RecordingDisplay(), slots=2, counters=counters).run() == "finished"
+    assert counters.num_preemptions == {}

@@ -1,0 +1,239 @@
+"""Workers that have to go hand their jobs back whole, and no job is blamed for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError
+
+from jobs.run.run import Progress
+from metrics.counters import DriverCounters
+from metrics.driver_metrics import DRIVER_METRICS
+from scheduler.cluster import remote
+from scheduler.cluster.actors import WorkerSpec
+from scheduler.cluster.cluster import Cluster
+from scheduler.driver.fleet import Fleet
+from tests.scheduler.driver.driver_parts import (
+    RecordingDisplay,
+    counting_cluster,
+    make_driver,
+    make_run,
+    result_metrics,
+    token_hash,
+)
+from tests.scheduler.driving import is_alive
+from worker.config import EngineConfig
+from worker.session.work import Orders
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with counting_cluster() as cluster:
+        yield cluster
+
+
+def test_a_worker_that_gets_sigterm_hands_its_jobs_back_whole_and_unblamed(tmp_path: Path, cluster: Cluster) -> None:
+    run, display, counters = make_run(tmp_path / "run", {"unlogged": 300}), RecordingDisplay(), DriverCounters()
+    ended: list[int] = []
+
+    def terminate(progress: Progress) -> None:
+        if not ended and progress.num_generated_tokens > 100:
+            ended.append(progress.workers[0].pid)
+            os.kill(ended[0], signal.SIGTERM)
+
+    display.on_update = terminate
+    # one attempt: a strike would end the job
+    assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
+    assert counters.num_preemptions == {"worker_terminated": 1}
+    metrics = result_metrics(run, "unlogged")
+    assert metrics["workers"] == ["w1", "w2"]
+    assert metrics["num_recovered_tokens"] == metrics["num_reported_tokens"] > 100  # nothing is recomputed
+    assert "worker w1 was told to end from outside" in display.notes
+    assert display.updates[-1].running == {}
+
+
+def test_a_worker_with_nothing_to_do_that_gets_sigterm_is_replaced(tmp_path: Path, cluster: Cluster) -> None:
+    run, display, counters = make_run(tmp_path / "run", {"a": 600, "b": 20}), RecordingDisplay(), DriverCounters()
+    ended: list[int] = []
+
+    def terminate(progress: Progress) -> None:
+        idle = [worker.pid for worker in progress.workers if not worker.jobs]
+        busy = [worker.pid for worker in progress.workers if worker.jobs]
+        if not ended and progress.jobs["finished"] == 1 and idle and busy:
+            ended.extend([*idle, *busy])
+            os.kill(idle[0], signal.SIGTERM)
+            os.kill(busy[0], signal.SIGKILL)  # its job goes to the idle one first, which takes no more work
+
+    display.on_update = terminate
+    assert make_driver(run, cluster, display, counters=counters).run() == "finished"
+    assert ended
+    assert counters.num_preemptions == {"worker_died": 1, "worker_terminated": 1}
+
+
+def drain_once(cluster: Cluster, counters: DriverCounters, patch: pytest.MonkeyPatch) -> Callable[[Progress], None]:
+    """Lets the only node drain until a job was handed back: a cluster of one can't be drained and go on."""
+
+    def drain(progress: Progress) -> None:
+        if progress.num_generated_tokens > 100 and not counters.num_preemptions:
+            patch.setattr(cluster.watch, "draining", lambda: {progress.workers[0].node_id: 30.0})
+        elif counters.num_preemptions:
+            patch.setattr(cluster.watch, "draining", dict)
+
+    return drain
+
+
+def test_workers_on_a_draining_node_stop_and_others_take_their_jobs(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, display, counters = make_run(tmp_path / "run", {"unlogged": 300}), RecordingDisplay(), DriverCounters()
+    display.on_update = drain_once(cluster, counters, monkeypatch)
+    assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
+    assert counters.num_preemptions["node_drained"] >= 1
+    assert set(counters.num_preemptions) == {"node_drained"}
+    metrics = result_metrics(run, "unlogged")
+    assert metrics["num_recovered_tokens"] == metrics["num_reported_tokens"] > 100
+    assert any("its node is about to go" in note for note in display.notes)
+
+
+def test_a_worker_that_dies_while_it_drains_is_no_fault_of_its_job(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, display, counters = make_run(tmp_path / "run", {"dies": 300}), RecordingDisplay(), DriverCounters()
+    display.on_update = drain_once(cluster, counters, monkeypatch)
+    assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
+    assert set(counters.num_preemptions) == {"node_drained"}
+    assert not run.failed()
+
+
+def test_a_stopped_worker_is_replaced_and_its_late_return_changes_nothing(tmp_path: Path, cluster: Cluster) -> None:
+    jobs = {"a": 600, "b": 600}
+    calm = make_run(tmp_path / "calm", jobs)
+    make_driver(calm, cluster, RecordingDisplay()).run()
+    run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
+    stopped: list[int] = []
+
+    def stop_one(progress: Progress) -> None:
+        busy = [worker.pid for worker in progress.workers if worker.jobs]
+        if not stopped and busy and progress.num_generated_tokens > 100:
+            stopped.append(busy[0])
+            os.kill(stopped[0], signal.SIGSTOP)
+        elif stopped and counters.num_preemptions.get("worker_silent"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped[0], signal.SIGCONT)
+
+    display.on_update = stop_one
+    assert make_driver(run, cluster, display, counters=counters, worker_timeout=5.0).run() == "finished"
+    assert counters.num_preemptions["worker_silent"] >= 1
+    assert any("is lost: it has not reported for " in note for note in display.notes)
+    assert {name: token_hash(run, name) for name in jobs} == {name: token_hash(calm, name) for name in jobs}
+    assert max(result_metrics(run, name)["num_recovered_tokens"] for name in jobs) > 0
+    deadline = time.monotonic() + 60
+    while is_alive(stopped[0]):  # it is not left behind
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@dataclass
+class SilentFleet:
+    """Two workers that never answer, and a clock that the test moves."""
+
+    fleet: Fleet
+    killed: list[object]
+    clock: list[float]
+
+    def wait(self, seconds: float) -> list[str]:
+        """Let the time pass, with many looks; returns the ids of workers that were given up."""
+        events = []
+        for _ in range(int(seconds * 2)):
+            self.clock[0] += 0.5
+            events += self.fleet.wait(0.0, self.clock[0])
+        return [event.worker.id for event in events]
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
+    killed: list[object] = []
+    clock = [0.0]
+    method = SimpleNamespace(remote=lambda *_: object())
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(remote, "create_actor", lambda *_, **__: SimpleNamespace(start=method, work=method))
+    monkeypatch.setattr(remote, "wait", lambda calls, seconds: [])
+    monkeypatch.setattr(remote, "kill", killed.append)
+    cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0)
+    fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
+    fleet.fill(2, 0.0)
+    return SilentFleet(fleet, killed, clock)
+
+
+def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: SilentFleet) -> None:
+    starting, working = silent.fleet.workers
+    silent.fleet.work(working, Orders(assignments=(cast("Any", object()),)), 0.5)
+    assert silent.wait(190) == []  # it may have gigabytes of checkpoints to read
+    assert silent.wait(20) == ["w2"]
+    assert silent.killed == [working.actor]
+    assert silent.wait(1000) == []
+    assert silent.fleet.workers == [starting]
+
+
+def test_a_worker_without_orders_owes_no_report(silent: SilentFleet) -> None:
+    idle = silent.fleet.workers[0]
+    silent.fleet.work(idle, Orders(), 0.5)
+    idle.call = None  # it has answered
+    assert silent.wait(1000) == []
+
+
+def test_a_driver_that_was_stopped_blames_no_worker(silent: SilentFleet) -> None:
+    silent.fleet.work(silent.fleet.workers[0], Orders(), 0.5)
+    assert silent.wait(10) == []
+    silent.clock[0] += 1000
+    assert silent.wait(5) == []  # nobody listened meanwhile
+    assert silent.wait(10) == ["w1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (OutOfMemoryError("1 worker(s) were killed\nTop 10 memory users:"), "worker_out_of_memory", "low on memory"),
+        (ActorDiedError(), "worker_died", "its process ended"),
+        (ActorUnavailableError("no route", None), "worker_unreachable", "can't be reached"),
+    ],
+)
+def test_why_a_worker_was_lost_is_said_in_a_line(
+    error: RayError, reason: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", fail)
+    with pytest.raises(remote.WorkerLostError, match=message) as caught:
+        remote.answer(object())
+    assert caught.value.reason == reason
+    assert reason in next(metric.label_values for metric in DRIVER_METRICS if metric.name == "preemptions_total")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=object)))
+    cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0)
+    fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster)
+    fleet.fill(2, 0.0)
+    fleet.workers[0].drain_reason = "node_drained"
+    fleet.fill(2, 0.0)
+    fleet.fill(2, 0.0)
+    assert [worker.id for worker in fleet.workers] == ["w1", "w2", "w3"]
+
+
+def test_attempts_carry_the_kind_of_numerics_they_ran_with(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path / "run", {"a": 20})
+    make_driver(run, cluster, RecordingDisplay(), workers=1).run()
+    assert result_metrics(run, "a")["numerics"] == ["counting"]

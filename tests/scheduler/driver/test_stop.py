@@ -1,0 +1,134 @@
+"""How a run stops before its end: by its user, with its cluster, with its store. Nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Progress, Run
+from jobs.storage.local_folder import LocalFolder
+from jobs.storage.store import StoreError
+from metrics.counters import DriverCounters
+from scheduler.cluster.cluster import Cluster
+from scheduler.cluster.watch import ClusterLostError
+from scheduler.driver.backlog import load_queue
+from tests.scheduler.driver.driver_parts import (
+    RecordingDisplay,
+    counting_cluster,
+    job_id,
+    make_driver,
+    make_run,
+    result_metrics,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with counting_cluster() as cluster:
+        yield cluster
+
+
+def num_logged(run: Run, custom_id: str) -> int:
+    return len(CheckpointStore(run.store).read_tokens(job_id(run, custom_id)))
+
+
+def test_a_stopped_driver_has_all_checkpoints_written(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"unlogged-1": 400, "unlogged-2": 400}), RecordingDisplay()
+    driver = make_driver(run, cluster, display)
+    display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
+    assert driver.run() == "interrupted"
+    progress = run.progress()
+    assert progress is not None
+    assert progress.state == "interrupted"
+    assert progress.running == {}  # nothing was left without a checkpoint
+    assert num_logged(run, "unlogged-1") + num_logged(run, "unlogged-2") == progress.num_generated_tokens > 100
+    assert make_driver(run, cluster, RecordingDisplay()).run() == "finished"
+    assert result_metrics(run, "unlogged-1")["num_recovered_tokens"] > 0
+
+
+def test_a_worker_that_does_not_answer_holds_a_stop_up_for_the_grace_period_only(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    run, display = make_run(tmp_path / "run", {"stuck": 400, "unlogged": 400}), RecordingDisplay()
+    driver = make_driver(run, cluster, display, grace=1.0)
+    stopped: list[float] = []
+
+    def stop(progress: Progress) -> None:
+        if not stopped and progress.num_generated_tokens > 100:
+            stopped.append(time.monotonic())
+            driver.request_stop()
+
+    display.on_update = stop
+    assert driver.run() == "interrupted"
+    assert time.monotonic() - stopped[0] < 5
+    progress = run.progress()
+    assert progress is not None
+    assert set(progress.running) == {"stuck"}
+    assert num_logged(run, "unlogged") > 0
+    assert load_queue(run, 5).num_reported_tokens(job_id(run, "stuck")) == progress.running["stuck"] > 0
+
+
+def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, display = make_run(tmp_path / "run", {"unlogged": 400}), RecordingDisplay()
+
+    def lost() -> None:
+        raise ClusterLostError("the head has not answered for 30 s")
+
+    def lose(progress: Progress) -> None:
+        if progress.num_generated_tokens > 100:
+            monkeypatch.setattr(cluster.watch, "check", lost)
+
+    display.on_update = lose
+    with pytest.raises(ClusterLostError, match="not answered"):
+        make_driver(run, cluster, display, workers=1).run()
+    assert num_logged(run, "unlogged") > 100
+    progress = run.progress()
+    assert progress is not None
+    assert progress.state == "interrupted"
+
+
+def test_a_store_that_fails_a_worker_stops_the_run_and_blames_no_job(tmp_path: Path, cluster: Cluster) -> None:
+    run, counters = make_run(tmp_path / "run", {"storeless": 400, "good": 400}), DriverCounters()
+    with pytest.raises(StoreError, match="no answer for 120 s"):
+        make_driver(run, cluster, RecordingDisplay(), attempts=1, counters=counters).run()
+    assert counters.num_preemptions == {}
+    assert not run.failed()
+    progress = run.progress()
+    assert progress is not None
+    assert progress.state == "interrupted"
+    assert set(progress.running) == {"storeless", "good"}
+
+
+def test_the_first_failure_of_the_store_is_the_one_that_is_told(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, display = make_run(tmp_path / "run", {"good": 40_000}), RecordingDisplay()
+    num_failures = itertools.count(1)
+
+    def fail(self: LocalFolder, path: str, source: BinaryIO) -> None:
+        raise OSError(f"failure {next(num_failures)}")
+
+    def break_store(progress: Progress) -> None:
+        if progress.num_generated_tokens > 50:
+            monkeypatch.setattr(LocalFolder, "write", fail)
+
+    display.on_update = break_store
+    with pytest.raises(StoreError, match=r"failure 1\b"):
+        make_driver(run, cluster, display, workers=1).run()
+    assert next(num_failures) == 3  # the last beat was tried as well
+
+
+def test_a_beat_tells_what_lost_jobs_had_until_they_run_again(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"kills-workers": 1000}), RecordingDisplay()
+    assert make_driver(run, cluster, display, workers=1, attempts=3).run() == "finished"  # it is given up
+    waiting = [update.running for update in display.updates if update.jobs["pending"] and update.num_generated_tokens]
+    assert {"kills-workers": 20} in waiting  # should the driver die now, they count as recomputed
+    assert display.updates[-1].running == {}

@@ -1,0 +1,83 @@
+"""Driving the real command in tests: start it, watch its run, read what came out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.run.records import WorkerStatus
+from jobs.run.run import Run, RunError
+
+DEADLINE_SECONDS = 500
+
+
+class Driver:
+    """A `submit` or `resume` that runs; as a context it is ended with it, and what it printed is shown."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], run: Path) -> None:
+        self.run = run
+        self._log = run.parent / f"driver-{time.time_ns()}.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        print(self.output())
+
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, condition: Callable[[], Any]) -> Any:
+        """What the condition gives as soon as that is something, while the command runs."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := condition():
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"waited in vain, or the run was over too soon:\n{self.output()}")
+
+    def busy_workers(self) -> list[WorkerStatus]:
+        """Workers with a job, as the newest beat of this driver names them, and as far as they live."""
+        try:
+            progress = Run.open(str(self.run)).progress()
+        except RunError:
+            return []
+        if progress is None or progress.driver_pid != self.process.pid:
+            return []
+        return [worker for worker in progress.workers if worker.jobs and is_alive(worker.pid)]
+
+    def checkpoints(self, worker: WorkerStatus) -> Path:
+        """The folder of the checkpoints of a worker's first job."""
+        job_ids = {record.job.custom_id: record.job_id for record in Run.open(str(self.run)).jobs()}
+        return self.run / "checkpoints" / job_ids[worker.jobs[0]]
+
+
+def swiftbatch(*args: str) -> list[str]:
+    return [sys.executable, "-m", "scheduler.cli", *args]
+
+
+def bodies(run: Path) -> dict[str, dict[str, Any]]:
+    """The body of every result, by `custom_id`."""
+    lines = [json.loads(line) for line in (run / "output.jsonl").read_text().splitlines()]
+    return {line["custom_id"]: line["response"]["body"] for line in lines}
+
+
+def outputs(run: Path) -> dict[str, Any]:
+    """Text, finish reason and hash of the tokens of every job."""
+    return {custom_id: body["choices"] for custom_id, body in bodies(run).items()}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

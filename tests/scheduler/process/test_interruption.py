@@ -1,0 +1,126 @@
+"""What signals mean to a process: ask once in good order, then at once; the same told twice is told once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler.process import interruption
+from scheduler.process.interruption import call_interruptibly, held, interrupt_on_signals
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
+    """Signals raise, also where the tests run under nohup or in the background of a shell."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_asks_and_the_second_one_interrupts(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interruption, "SAME_SECONDS", -1.0)
+    asked: list[None] = []
+    with held(lambda: asked.append(None)):
+        signal.raise_signal(number)
+        assert len(asked) == 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+    assert len(asked) == 1
+
+
+def test_behind_the_context_signals_do_what_they_did_before() -> None:
+    asked: list[None] = []
+    with held(lambda: asked.append(None)):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert asked == []
+
+
+def test_what_is_told_twice_at_once_is_told_once() -> None:
+    asked: list[None] = []
+    with held(lambda: asked.append(None)):  # a closed terminal, `timeout` and service managers do so
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+    assert len(asked) == 1
+
+
+def test_under_nohup_a_closed_terminal_is_none_of_its_business() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked: list[None] = []
+    interrupt_on_signals()
+    with held(lambda: asked.append(None)):
+        signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)
+    assert asked == []
+
+
+def test_a_call_that_hangs_is_left_at_a_signal() -> None:
+    hangs, ended = threading.Event(), threading.Event()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call_interruptibly(lambda: hangs.wait(60) and None, ended)
+    assert time.monotonic() - started < 30
+    hangs.set()
+    ended.set()
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_call_raises_what_it_raises_and_its_thread_lives_until_it_is_told() -> None:
+    ended = threading.Event()
+    threads: list[threading.Thread] = []
+    call_interruptibly(lambda: threads.append(threading.current_thread()), ended)
+    assert threads[0].is_alive()  # the kernel ends what a thread has started when the thread ends
+    ended.set()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+
+    def fail() -> None:
+        raise ConnectionError("no answer")
+
+    with pytest.raises(ConnectionError, match="no answer"):
+        call_interruptibly(fail, ended)
+
+
+def test_handlers_that_a_call_sets_below_python_go_with_it() -> None:
+    ended = threading.Event()
+    call_interruptibly(lambda: ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_IGN)) and None, ended)
+    ended.set()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+
+
+STUCK = """
+import signal, time
+from scheduler.process import interruption
+interruption.SAME_SECONDS = -1.0
+interruption.interrupt_on_signals()
+try:
+    signal.raise_signal(signal.SIGTERM)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+signal.raise_signal(signal.SIGTERM)
+print("still there")
+"""
+
+
+def test_a_process_that_takes_no_notice_is_ended_by_the_next_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")

@@ -1,0 +1,166 @@
+"""A command that is told to end does so at any moment: soon, in one line, with code 130, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Progress, Run, RunError
+from jobs.storage.store import Store
+from scheduler.driver.heartbeat import current_progress
+from tests.scheduler.commands.nightly_parts import held_elsewhere
+from tests.scheduler.display.terminal_parts import Terminal
+from tests.scheduler.driver.driver_parts import make_run
+from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+from tests.scheduler.process.signal_parts import JOB, NO_HANDLER_YET, Submission, heard, submission
+
+SOON_SECONDS = 60  # for a machine with other things to do; a Ray that is waited for in vain takes as long
+
+
+def check_end(command: Submission, exit_code: int) -> None:
+    assert exit_code == 130, command.output()
+    assert "Traceback" not in command.output()
+    assert "SIGTERM received" not in command.output()  # what Ray's handler writes
+    assert command.output().count("interrupted") >= 1
+    assert command.state() in (None, "interrupted")
+    assert command.left_behind() == []
+
+
+def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:
+    with submission(tmp_path, tiny_model) as command:
+        command.wait_for(lambda: any(command.ray_folder.glob("*/session_*")))
+        started = time.monotonic()
+        check_end(command, command.end(signal.SIGTERM, to_group=True))
+        assert time.monotonic() - started < SOON_SECONDS
+
+
+def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:
+    with submission(tmp_path, tiny_model) as command:
+        command.wait_for(lambda: "starting workers" in command.output())
+        started = time.monotonic()
+        check_end(command, command.end(signal.SIGHUP, to_group=True))
+        assert time.monotonic() - started < SOON_SECONDS
+        assert "nothing is lost" in command.output()
+        assert "is lost:" not in command.output()  # workers hear of it from the driver alone
+
+
+def newest_beat(run: Path, pid: int) -> Progress | None:
+    """The newest beat of that driver; None before the first."""
+    try:
+        progress = Run.open(str(run)).progress()
+    except RunError:
+        return None
+    return progress if progress is not None and progress.driver_pid == pid else None
+
+
+def num_tokens(run: Path, pid: int) -> int:
+    beat = newest_beat(run, pid)
+    return 0 if beat is None else beat.num_generated_tokens
+
+
+def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"a": 300})
+    alive = {"state": "running", "updated": time.time(), "driver_host": "elsewhere", "driver_pid": 1}
+    run.write_progress(current_progress(run).model_copy(update=alive))
+    (tmp_path / "inbox").mkdir()
+    commands = [
+        ["status", run.store.uri, "--watch"],
+        ["nightly", str(tmp_path / "inbox"), "--runs", str(tmp_path / "runs"), "--if-busy", "wait"],
+        ["bench", "decode", "--positions", "100000"],
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(held_elsewhere(tmp_path / "runs"))
+        started = [stack.enter_context(heard(swiftbatch(*command))) for command in commands]
+        assert started[0].stdout is not None
+        assert started[0].stdout.readline().startswith(run.store.uri)
+        for process in started:
+            process.send_signal(signal.SIGHUP)
+        for process in started:
+            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+            assert process.returncode == 130
+            assert errors.strip().splitlines()[-1] == "interrupted"
+            assert "Traceback" not in errors
+
+
+def test_a_command_that_was_started_without_streams_does_its_work(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {})
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *swiftbatch("resume", run.store.uri)]
+    assert subprocess.run(closed, check=False, timeout=DEADLINE_SECONDS).returncode == 0
+    assert (tmp_path / "run/output.jsonl").exists()
+
+
+def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_path: Path, tiny_model: Path) -> None:
+    run, jobs = tmp_path / "run", tmp_path / "jobs.jsonl"
+    jobs.write_text(json.dumps(JOB | {"custom_id": "a"}) + "\n")
+    command = swiftbatch("submit", str(jobs), "--run", str(run), "--model", str(tiny_model), "--threads", "1")
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command, "--checkpoint-seconds", "600"]
+    with Terminal(nohup, 100, 30) as terminal:
+        pid = terminal.process.pid
+        terminal.wait_for(lambda text: "worker w1 is ready" in text and num_tokens(run, pid))
+        terminal.close()
+        before = num_tokens(run, pid)
+        os.kill(pid, signal.SIGHUP)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while num_tokens(run, pid) == before:  # it goes on
+            assert time.monotonic() < deadline
+            assert terminal.process.poll() is None
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGTERM)
+        assert terminal.process.wait(DEADLINE_SECONDS) == 130
+    beat = newest_beat(run, pid)
+    assert beat is not None
+    assert (beat.state, beat.running) == ("interrupted", {})  # nothing was left without a checkpoint
+    (record,) = Run.open(str(run)).jobs()
+    assert len(CheckpointStore(Store(str(run))).read_tokens(record.job_id)) == beat.num_generated_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_driver_that_was_stopped_for_a_while_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    with submission(tmp_path, tiny_model) as command:
+        command.wait_for(lambda: num_tokens(command.run, command.process.pid))
+        command.process.send_signal(signal.SIGSTOP)
+        time.sleep(45)
+        told = subprocess.run(
+            swiftbatch("status", str(command.run)), capture_output=True, text=True, timeout=60, check=True
+        )
+        command.process.send_signal(signal.SIGCONT)
+        assert command.process.wait(DEADLINE_SECONDS) == 0
+        assert "no driver runs it" not in told.stdout
+        assert f"no word from the driver, process {command.process.pid} on " in told.stdout
+        assert "lost" not in command.output()
+        assert "run finished; jobs: 2 finished" in command.output()
+        assert command.left_behind() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    list(itertools.product([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], [False, True])),
+)
+def test_a_signal_every_half_second_after_the_start(
+    number: signal.Signals, to_group: bool, tmp_path: Path, tiny_model: Path
+) -> None:
+    for moment in range(31):
+        with submission(tmp_path, tiny_model) as command:
+            time.sleep(moment / 2)
+            started = time.monotonic()
+            exit_code = command.end(number, to_group)
+            seconds = time.monotonic() - started
+            print(f"{number.name} after {moment / 2} s: exit code {exit_code} after {seconds:.1f} s")
+            if moment == 0 and exit_code in NO_HANDLER_YET:
+                continue  # Python itself was starting
+            if "run finished" in command.output():
+                continue  # it was too late
+            check_end(command, exit_code)
+            assert seconds < SOON_SECONDS

@@ -1,0 +1,73 @@
+"""What the options of `submit` and `resume` become, and what a run that had to stop tells its user."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from jobs.run.run import Run
+from jobs.storage.store import StoreError
+from scheduler.cli import main
+from scheduler.cluster.watch import ClusterLostError
+from scheduler.commands.launch_options import make_launch_options
+from scheduler.driver.driver import DriverError
+from scheduler.driver.heartbeat import current_progress
+from scheduler.runs import launch
+from scheduler.runs.launch import LaunchOptions
+from tests.scheduler.driver.driver_parts import make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Without jobs: to go on with it ends at once, without Ray."""
+    return make_run(tmp_path / "run", {})
+
+
+def invoke(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(args))
+    return result.exit_code, result.output
+
+
+def test_a_run_goes_on_with_its_own_engine_unless_another_one_is_asked_for(run: Run) -> None:
+    assert launch._engine_config(run.manifest, LaunchOptions()).engine == "autoregressive"
+    config = launch._engine_config(run.manifest, LaunchOptions(engine="suffix"))
+    assert config.engine == "suffix"
+    assert (config.model, config.dtype, config.num_threads) == ("counting", "float32", 1)
+
+
+def test_the_options_reach_the_workers(run: Run) -> None:
+    names = {"checkpoint": "tokens", "checkpoint_tokens": 7, "checkpoint_seconds": 0.5}
+    options = make_launch_options(workers=2, slots=3, grace_seconds=4.0, store_retry_seconds=9.0, **names)
+    assert options.num_workers == 2
+    config = launch._engine_config(run.manifest, options)
+    assert config.num_slots == 3
+    assert (config.grace_seconds, config.store_retry_seconds) == (4.0, 9.0)
+    assert {name: getattr(config, name) for name in names} == names
+
+
+def test_a_run_whose_driver_is_silent_goes_on_with_takeover(run: Run) -> None:
+    silent = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time() - 100,
+    }
+    run.write_progress(current_progress(run).model_copy(update=silent))
+    code, text = invoke("resume", run.store.uri)
+    assert code == 2
+    assert "--takeover" in text
+    code, text = invoke("resume", run.store.uri, "--takeover", "--engine", "suffix")
+    assert code == 0, text
+    assert "run finished" in text
+    assert Run.open(run.store.uri).manifest.engine == "autoregressive"  # as the run was made
+
+
+@pytest.mark.parametrize("error", [StoreError("no answer for 120 s"), ClusterLostError("no head"), DriverError("none")])
+def test_what_stops_a_run_is_told_with_how_to_go_on(run: Run, error: Exception) -> None:
+    with pytest.raises(DriverError) as caught, launch._told_how_to_go_on(run):
+        raise error
+    assert str(caught.value) == f"{error}; nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"

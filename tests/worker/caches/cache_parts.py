@@ -1,0 +1,38 @@
+"""Caches of a few layers with random rows in them, and small blocks for those outside the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker.caches import hosts as cache_hosts
+from worker.caches import offloaded as offloaded_cache
+from worker.caches.full import CacheShape, FullKVCache
+
+BLOCK = 64  # positions, so that short texts are read in blocks as well
+MAX_LENGTH = 1000
+
+
+def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cache_hosts, offloaded_cache):
+        monkeypatch.setattr(module, "BLOCK_POSITIONS", BLOCK)
+
+
+def shape(num_layers: int, device: str = "cpu") -> CacheShape:
+    return CacheShape(num_layers, 2, 32, torch.bfloat16, torch.device(device))
+
+
+def rows_of(shape: CacheShape, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    size = (shape.num_kv_heads, num_rows, shape.head_dim)
+    return tuple(torch.randn(size).to(shape.device, shape.dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+def write(cache: FullKVCache, shape: CacheShape, num_rows: int) -> None:
+    """Rows behind the committed ones, in all layers."""
+    for layer in range(shape.num_layers):
+        cache.write(layer, cache.length, *rows_of(shape, num_rows))
+
+
+def held(cache: FullKVCache, shape: CacheShape) -> list[torch.Tensor]:
+    """Every layer's committed keys and values, as the device has them."""
+    return [part[:, : cache.length].cpu().clone() for layer in range(shape.num_layers) for part in cache.layer(layer)]

@@ -1,0 +1,93 @@
+"""Parts for the tests of GRIFFIN: a draft model that drafts something, and its definition in plain tensors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from jobs.sampling import SamplingParams
+from worker.caches.full import FullKVCache
+from worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from worker.model.files import locate_model
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+
+def load(folder: Path, dtype: str = "bfloat16") -> TargetModel:
+    return TargetModel.load(locate_model(str(folder)), dtype, "cpu")
+
+
+def random_draft_model(target: TargetModel) -> GriffinModel:
+    torch.manual_seed(1)
+    model = GriffinModel(GriffinConfig.for_target(target.model.config))
+    return model.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def read_sequence(
+    target: TargetModel, token_ids: list[int], params: SamplingParams, name: str = "a"
+) -> tuple[Sequence, FullKVCache]:
+    """A sequence whose cache holds all tokens but the last."""
+    sequence = Sequence(name, token_ids, params, target.vocab_size)
+    cache = target.new_cache(sequence.max_length)
+    while cache.length < len(token_ids) - 1:
+        target.append(cache, token_ids[cache.length : -1])
+    return sequence, cache
+
+
+def random_tokens(target: TargetModel, length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, target.vocab_size, length).tolist()  # type: ignore[no-any-return]
+
+
+def window_positions(length: int) -> list[int]:
+    """Positions that are seen of a text of `length` tokens, written out: the sinks and the window."""
+    start = max(64, (length // 256 - 1) * 256)
+    return [*range(min(64, length)), *range(start, length)]
+
+
+def defined_outputs(
+    model: GriffinModel, target: TargetModel, token_ids: list[int], drafted: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[vocab]` and regressed feature `[hidden]` behind a text and a chain of drafted tokens.
+
+    By definition: one plain causal attention over the seen rows, the chain's features regressed one by one.
+    """
+    ids = torch.tensor(token_ids)
+    hidden = target.model.model(input_ids=ids[None], use_cache=False, row_groups=None).last_hidden_state[0]
+    seen = window_positions(len(token_ids))
+    zeros = torch.zeros_like(hidden[0])
+    features = [hidden[position - 1] if position else zeros for position in seen]
+    tokens = [token_ids[position] for position in seen]
+    for token_id in [*drafted, None]:
+        predicted, regressed = _rows(model, target, tokens, torch.stack(features))
+        if token_id is not None:
+            tokens.append(token_id)
+            features.append(regressed[-1])
+    return target.logits(predicted[-1:])[0], regressed[-1]
+
+
+def _rows(
+    model: GriffinModel, target: TargetModel, tokens: list[int], features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    embeddings = target.model.get_input_embeddings()(torch.tensor(tokens))
+    fused = model.fusion(features, embeddings)
+    layer, count = model.layer, len(tokens)
+    attention, normed = layer.self_attn, layer.input_layernorm(fused)
+    head_dim = model.config.head_dim
+
+    def heads(projection: torch.nn.Module) -> torch.Tensor:
+        return projection(normed).view(count, -1, head_dim).transpose(0, 1)[None]  # [1, heads, rows, head_dim]
+
+    cos, sin = model.rotary(fused[None], torch.arange(count)[None])
+    query, key = apply_rotary_pos_emb(heads(attention.q_proj), heads(attention.k_proj), cos, sin)
+    value, group = heads(attention.v_proj), query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(-1, -2) / math.sqrt(head_dim)
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+    attended = (scores.softmax(-1) @ value)[0].transpose(0, 1).flatten(1)
+    hidden = fused + attention.o_proj(attended)
+    hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.head(hidden)  # type: ignore[misc]

@@ -1,0 +1,154 @@
+"""The draft model reads a short window of each sequence, and proposes what it would draw with the same noise."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
+from worker.drafters.triforce.proposer import DraftModelProposer
+from worker.drafters.two_level.draft import Draft
+from worker.drafters.two_level.plan import DraftPlan
+from worker.drafters.two_level.proposer import Proposal
+from worker.model.files import DRAFT_FOLDER, ModelError, locate_model
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+from worker.tree import ROOT
+
+VOCAB = 289  # of the tiny model
+PARAMS = SamplingParams(max_tokens=2000, temperature=1.0, seed=3, repetition_penalty=1.2)
+PLAN = DraftPlan(1, 8, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model / DRAFT_FOLDER)), "bfloat16", "cpu")
+
+
+def sequence_of(length: int, name: str = "a", params: SamplingParams = PARAMS) -> Sequence:
+    generator = np.random.default_rng(length)
+    return Sequence(name, generator.integers(0, VOCAB, length).tolist(), params, VOCAB)
+
+
+def draft_of(sequence: Sequence) -> Draft:
+    sampler = TokenSampler(sequence, VOCAB)
+    return Draft(sequence, sampler, None, None, PLAN, 20)  # type: ignore[arg-type]  # no cache is read
+
+
+def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int]:
+    """What the draft model says behind its window, computed from nothing at every token."""
+    sampler, token_ids = TokenSampler(sequence, VOCAB), sequence.token_ids.copy()
+    for _ in range(length):
+        window = window_of(token_ids, len(sequence))
+        fresh = DraftModel(model)
+        fresh.start("x")
+        token_ids = np.append(token_ids, sampler.draw(fresh.logits({"x": window})[0]))
+    return token_ids[len(sequence) :].tolist()
+
+
+def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> Proposal:
+    return proposer.propose(draft_of(sequence), num_nodes, 20)
+
+
+@pytest.mark.parametrize("length", [5, 100, 2 * WINDOW - 3, 2 * WINDOW, 5 * WINDOW - 2, 1700])
+@pytest.mark.parametrize("params", [PARAMS, PARAMS.model_copy(update={"temperature": 0.0})], ids=["T=1", "T=0"])
+def test_a_chain_is_what_the_draft_model_would_draw(model: TargetModel, length: int, params: SamplingParams) -> None:
+    sequence = sequence_of(length, params=params)
+    proposer = DraftModelProposer(DraftModel(model), width=1)
+    proposer.start(sequence)
+    tree = propose(proposer, sequence).tree
+    assert tree.parents == [-1, 0, 1, 2, 3, 4]
+    assert tree.token_ids == plain_chain(model, sequence, 6)
+
+
+def test_drafts_are_the_same_whatever_was_drafted_before(model: TargetModel) -> None:
+    """Tokens that were not accepted leave nothing behind; so a resumed job drafts the same."""
+    sequence = sequence_of(2 * WINDOW - 20)
+    proposer = DraftModelProposer(DraftModel(model), width=1)
+    proposer.start(sequence)
+    for step in range(12):
+        drafted = propose(proposer, sequence).tree.token_ids
+        resumed = DraftModelProposer(DraftModel(model), width=1)
+        resumed.start(sequence)
+        assert propose(resumed, sequence).tree.token_ids == drafted
+        sequence.extend([*drafted[: step % 4], (drafted[step % 4] + 1) % VOCAB])
+
+
+def test_a_window_begins_with_the_first_tokens_and_stays_while_a_draft_grows() -> None:
+    token_ids = np.arange(4000)
+    assert window_of(token_ids[:500], 500).tolist() == list(range(500))
+    for num_committed in (512, 513, 767):
+        assert window_of(token_ids[: num_committed + 9], num_committed).tolist() == [
+            *range(NUM_SINKS),
+            *range(WINDOW, num_committed + 9),
+        ]
+    assert window_of(token_ids[:768], 768)[NUM_SINKS] == 2 * WINDOW
+
+
+def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
+    model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [sequence_of(length, name) for length, name in ((40, "a"), (333, "b"), (900, "c"))]
+    alone = []
+    for sequence in sequences:
+        proposer = DraftModelProposer(DraftModel(model), width=1)
+        proposer.start(sequence)
+        alone.append(propose(proposer, sequence).tree)
+    together = DraftModelProposer(DraftModel(model), width=1)
+    for sequence in sequences:
+        together.start(sequence)
+    group_counts: list[int] = []
+    verify = model.verify
+    monkeypatch.setattr(model, "verify", lambda groups: group_counts.append(len(groups)) or verify(groups))
+    proposals = together.propose_all([draft_of(sequence) for sequence in sequences], [(6, 20)] * 3)
+    assert [proposal.tree for proposal in proposals] == alone
+    assert group_counts[-5:] == [3] * 5
+
+
+def test_siblings_stand_beside_the_chain(model: TargetModel) -> None:
+    sequence = sequence_of(50)
+    chain, wide = (DraftModelProposer(DraftModel(model), width=width) for width in (1, 3))
+    for proposer in (chain, wide):
+        proposer.start(sequence)
+    tree = propose(wide, sequence, 12).tree
+    assert tree.parents == [ROOT, ROOT, ROOT, 0, 0, 0, 3, 3, 3, 6, 6, 6]
+    assert tree.token_ids[::3] == propose(chain, sequence, 4).tree.token_ids
+    assert all(len(set(tree.token_ids[i : i + 3])) == 3 for i in range(0, 12, 3))
+
+
+def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
+    sequence = sequence_of(50)
+    proposer = DraftModelProposer(DraftModel(model), width=2)
+    proposer.start(sequence)
+    draft = draft_of(sequence)
+    for max_nodes, max_depth in ((0, 5), (5, 0), (1, 3), (5, 2), (5, 9)):
+        tree = proposer.propose(draft, max_nodes, max_depth).tree
+        assert len(tree) == min(max_nodes, 2 * max_depth)
+        assert max(tree.depths(), default=0) <= max_depth
+
+
+def test_a_model_with_too_few_positions_is_refused(tiny_model: Path, target: TargetModel, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(tiny_model / DRAFT_FOLDER, short)
+    config = (short / "config.json").read_text()
+    (short / "config.json").write_text(
+        config.replace('"max_position_embeddings": 4096', '"max_position_embeddings": 99')
+    )
+    with pytest.raises(ModelError, match="it has 99 positions; 592 are needed"):
+        DraftModel.load(short, target)
+
+
+def test_the_measured_time_of_a_token_is_a_time(model: TargetModel) -> None:
+    assert 0 < DraftModel(model).token_seconds() < 1
+    assert torch.is_inference_mode_enabled() is False

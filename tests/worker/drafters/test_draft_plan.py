@@ -1,0 +1,74 @@
+"""How many rounds and nodes a draft gets: by measured costs, the length of the cache and the running acceptance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from worker.drafters.budget import ROW_COUNTS, StepCosts
+from worker.drafters.tokenswift.tokenswift import whole_trees
+from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
+
+BUDGET = 2048
+LENGTHS = (64, 8192, 49_152)
+
+
+def costs(row_seconds: float = 0.00005) -> StepCosts:
+    """4 ms a forward, and for every 1,000 cached positions 0.4 ms, and some more for each row."""
+    seconds = [[0.004 + n / 1000 * (0.0004 + row_seconds * rows) for rows in ROW_COUNTS] for n in LENGTHS]
+    return StepCosts(LENGTHS, np.array(seconds))
+
+
+def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float = 0.00005) -> MeasuredPlanner:
+    """A planner that has seen chains accepted with `acceptance` per token, and trees by their first node."""
+    planner = MeasuredPlanner(costs(row_seconds), BUDGET)
+    random = np.random.default_rng(0)
+    for _ in range(400):
+        num_accepted = int(np.argmin([*(random.random(31) < acceptance), False]))
+        planner.observe_chain(31, list(range(num_accepted)))
+        planner.observe_tree(5, [0] if random.random() < tree_acceptance else [])
+        planner.observe_round(2, 0.005)
+    return planner
+
+
+def test_trees_go_straight_to_a_short_cache_and_chains_to_a_long_one() -> None:
+    planner = learned(acceptance=0.95)
+    assert planner.plan(500, 1, 63).num_rounds == 0
+    assert planner.plan(100_001, 1, 63).num_rounds > 0
+
+
+def test_chains_grow_with_the_length_and_with_the_acceptance() -> None:
+    def chain_length(acceptance: float, length: int) -> int:
+        return learned(acceptance).plan(length, 1, 63).chain_length
+
+    assert chain_length(0.95, 20_001) < chain_length(0.95, 200_001)
+    assert chain_length(0.7, 100_001) < chain_length(0.97, 100_001)
+
+
+def test_dear_rows_make_short_drafts() -> None:
+    cheap, dear = (learned(0.95, row_seconds=seconds).plan(100_001, 1, 63) for seconds in (1e-6, 2e-4))
+    assert dear.num_nodes < cheap.num_nodes
+
+
+def test_several_sequences_share_the_rows_of_a_forward() -> None:
+    planner = learned(0.97)
+    assert planner.plan(100_001, 8, 63).num_nodes <= 3 < planner.plan(100_001, 1, 63).num_nodes
+
+
+def test_a_draft_is_no_deeper_than_allowed() -> None:
+    assert learned(0.97).plan(100_001, 1, 2).chain_length <= 2
+
+
+def test_what_was_learned_goes_into_another_planner() -> None:
+    planner, fresh = learned(0.95), MeasuredPlanner(costs(), BUDGET)
+    fresh.restore(planner.state())
+    for length in (500, 20_001, 100_001):
+        assert fresh.plan(length, 1, 63) == planner.plan(length, 1, 63)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_papers_plan_is_always_the_same(rounds: int) -> None:
+    planner = FixedPlanner(whole_trees(rounds))
+    assert planner.plan(100, 1, 63) == planner.plan(100_000, 4, 5)
+    assert planner.plan(100, 1, 63).num_rounds == rounds
+    assert planner.state() == {}

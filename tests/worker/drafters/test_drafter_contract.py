@@ -1,0 +1,183 @@
+"""What every drafter of the catalogue keeps to, on a small real model."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.drafters import DRAFTERS, create_drafter
+from worker.drafters.base import Drafter
+from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
+from worker.model.files import locate_model
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+from worker.target.tiles import max_tree_depth, tree_rows
+from worker.tree import ROOT, DraftTree
+from worker.verification import TOP_K, Verification, walk
+
+PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
+GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
+NO_TARGET: Any = None
+
+
+def check_structure(tree: DraftTree, max_nodes: int, max_depth: int, vocab_size: int) -> None:
+    assert len(tree.token_ids) == len(tree.parents) <= max_nodes
+    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
+    assert all(0 <= token < vocab_size for token in tree.token_ids)
+    assert max(tree.depths(), default=0) <= max_depth
+    assert sum(map(len, tree.children().values())) == len(tree), "two siblings carry the same token"
+
+
+class Generation:
+    """One sequence on a real target, decoded step by step with a drafter."""
+
+    def __init__(
+        self, target: TargetModel, drafter: Drafter, prompt: list[int], params: SamplingParams, name: str = "a"
+    ) -> None:
+        self._target = target
+        self.sequence = Sequence(name, prompt, params, target.vocab_size)
+        self.cache = target.new_cache(self.sequence.max_length)
+        while self.cache.length < len(prompt) - 1:
+            target.append(self.cache, prompt[self.cache.length : -1])
+        self._sampler = TokenSampler(self.sequence, target.vocab_size)
+        drafter.start(self.sequence, self.cache)
+
+    def step(self, drafter: Drafter, max_nodes: int = 8) -> Verification:
+        tree = drafter.propose(self.sequence, max_nodes, max_tree_depth(self.cache.length))
+        rows = tree_rows(self.cache, int(self.sequence.token_ids[-1]), tree)
+        [outputs] = self._target.verify([rows])
+        path, committed = walk(tree, outputs.logits, self._sampler.draw)
+        self.cache.commit(path)
+        self.sequence.extend(committed)
+        top = torch.log_softmax(outputs.logits, dim=-1).topk(TOP_K)
+        verification = Verification(
+            path,
+            committed,
+            np.array(rows.token_ids),
+            top.indices.numpy(),
+            top.values.numpy(),
+            outputs.hidden[[0, *(node + 1 for node in path)]],
+        )
+        drafter.update(self.sequence, verification)
+        return verification
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
+
+
+@pytest.mark.parametrize("params", [PARAMS, GREEDY], ids=["T=1", "T=0"])
+@pytest.mark.parametrize("name", DRAFTERS)
+class TestEveryDrafter:
+    """The contract of worker/drafters/base.py."""
+
+    def warm(self, target: TargetModel, name: str, params: SamplingParams) -> tuple[Drafter, Generation]:
+        drafter = create_drafter(name, target)
+        generation = Generation(target, drafter, PROMPT, params)
+        for _ in range(30):
+            generation.step(drafter)
+        return drafter, generation
+
+    def test_trees_are_well_formed_and_within_bounds(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams
+    ) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        for max_nodes in (0, 1, 2, 7, 31, 79):
+            for max_depth in (0, 1, 2, 5, 63):
+                tree = drafter.propose(generation.sequence, max_nodes, max_depth)
+                check_structure(tree, max_nodes, max_depth, tiny_target.vocab_size)
+
+    def test_proposing_changes_nothing(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        before = {key: array.copy() for key, array in drafter.state(generation.sequence).items()}
+        first = drafter.propose(generation.sequence, 12, 6)
+        drafter.propose(generation.sequence, 3, 2)
+        assert drafter.propose(generation.sequence, 12, 6) == first
+        after = drafter.state(generation.sequence)
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[key], after[key]) for key in before)
+
+    @pytest.mark.parametrize("prompt", [[0], [250], [5] * 50], ids=["one token", "a high token", "all equal"])
+    def test_degenerate_prompts(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
+    ) -> None:
+        drafter = create_drafter(name, tiny_target)
+        generation = Generation(tiny_target, drafter, prompt, params)
+        for _ in range(20):
+            check_structure(drafter.propose(generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
+            generation.step(drafter)
+
+    def test_state_goes_into_a_fresh_drafter(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
+        monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+        drafter, generation = self.warm(tiny_target, name, params)
+        fresh = create_drafter(name, tiny_target)
+        fresh.start(generation.sequence, generation.cache)
+        state = drafter.state(generation.sequence)
+        fresh.restore(generation.sequence, {key: array.copy() for key, array in state.items()})
+        for _ in range(5):
+            assert fresh.propose(generation.sequence, 8, 6) == drafter.propose(generation.sequence, 8, 6)
+            # both have to propose what is verified: they learn from what became of it
+            fresh.propose(generation.sequence, 8, max_tree_depth(generation.cache.length))
+            fresh.update(generation.sequence, generation.step(drafter))
+
+    def test_state_is_a_copy(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        expected = drafter.propose(generation.sequence, 15, 6)
+        for array in drafter.state(generation.sequence).values():
+            array[:] = 0
+        assert drafter.propose(generation.sequence, 15, 6) == expected
+
+    def test_sequences_do_not_mix(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
+        drafter = create_drafter(name, tiny_target)
+        prompts = {"one": [1, 2, 3], "two": [4, 5, 6]}
+        generations = [Generation(tiny_target, drafter, prompt, params, n) for n, prompt in prompts.items()]
+        for _ in range(15):
+            for generation in generations:
+                generation.step(drafter, 6)
+        drafter.stop(generations[0].sequence)
+        check_structure(drafter.propose(generations[1].sequence, 6, 5), 6, 5, tiny_target.vocab_size)
+
+    def test_a_sequence_may_come_back_after_it_was_stopped(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams
+    ) -> None:
+        drafter, generation = self.warm(tiny_target, name, params)
+        expected = drafter.propose(generation.sequence, 8, 5)
+        drafter.stop(generation.sequence)
+        drafter.start(generation.sequence, generation.cache)
+        assert drafter.propose(generation.sequence, 8, 5) == expected
+
+    def test_the_text_is_the_same_as_without_drafts(
+        self, tiny_target: TargetModel, name: str, params: SamplingParams
+    ) -> None:
+        _, generation = self.warm(tiny_target, name, params)
+        plain_drafter = create_drafter("autoregressive", tiny_target)
+        plain = Generation(tiny_target, plain_drafter, PROMPT, params)
+        for _ in range(60):
+            plain.step(plain_drafter)
+        num_common = min(len(plain.sequence), len(generation.sequence))
+        assert generation.sequence.token_ids[:num_common].tolist() == plain.sequence.token_ids[:num_common].tolist()
+
+
+def test_the_catalogue_and_the_names_agree() -> None:
+    assert tuple(DRAFTERS) == ENGINE_NAMES
+    assert DEFAULT_ENGINE in DRAFTERS
+
+
+def test_an_unknown_engine_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
+        create_drafter("medusa", NO_TARGET)

@@ -1,0 +1,48 @@
+"""The law of GRIFFIN's tokens: dynamic trees ranked with the noise pass the gate, the published bonus fails it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
+from worker.drafters.griffin.draft import DraftOutputs
+from worker.drafters.griffin.plan import NoPrices
+from worker.drafters.griffin.tree import GrowingTree
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.tree import DraftTree
+
+# The draft model's guess of the target's logits: wrong by as much as they differ.
+GUESS = TABLE + torch.tensor([[math.cos(2.0 * row - 0.7 * column) for column in range(VOCAB)] for row in range(VOCAB)])
+PARAMS = PLAIN.model_copy(update={"temperature": 0.6, "top_p": 0.9})
+
+
+def dynamic_tree(sequence: Sequence) -> DraftTree:
+    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 2, 2, NoPrices())
+    tree.add_root(DraftOutputs(torch.zeros(1, 1), GUESS[[int(sequence.token_ids[-1])]]))
+    while (level := tree.next_level()) is not None:
+        tokens = level[1].token_ids[level[2] :]
+        tree.add_level(DraftOutputs(torch.zeros(len(tokens), 1), GUESS[tokens]))
+    return tree.best(4)[0]
+
+
+def griffin_step(sequence: Sequence, tree: DraftTree) -> list[int]:
+    return ours(sequence, dynamic_tree(sequence))
+
+
+def published_bonus(sequence: Sequence, tree: DraftTree) -> list[int]:
+    """The same accepted path, and behind it a token from the bare logits: neither temperature nor top-p."""
+    committed = griffin_step(sequence, tree)
+    last = ([*PROMPT, *committed])[-2]
+    noise = sequence.noise.row(len(sequence) + len(committed) - 1)
+    return [*committed[:-1], int(torch.argmax(TABLE[last] + noise))]
+
+
+def test_dynamic_trees_with_noise_in_their_scores_do_not_bias_a_token() -> None:
+    assert gate(griffin_step, PARAMS) > 1e-4
+
+
+def test_the_gate_catches_the_published_bonus_token() -> None:
+    assert gate(published_bonus, PARAMS) < 1e-6

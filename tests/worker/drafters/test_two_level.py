@@ -1,0 +1,252 @@
+"""Two levels of speculation: the same tokens whatever the drafts see, one forward for all, resumable drafts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.caches import summary as summary_cache
+from worker.drafters import create_drafter
+from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, STRATEGIES, TokenSwiftOptions, tokenswift
+from worker.drafters.two_level.drafter import TwoLevelDrafter
+from worker.drafters.two_level.plan import DraftPlan, FixedPlanner
+from worker.engine import Engine
+from worker.model.files import ModelError
+from worker.model.text import TextCodec
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+from worker.tree import DraftTree
+
+PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
+SAMPLERS = {
+    "T=0": {"temperature": 0.0},
+    "T=0.4, top-p 0.9": {"temperature": 0.4, "top_p": 0.9},
+    "T=1, min-p 0.1, penalty": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 128},
+    "T=1.2, eta, penalty": {"temperature": 1.2, "eta": 2e-4, "repetition_penalty": 1.15},
+}
+NUM_TOKENS = 60
+SMALL_BUDGET = 64  # so that a short text overflows it many times
+
+
+def new_sequence(target: TargetModel, sampler: str, num_tokens: int, name: str = "a", seed: int = 5) -> Sequence:
+    codec = TextCodec(target.files)
+    params = SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True, **SAMPLERS[sampler])  # type: ignore[arg-type]
+    return Sequence(name, codec.encode(PROMPT), params, target.vocab_size)
+
+
+def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
+    engine = Engine(target, drafter)
+    for sequence in sequences:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in sequences):
+        engine.step()
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short text is summarised, more than once."""
+    monkeypatch.setattr(summary_cache, "NUM_RECENT", 48)
+    monkeypatch.setattr(summary_cache, "PERIOD", 32)
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel) -> dict[str, list[int]]:
+    outputs = {}
+    for sampler in SAMPLERS:
+        sequence = new_sequence(target, sampler, NUM_TOKENS)
+        run(target, create_drafter("autoregressive", target), sequence)
+        outputs[sampler] = sequence.output_ids.tolist()
+    return outputs
+
+
+@pytest.mark.parametrize("draft_rounds", [None, 2])
+@pytest.mark.parametrize(
+    ("sampler", "strategy"),
+    [
+        *itertools.product(SAMPLERS, ["summary"]),
+        *itertools.product(["T=1.2, eta, penalty"], sorted({*STRATEGIES} - {"summary"})),
+    ],
+)
+def test_the_tokens_are_those_of_plain_decoding(
+    target: TargetModel, plain: dict[str, list[int]], sampler: str, strategy: str, draft_rounds: int | None
+) -> None:
+    options = TokenSwiftOptions(strategy=strategy, budget=SMALL_BUDGET, draft_rounds=draft_rounds)
+    sequence = new_sequence(target, sampler, NUM_TOKENS)
+    run(target, tokenswift(target, target.files.path, options), sequence)
+    assert sequence.output_ids.tolist() == plain[sampler]
+
+
+def always(
+    target: TargetModel, chain_length: int, strategy: str, num_nodes: int | None = None, **changes: int
+) -> TwoLevelDrafter:
+    """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
+    options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
+    drafter = tokenswift(target, target.files.path, options)
+    drafter._planner = FixedPlanner(DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length))
+    return drafter
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampler: str) -> None:
+    """The forward with a partial cache is the target's own, tree mask, positions, noise and penalty included."""
+    drafter = always(target, 8, "full")
+    counters = run(target, drafter, new_sequence(target, sampler, 200)).counters
+    assert drafter.counters.num_rounds > 20
+    assert counters.acceptance_rate > 0.8
+
+
+def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel) -> None:
+    for strategy in STRATEGIES:
+        undisturbed, resumed = (always(target, 8, strategy, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
+        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 200)
+        engine = Engine(target, undisturbed)
+        slot = engine.start(sequence)
+        while sequence.num_generated_tokens < 150:
+            engine.step()
+        resumed.start(sequence, slot.cache)
+        resumed.restore(sequence, undisturbed.state(sequence))
+        trees = [drafter.propose(sequence, 31, 20) for drafter in (undisturbed, resumed)]
+        assert trees[0] == trees[1]
+        ours, theirs = (drafter._tracked["a"].draft_cache for drafter in (undisturbed, resumed))
+        num_slots = ours._num_sequence_slots
+        assert theirs._num_sequence_slots == num_slots
+        assert ours._buffer[:, :, :, :num_slots].equal(theirs._buffer[:, :, :, :num_slots])
+        tables = [drafter._proposer._tables["a"] for drafter in (undisturbed, resumed)]  # type: ignore[attr-defined]
+        newest = int(sequence.token_ids[-1])
+        assert len(tables[0]) == len(tables[1])
+        assert tables[0].most_frequent(newest, 20) == tables[1].most_frequent(newest, 20)
+
+
+def test_a_summarised_cache_gives_plain_decoding_s_tokens(target: TargetModel) -> None:
+    """Long enough for summaries: most of the text is one slot per chunk."""
+    plain, drafted = (new_sequence(target, "T=1, min-p 0.1, penalty", 180) for _ in range(2))
+    run(target, create_drafter("autoregressive", target), plain)
+    drafter = always(target, 8, "summary", budget=SMALL_BUDGET)
+    counters = run(target, drafter, drafted).counters
+    assert drafter._tracked["a"].draft_cache.bias is not None
+    assert drafted.output_ids.tolist() == plain.output_ids.tolist()
+    assert counters.acceptance_rate > 0.4
+
+
+def test_queries_are_those_of_the_target_at_that_position(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=0", 100)
+    engine = Engine(target, create_drafter("autoregressive", target))
+    slot = engine.start(sequence)
+    while sequence.num_generated_tokens < 60:
+        engine.step()
+    position = 40
+    before = slot.cache.kv(0, slot.cache.length).copy()
+    module = target.model.model.layers[3].self_attn
+    seen: list[torch.Tensor] = []
+    hook = module.q_proj.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0, 0]))
+    with slot.cache.replayed(position) as cache:
+        queries = target.queries(cache, int(sequence.token_ids[position]))
+    hook.remove()
+    unrotated = seen[0].view(queries.shape[1], queries.shape[2], -1)  # rotation keeps the length of every vector
+    torch.testing.assert_close(queries[3].float().norm(dim=-1), unrotated.float().norm(dim=-1), rtol=0.02, atol=0.02)
+    assert np.array_equal(before, slot.cache.kv(0, slot.cache.length)), "committed positions keep their bits"
+
+
+def test_committed_positions_keep_their_bits_where_a_machine_is_not_exact(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=0", 100)
+    drafter = always(target, 8, "dynamic", budget=SMALL_BUDGET)
+    engine = Engine(target, drafter)
+    slot = engine.start(sequence)
+    while sequence.num_generated_tokens < 60:
+        engine.step()
+    for layer in range(target.cache_shape.num_layers):
+        for part in slot.cache.layer(layer):
+            part[:, : slot.cache.length] += 0.01  # as if another kernel had made them
+    before = slot.cache.kv(0, slot.cache.length).copy()
+    drafter.stop(sequence)
+    drafter.start(sequence, slot.cache)
+    drafter.propose(sequence, 31, 20)
+    assert np.array_equal(before, slot.cache.kv(0, slot.cache.length))
+
+
+@pytest.mark.parametrize("damage", ["plan_means", "recycling_ids"])
+def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: str) -> None:
+    drafter = tokenswift(target, target.files.path, TokenSwiftOptions())
+    sequence = new_sequence(target, "T=0", 60)
+    run(target, drafter, sequence)
+    state = drafter.state(sequence)
+    before = {name: array.copy() for name, array in state.items()}
+    unfit = {name: array.copy() for name, array in state.items()} | {"plan_means": np.array([2.0, 0.5, 0.5, 0.0])}
+    unfit[damage] = np.array([np.inf, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"draft plan|recycling matrix"):
+        drafter.restore(sequence, unfit)
+    assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.2])
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("cut", [{"min_p": 0.1}, {"top_p": 0.9}, {"top_k": 20}, {"eta": 2e-4}], ids=str)
+def test_every_sampler_gives_plain_decoding_s_tokens(
+    target: TargetModel, temperature: float, penalty: float, cut: dict[str, float]
+) -> None:
+    params = SamplingParams(
+        max_tokens=40, seed=5, ignore_eos=True, temperature=temperature, repetition_penalty=penalty, **cut
+    )
+    sequences = [Sequence("a", TextCodec(target.files).encode(PROMPT), params, target.vocab_size) for _ in range(2)]
+    run(target, create_drafter("autoregressive", target), sequences[0])
+    run(target, always(target, 6, "dynamic", budget=SMALL_BUDGET), sequences[1])
+    assert sequences[1].output_ids.tolist() == sequences[0].output_ids.tolist()
+
+
+def test_sequences_of_a_batch_share_the_draft_forwards(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = always(target, 8, "summary")
+    sequences = [new_sequence(target, "T=1, min-p 0.1, penalty", 60, name, i) for i, name in enumerate("abc")]
+    group_counts = []
+    draft = target.draft
+    monkeypatch.setattr(target, "draft", lambda groups: group_counts.append(len(groups)) or draft(groups))
+    run(target, drafter, *sequences)
+    assert max(group_counts) == 3
+    assert group_counts.count(3) > group_counts.count(1)
+
+
+def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> None:
+    drafter = always(target, 8, "full")
+    sequences = [new_sequence(target, "T=0", 40, name, i) for i, name in enumerate("ab")]
+    engine = Engine(target, drafter)
+    for sequence in sequences:
+        engine.start(sequence)
+    for _ in range(3):
+        engine.step()
+    requests = [DraftRequest(sequence, 31, 8) for sequence in sequences]
+    assert drafter.propose_all(requests) == [drafter.propose_all([request])[0] for request in requests]
+
+
+def first_tree(target: TargetModel, **changes: object) -> DraftTree:
+    """The draft tree behind one step with the paper's options."""
+    drafter = tokenswift(target, target.files.path, replace(PAPER_OPTIONS, num_ngrams=0, **changes))  # type: ignore[arg-type]
+    sequence = new_sequence(target, "T=0", 50)
+    engine = Engine(target, drafter)
+    engine.start(sequence)
+    engine.step()
+    return drafter.propose(sequence, 127, 20)
+
+
+def test_the_papers_step_is_one_row_then_one_tree(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    draft = target.draft
+    monkeypatch.setattr(target, "draft", lambda groups: rows.append(len(groups[0])) or draft(groups))
+    depths = first_tree(target).depths()
+    assert rows == [1, 1]
+    assert [depths.count(depth) for depth in (1, 2, 3, 4, 5)] == [1, 3, 9, 27, 0]
+
+
+def test_the_first_digit_counts_candidates_for_the_drawn_token(target: TargetModel) -> None:
+    tree = first_tree(target, digits=(3, 3, 2))
+    assert [tree.depths().count(depth) for depth in (1, 2, 3, 4)] == [3, 9, 18, 0]
+
+
+def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:
+    with pytest.raises(ModelError, match=r"tree 1,3,3,3,3: the heads in .* are 3"):
+        tokenswift(target, target.files.path, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))

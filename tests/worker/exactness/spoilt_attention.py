@@ -1,0 +1,43 @@
+"""Attention whose rows depend on their neighbours in the last bit, on any processor; as a program, the command on it.
+
+`python spoilt_attention.py doctor ...` is `swiftbatch doctor ...` on a machine whose attention is like that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from worker.target.attention import ATTENTION_NAME, attend_in_groups
+
+INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+def attend_with_neighbours(module: Any, query: torch.Tensor, *tensors: Any, **asked: Any) -> tuple[torch.Tensor, None]:
+    """The engine's attention; a row with another real row behind it has the last bit of its every number flipped."""
+    output, _ = attend_in_groups(module, query, *tensors, **asked)  # [1, num_rows, num_heads, head_dim]
+    bits = output.view(INTEGERS[output.dtype])
+    num_rows = sum(len(group) for group in asked["row_groups"])
+    bits[:, : num_rows - 1] ^= 1
+    return output, None
+
+
+@contextlib.contextmanager
+def rows_that_depend_on_neighbours() -> Iterator[None]:
+    """Let every model use that attention."""
+    AttentionInterface.register(ATTENTION_NAME, attend_with_neighbours)
+    yield
+    AttentionInterface.register(ATTENTION_NAME, attend_in_groups)
+
+
+if __name__ == "__main__":
+    from scheduler.cli import main
+    from worker.exactness.doctor import diagnose
+
+    diagnose.__defaults__ = (60,)  # rows, since nearly each one differs
+    with rows_that_depend_on_neighbours():
+        main()

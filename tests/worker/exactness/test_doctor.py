@@ -1,0 +1,69 @@
+"""`doctor` says what it measured, and a run's manifest knows it afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ROOT
+from worker.config import EngineConfig
+from worker.exactness.doctor import Diagnosis, diagnose
+from worker.exactness.verdicts import known_verdict
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_an_exact_machine_is_called_exact_and_remembered(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1)
+    diagnosis = diagnose(config, num_rows=300)
+    assert diagnosis.verdict == "exact"
+    assert diagnosis.num_rows >= 300
+    assert diagnosis.agreement.agrees
+    assert diagnosis.agreement.summary() in diagnosis.summary()
+    assert "every engine, batch and resume gives the same tokens" in diagnosis.summary()
+    assert known_verdict(diagnosis.key()) == "exact"
+    other = diagnosis.model_copy(update={"num_threads": 2})
+    assert known_verdict(other.key()) == "not probed"
+
+
+COMMAND = ("-m", "scheduler.cli")
+ON_SPOILT_ATTENTION = (str(Path(__file__).parent / "spoilt_attention.py"),)
+
+
+def doctor(*args: str, program: tuple[str, ...] = COMMAND) -> subprocess.CompletedProcess[str]:
+    """The command on a machine without a GPU, its output in pipes."""
+    command = [sys.executable, *program, "doctor", *args]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path) -> None:
+    process = doctor("--model", str(tiny_model), "--json", program=ON_SPOILT_ATTENTION)
+    assert (process.returncode, process.stderr) == (0, "")
+    diagnosis = Diagnosis.model_validate_json(process.stdout)
+    assert (diagnosis.verdict, known_verdict(diagnosis.key())) == ("exact up to ties", "exact up to ties")
+    assert diagnosis.num_differing > 0
+    assert "can change where two candidates nearly tie" in diagnosis.summary()
+
+
+def test_a_log_holds_the_verdict_and_no_progress_bars(tiny_model: Path) -> None:
+    process = doctor("--model", str(tiny_model))
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "plain decoding" in process.stdout
+
+
+def test_a_device_that_is_absent_is_told_with_the_build_of_torch(tiny_model: Path) -> None:
+    process = doctor("--model", str(tiny_model), "--device", "cuda")
+    assert process.returncode == 2
+    build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+    seen = f"no CUDA device is visible to torch {torch.__version__} ({build})"
+    assert process.stderr == f"swiftbatch: device cuda: {seen}; use --device cpu\n"

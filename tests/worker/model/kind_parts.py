@@ -1,0 +1,134 @@
+"""Tiny random models of every kind that runs here, and the table that says how near they are to transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from worker.exactness.agreement import Agreement, compare
+from worker.model.files import ModelFiles
+from worker.model.kinds import SUPPORTED_KINDS
+from worker.target.target import TargetModel
+
+VOCAB_SIZE = 97
+NUM_POSITIONS = 1024
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": NUM_POSITIONS,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**LATENT, "topk_method": "greedy"},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "olmoe": {"hidden_size": 128},  # its norms span the heads together
+    "qwen2": ALL_WINDOWED,
+    "qwen3": ALL_WINDOWED,
+}
+
+
+def tiny_config(kind: str, window: int = 100) -> PreTrainedConfig:
+    """Four small layers; windows and chunks of so few positions that texts of 300 tokens pass them."""
+    sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
+    return AutoConfig.for_model(kind, **sizes)
+
+
+def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """Random weights, norms and sinks included: at their initial ones and zeros a mistake in them would not show."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def tiny_target(kind: str, dtype: torch.dtype = torch.float32, window: int = 100) -> TargetModel:
+    model = tiny_model(tiny_config(kind, window), dtype)
+    return TargetModel(model, ModelFiles(kind, Path(kind), "0" * 64, "0" * 64, NUM_POSITIONS, VOCAB_SIZE))
+
+
+def asks_for(target: TargetModel) -> str:
+    """What a kind's attention needs beside keys and values, in words."""
+    words = sorted({"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in target.spans)
+    config = target.model.config
+    if getattr(config, "attn_logit_softcapping", None):
+        words.append("soft cap")
+    if config.model_type == "gpt_oss":
+        words.append("sinks")
+    if hasattr(config, "qk_nope_head_dim"):
+        words.append("latent keys and values")
+    if any("Experts" in type(module).__name__ for module in target.model.modules()):
+        words.append("experts")
+    return ", ".join(dict.fromkeys(filter(None, words))) or "-"
+
+
+def table() -> str:
+    """The page of kinds: `docs/models.md`."""
+    rows = []
+    for kind in SUPPORTED_KINDS:
+        target = tiny_target(kind)
+        found = compare(target)
+        rows.append(_row(kind, asks_for(target), found))
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def _row(kind: str, asked: str, found: Agreement) -> str:
+    return f"| `{kind}` | {asked} | {found.greatest_difference:.1e} | {found.num_same_choices} of {found.num_rows} |"
+
+
+HEAD = """\
+# Models that run here
+
+A model runs if its kind, the `model_type` of its `config.json`, stands in this table; any other is refused before a
+job is taken in. Each kind was held against transformers' own forward: a tiny model with random weights, float32, 300
+random tokens behind each other, windows and chunks of 100 positions, so that the rows lie on both sides of their edges.
+`swiftbatch doctor --model MODEL` does the same with your model's own weights.
+
+What is asked for beside plain attention to all positions; the greatest difference between two logits (they spread over
+about 10); rows whose best token is the same. `python -m tests.worker.model.kind_parts > docs/models.md` writes this
+page; the figures are those of one machine with AVX-512.
+
+Refused in every kind, since what a row sees would depend on the texts beside it: rotary positions of the types
+`dynamic` and `longrope`. Not supported so far: state-space and linear-attention layers, position biases, learned
+positions, models of text and images, quantized weights, adapters (merge them first). Weights that lack a tensor of the
+model, or hold one that it has no place for, are refused: `transformers` would fill gaps with random numbers.
+
+| kind | asks for | greatest difference | same choices |
+|---|---|---|---|
+"""
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(table(), end="")

@@ -1,0 +1,155 @@
+"""A model is right or refused: every kind that runs here says what transformers says, and all others are told why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import ROOT
+from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
+from worker.exactness.agreement import compare
+from worker.exactness.probe import probe_rows
+from worker.model import layer_needs
+from worker.model.files import ModelError, ModelFiles, locate_model
+from worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
+from worker.target.span import FULL, Span
+from worker.target.target import TargetModel
+
+PAGE = ROOT / "docs" / "models.md"
+FILES = ModelFiles("some-model", Path(), "0" * 64, "0" * 64, 1024, 97)
+PROBED = {"mistral": 40, "gemma2": 100, "gpt_oss": 100, "llama4_text": 40, "deepseek_v3": 100}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, logger="transformers")
+
+
+@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
+    target = tiny_target(kind)
+    found = compare(target)
+    assert found.agrees, found
+    assert found.num_same_choices >= found.num_rows - 1
+    [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{kind}` |")]
+    assert row.split(" | ")[1] == asks_for(target)
+
+
+def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
+    rows = [line.split("`")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert rows == sorted(SUPPORTED_KINDS)
+
+
+@pytest.mark.parametrize("asked", ["span", "softcap", "sinks"])
+def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked])
+    if asked == "span":
+        target.spans = [FULL] * len(target.spans)
+    else:
+        from worker.target import attention
+
+        asks = attention.Asked
+        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
+    assert not compare(target).agrees
+
+
+def test_doctor_s_words_for_a_forward_that_is_another_one() -> None:
+    target = tiny_target("mistral")
+    assert compare(target).summary().startswith("the forward agrees with that of transformers: ")
+    target.spans = [FULL] * len(target.spans)
+    assert compare(target).summary().startswith("THE FORWARD IS NOT THAT OF TRANSFORMERS: ")
+
+
+@pytest.mark.parametrize("kind", PROBED)
+def test_rows_of_every_kind_of_attention_are_exact(kind: str) -> None:
+    """Contexts grow past the window's edge, which then lies in the prefix, in the tail, or in both."""
+    result = probe_rows(tiny_target(kind, window=PROBED[kind]), num_rows=100, seed=1, first_length=60)
+    assert result.num_differing == 0
+
+
+def test_experts_in_bf16_are_exact_too() -> None:
+    assert probe_rows(tiny_target("mixtral", torch.bfloat16), num_rows=120, seed=2).num_differing == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "spans"),
+    [
+        ("llama", 100, {FULL}),
+        ("mistral", 100, {Span("window", 100)}),
+        ("gemma2", 65, {FULL, Span("window", 65)}),
+        ("llama4_text", 96, {FULL, Span("chunk", 96)}),
+        ("mistral", 5000, {FULL}),  # no text is as long
+        ("mistral", 1, {Span("window", 1)}),
+    ],
+)
+def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, window: int, spans: set[Span]) -> None:
+    assert set(tiny_target(kind, window=window).spans) == spans
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "mamba"}, "state-space layers"),
+        ({"model_type": "bloom"}, "position biases"),
+        ({"model_type": "gpt2"}, "learned positions"),
+        ({"model_type": "stablelm"}, "hands nothing on"),
+        ({"model_type": "a-new-one"}, "was not compared"),
+        ({}, "was not compared"),
+        ({"model_type": ["llama"]}, "was not compared"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
+    ],
+)
+def test_a_model_that_needs_more_is_refused_in_a_line_before_anything_is_loaded(
+    config: dict[str, object], word: str, tmp_path: Path
+) -> None:
+    sizes = {"max_position_embeddings": 100, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}), encoding="utf-8")
+    with pytest.raises(ModelError) as caught:
+        locate_model(str(tmp_path))
+    assert word in str(caught.value)
+    assert "kinds that run here: apertus, " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
+    assert not set(NEEDS) & set(SUPPORTED_KINDS)
+    assert all(what_it_lacks({"model_type": kind}) is None for kind in SUPPORTED_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("qwen3_next", "3 of its 4 layers keep another state than keys and values"),
+        ("mamba", "4 of its 4 layers keep another state"),
+        ("nemotron", "its layers hand nothing on to their attention"),
+        ("bert", "its mask shows a row others than the positions up to its own"),
+        ("inkling_text", "its attention asks for position_bias"),
+    ],
+)
+def test_what_a_layer_asks_for_and_is_not_known_is_refused_when_it_is_loaded(kind: str, reason: str) -> None:
+    """The second guard, for a kind that was let in by its name."""
+    model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    with pytest.raises(ModelError, match=f"some-model: it needs an attention that is not supported: {reason}"):
+        TargetModel(model, FILES)
+
+
+def test_a_model_that_fails_on_its_first_tokens_is_told_with_the_reason() -> None:
+    model = tiny_model(tiny_config("llama"))
+    model.model.layers[1].self_attn.q_proj = torch.nn.Linear(3, 3)
+    with pytest.raises(ModelError, match="it cannot run 3 tokens: RuntimeError: "):
+        layer_needs.observe_layers(model, "broken", 1024)
+
+
+def test_a_config_that_asks_for_two_directions_is_refused() -> None:
+    config = tiny_config("llama")
+    config.is_causal = False
+    with pytest.raises(ModelError, match="its mask shows a row others"):
+        TargetModel(AutoModelForCausalLM.from_config(config), FILES)

@@ -1,0 +1,67 @@
+"""Windows, soft caps, sinks and experts change no promise: every engine gives plain decoding's tokens, resumed too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
+from worker.drafters import DRAFTERS, create_drafter
+from worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from worker.drafters.griffin.weights import save_griffin
+from worker.drafters.tokenswift.heads import save_heads
+from worker.engine import Engine
+from worker.model.files import DRAFT_FOLDER, locate_model
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+WINDOWS = {"mistral": 40, "gemma2": 70, "gpt_oss": 40}  # they begin to forget before the text ends
+VARIANTS = {name for name in DRAFTERS if name.endswith(("-paper", "-static", "-static-80", "-no-noise"))}
+NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    """A tiny model of a kind, with all parts that engines draft with."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    config = tiny_config(request.param, WINDOWS[request.param])
+    tiny_model(config).save_pretrained(folder)
+    tiny_model(tiny_config("llama")).save_pretrained(folder / DRAFT_FOLDER)
+    fingerprint = locate_model(str(folder)).fingerprint
+    save_heads(folder, 0.02 * torch.randn(3, config.hidden_size, config.hidden_size), fingerprint)
+    save_griffin(folder, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
+    return TargetModel.load(locate_model(str(folder)), "float32", "cpu")
+
+
+def sequences(target: TargetModel) -> list[Sequence]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, min_p=0.02, repetition_penalty=1.1, seed=3, ignore_eos=True)
+    texts = torch.randint(3, VOCAB_SIZE, (2, NUM_PROMPT_TOKENS), generator=torch.Generator().manual_seed(5))
+    return [Sequence(f"s{i}", text.tolist(), params, target.vocab_size) for i, text in enumerate(texts)]
+
+
+def decode(target: TargetModel, engine_name: str, batch: list[Sequence]) -> list[list[int]]:
+    engine = Engine(target, create_drafter(engine_name, target))
+    for sequence in batch:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in batch):
+        engine.step()
+    return [sequence.output_ids.tolist() for sequence in batch]
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel) -> list[list[int]]:
+    return [decode(target, "autoregressive", [sequence])[0] for sequence in sequences(target)]
+
+
+@pytest.mark.parametrize(
+    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in DRAFTERS]
+)
+def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(
+    target: TargetModel, plain: list[list[int]], engine_name: str
+) -> None:
+    fresh, resumed = sequences(target)
+    resumed.extend(plain[1][:NUM_RECOVERED])
+    assert decode(target, engine_name, [fresh, resumed]) == plain

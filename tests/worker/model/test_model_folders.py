@@ -1,0 +1,191 @@
+"""A model's folder is whole and what it says it is, or refused in one line: no gap is filled, nothing dropped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.worker.model.kind_parts import tiny_config, tiny_model, tiny_target
+from worker.exactness.agreement import compare
+from worker.model.faults import INDEX_FILE
+from worker.model.files import ModelError, locate_model
+from worker.model.layer_needs import observe_layers
+from worker.target.target import TargetModel
+
+WEIGHTS = "model.safetensors"
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config and the weights of a tiny model."""
+    model = tiny_model(tiny_config("llama"))
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    return config, {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
+def folder(parts: tuple[dict[str, Any], dict[str, torch.Tensor]], tmp_path: Path) -> Path:
+    config, weights = parts
+    write(tmp_path / "config.json", config)
+    save_file(weights, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    return tmp_path
+
+
+def write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def change(path: Path, **values: object) -> None:
+    write(path, {**json.loads(path.read_text(encoding="utf-8")), **values})
+
+
+def change_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / WEIGHTS)
+    edit(weights)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def refusal(folder: Path, load: bool = True) -> str:
+    """The line in which a folder is refused: before anything is loaded, or when its weights are."""
+    files = None if not load else locate_model(str(folder))
+    with pytest.raises(ModelError) as caught:
+        locate_model(str(folder)) if files is None else TargetModel.load(files, "float32", "cpu")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"model {folder}: ")
+    return str(caught.value)
+
+
+def test_a_folder_that_is_whole_loads(folder: Path) -> None:
+    change(folder / "config.json", return_dict=False, output_hidden_states=True, attn_implementation="none-of-ours")
+    assert compare(TargetModel.load(locate_model(str(folder)), "float32", "cpu"), num_rows=40).agrees
+
+
+def test_constants_that_older_files_hold_are_no_strangers(folder: Path) -> None:
+    change_weights(
+        folder, lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    )
+    assert compare(TargetModel.load(locate_model(str(folder)), "float32", "cpu"), num_rows=40).agrees
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda w: w.pop(NAME), f"its weights lack 1 of the model's tensors, {NAME} among them"),
+        (lambda w: w.pop("lm_head.weight"), "lack 1 of the model's tensors, lm_head.weight among them"),
+        (lambda w: w.update({NAME: w[NAME][:10]}), f"its weights have {NAME} as [10, 64], expected [96, 64]"),
+        (lambda w: w.update({"model.layers.9.x": w[NAME] + 1}), "hold 1 tensors that the model has no place for"),
+    ],
+)
+def test_weights_with_gaps_other_shapes_or_strangers_are_refused_by_name(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], object], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change_weights(folder, edit)
+    assert words in refusal(folder)
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_hidden_layers": 2}, "its weights hold 18 tensors that the model has no place for"),
+        ({"num_hidden_layers": 6}, "its weights lack 18 of the model's tensors"),
+        ({"hidden_size": [64]}, "cannot be loaded: StrictDataclassFieldValidationError: "),
+        ({"num_key_value_heads": 0}, "cannot be loaded: ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "cannot be loaded: KeyError: 'nope'"),
+        ({"text_config": {}}, "cannot be loaded: AttributeError"),
+    ],
+)
+def test_a_config_that_is_not_that_of_the_weights_is_refused(
+    folder: Path, values: dict[str, object], words: str
+) -> None:
+    change(folder / "config.json", **values)
+    assert words in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"vocab_size": True}, "vocab_size = True; expected a positive integer"),
+        ({"max_position_embeddings": 10**30}, "expected a positive integer, at most 9,007,199,254,740,992"),
+        ({"layer_types": "full_attention"}, "its layer_types are 'full_attention'; expected a list"),
+        ({"layer_types": 5}, "its layer_types are 5; expected a list"),
+        ({"eos_token_id": [2, [3]]}, "config.json has eos_token_id = [2, [3]]; expected a token id"),
+        ({"quantization_config": {"quant_method": "of-mine"}}, "quantized (config.json has quantization_config, 'of-m"),
+        ({"compression_config": {}}, "its weights are quantized (config.json has compression_config, None)"),
+    ],
+)
+def test_a_config_that_nothing_runs_is_refused_before_anything_is_loaded(
+    folder: Path, values: dict[str, object], words: str
+) -> None:
+    change(folder / "config.json", **values)
+    assert words in refusal(folder, load=False)
+
+
+def test_a_config_nested_too_deep_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' * 100_000, encoding="utf-8")
+    assert "config.json cannot be read" in refusal(folder, load=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"eos_token_id": "x"}, "has eos_token_id = 'x'; expected a token id or a list of them"),
+        ([1], "is no JSON object"),
+    ],
+)
+def test_a_generation_config_that_would_be_passed_over_is_refused(folder: Path, settings: object, words: str) -> None:
+    write(folder / "generation_config.json", settings)
+    assert words in refusal(folder, load=False)
+    (folder / "generation_config.json").write_text("{", encoding="utf-8")
+    assert "generation_config.json cannot be read" in refusal(folder, load=False)
+
+
+def test_an_adapter_is_refused_and_neither_dropped_nor_followed(folder: Path) -> None:
+    write(folder / "adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "elsewhere"})
+    assert "adapter_config.json says that it is an adapter; merge it" in refusal(folder, load=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_weights_of_numbers_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    change_weights(folder, lambda weights: weights.update({NAME: weights[NAME].to(dtype)}))
+    assert f"{WEIGHTS} has {NAME} as " in refusal(folder, load=False)
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "../model.safetensors"])
+def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, name: str) -> None:
+    (folder / WEIGHTS).rename(folder / "model-1.safetensors")
+    write(folder / INDEX_FILE, {"weight_map": {NAME: name, "other": "model-1.safetensors"}})
+    assert f"names {name}, which is no file of this folder" in refusal(folder, load=False)
+    write(folder / INDEX_FILE, {"weight_map": []})
+    assert "has no `weight_map`" in refusal(folder, load=False)
+
+
+def test_a_shard_s_index_is_part_of_the_fingerprint(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "model-1.safetensors")
+    fingerprints = set()
+    for name in ("a", "b"):
+        write(folder / INDEX_FILE, {"weight_map": {name: "model-1.safetensors"}})
+        fingerprints.add(locate_model(str(folder)).fingerprint)
+    assert len(fingerprints) == 2
+
+
+def test_layers_of_a_kind_that_the_class_has_no_mask_for_are_refused_in_a_line() -> None:
+    config = tiny_config("qwen3")
+    config.layer_types = ["full_attention", "chunked_attention", "sliding_attention", "sliding_attention"]
+    with pytest.raises(ModelError, match="it cannot run 3 tokens: KeyError: 'chunked_attention'"):
+        observe_layers(tiny_model(config), "mixed", 1024)
+
+
+def test_a_model_of_one_token_agrees_with_itself() -> None:
+    target = tiny_target("cohere")
+    config = target.model.config
+    config.vocab_size = 1
+    found = compare(type(target)(tiny_model(config), target.files), num_rows=8)
+    assert found.agrees, found

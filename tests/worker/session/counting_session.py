@@ -1,0 +1,161 @@
+"""A session without a model: it counts upwards, through the real run folder and the real token log.
+
+What a job does is in its `custom_id`: `fails-*` always fails, `refused-*` is refused, `kills-*` ends its worker's
+process at token 30, `unlogged-*` writes its token log only when its worker drains or releases it, `storeless-*` finds
+the store broken at token 30, `stuck-*` never ends a slice after token 30, `dies-*` ends its worker's process when it
+should be released.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.results import success_line
+from jobs.run.run import Run
+from jobs.storage.store import StoreError
+from worker.config import EngineConfig
+from worker.model.files import ModelError
+from worker.session.work import Assignment, JobProgress, Orders, WorkReport
+
+TOKENS_PER_SLICE = 10
+
+
+@dataclass
+class CountingJob:
+    """An assignment and its tokens so far."""
+
+    assignment: Assignment
+    ids: list[int]
+    num_recovered: int
+
+    @property
+    def custom_id(self) -> str:
+        return self.assignment.record.job.custom_id
+
+    @property
+    def progress(self) -> JobProgress:
+        return JobProgress(self.assignment.record.job_id, len(self.ids))
+
+
+class CountingSession:
+    """Generates token `seed + position` at each position, ten a slice."""
+
+    metrics_address = None
+    numerics = "counting"
+
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+        self._run = Run.open(run_uri)
+        self._checkpoints = CheckpointStore(self._run.store)
+        self._running: dict[str, CountingJob] = {}
+        self._must_drain = False
+
+    def work(self, orders: Orders, seconds: float) -> WorkReport:
+        for job_id in orders.cancelled:
+            self._running.pop(job_id, None)
+        released = self._release(orders.released)
+        if self._must_drain:
+            return self._drained(released)
+        failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
+        time.sleep(0.05)
+        num_generated = sum(self._advance(job) for job in self._running.values())
+        ended = [job for job in self._running.values() if len(job.ids) == job.assignment.record.job.sampling.max_tokens]
+        finished = tuple(self._finish(job) for job in ended)
+        if self._must_drain:
+            released += self._release(list(self._running))
+        refused = tuple(
+            self._refuse(job) for job in list(self._running.values()) if job.custom_id.startswith("refused")
+        )
+        progress = tuple(job.progress for job in self._running.values())
+        return WorkReport(
+            progress, finished, tuple(failed), num_generated, tuple(released), self._must_drain, refused=refused
+        )
+
+    def drain(self, seconds: float) -> WorkReport:
+        self._must_drain = True
+        return self._drained([])
+
+    def request_drain(self) -> None:
+        self._must_drain = True
+
+    def _drained(self, released: list[JobProgress]) -> WorkReport:
+        return WorkReport(released=(*released, *self._release(list(self._running))), is_draining=True)
+
+    def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
+        record = assignment.record
+        if record.job.custom_id.startswith("fails"):
+            return record.job_id, "it always fails"
+        recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
+        self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
+        return None
+
+    def _refuse(self, job: CountingJob) -> tuple[str, str, str]:
+        job_id = job.assignment.record.job_id
+        del self._running[job_id]
+        return job_id, "logits_not_finite", "its numbers are none"
+
+    def _advance(self, job: CountingJob) -> int:
+        sampling = job.assignment.record.job.sampling
+        num_new = min(TOKENS_PER_SLICE, sampling.max_tokens - len(job.ids))
+        job.ids.extend(((sampling.seed or 0) + len(job.ids) + i) % 2**32 for i in range(num_new))
+        if len(job.ids) >= 30:
+            self._misbehave(job)
+        if not job.custom_id.startswith("unlogged"):
+            self._log(job)
+        return num_new
+
+    def _misbehave(self, job: CountingJob) -> None:
+        if job.custom_id.startswith("kills"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job.custom_id.startswith("storeless"):
+            raise StoreError("cannot write 'tokens.bin': no answer for 120 s")
+        if job.custom_id.startswith("stuck"):
+            time.sleep(3600)
+
+    def _log(self, job: CountingJob) -> None:
+        token_ids = np.array(job.ids, dtype=np.uint32)
+        self._checkpoints.write_tokens(job.assignment.record.job_id, job.assignment.attempt, token_ids)
+
+    def _release(self, job_ids: Iterable[str]) -> list[JobProgress]:
+        jobs = [self._running.pop(job_id) for job_id in job_ids if job_id in self._running]
+        for job in jobs:
+            if job.custom_id.startswith("dies"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._log(job)
+        return [job.progress for job in jobs]
+
+    def _finish(self, job: CountingJob) -> JobProgress:
+        record = job.assignment.record
+        history = self._checkpoints.history(record.job_id)
+        metrics = {
+            "num_attempts": job.assignment.attempt,
+            "num_recovered_tokens": job.num_recovered,
+            "num_reported_tokens": job.assignment.num_reported_tokens,
+            "workers": [attempt.worker_id for attempt in history],
+            "numerics": [attempt.numerics for attempt in history],
+        }
+        token_ids = np.array(job.ids, dtype=np.uint32)
+        line = success_line(record, "run", "text", "length", model="counting", token_ids=token_ids, metrics=metrics)
+        self._run.write_result(record.job_id, line)
+        self._checkpoints.clear(record.job_id)
+        return self._running.pop(record.job_id).progress
+
+
+class BrokenSession(CountingSession):
+    """Can't start."""
+
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+        raise MemoryError("no room for the model")
+
+
+class RefusingSession(CountingSession):
+    """Finds what no other try would change."""
+
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+        raise ModelError("model counting: it can't count")

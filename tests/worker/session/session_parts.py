@@ -1,0 +1,72 @@
+"""A worker's session on the tiny model, its jobs, and their undisturbed output, for tests of sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.job import Job, JobRecord
+from jobs.run.run import Run
+from jobs.sampling import SamplingParams
+from tests.jobs.run.run_parts import MANIFEST
+from worker.config import EngineConfig
+from worker.session.session import WorkerSession
+from worker.session.work import Assignment, Orders, WorkReport
+
+NUM_TOKENS = 240
+
+
+def record(custom_id: str, num_tokens: int = NUM_TOKENS, **changes: object) -> JobRecord:
+    sampling = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True, repetition_penalty=1.1)
+    fields: dict[str, object] = {"prompt": f"the quick brown {custom_id}", **changes}
+    job = Job(custom_id=custom_id, url="/v1/completions", sampling=sampling, **fields)  # type: ignore[arg-type]
+    return JobRecord(job.job_id("f"), job, 1, 5)
+
+
+def make_run(folder: Path) -> Run:
+    return Run.create_or_open(str(folder), MANIFEST)
+
+
+def session(run: Run, model: Path, metrics_port: int | None = None, **changes: Any) -> WorkerSession:
+    """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
+    fields = {"engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32, **changes}
+    config = EngineConfig(model=str(model), dtype="float32", num_threads=1, num_slots=3, **fields)
+    return WorkerSession(config, run.store.uri, "w0", metrics_port)
+
+
+def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
+    attempt = CheckpointStore(run.store).claim(job.job_id, "w0", "")
+    return Assignment(job, attempt, num_reported_tokens)
+
+
+def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
+    """Work until nothing runs; returns the sum of what ended."""
+    report = worker.work(Orders(assignments), 0.05)
+    finished, failed, refused = list(report.finished), list(report.failed), list(report.refused)
+    while report.progress:
+        report = worker.work(Orders(), 0.05)
+        finished += report.finished
+        failed += report.failed
+        refused += report.refused
+    return WorkReport(finished=tuple(finished), failed=tuple(failed), refused=tuple(refused))
+
+
+def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:
+    """Work until a job has that many tokens; returns how many it has."""
+    report = worker.work(Orders(assignments), 0.0)
+    while True:
+        [progress] = [progress for progress in report.progress if progress.job_id == job.job_id]
+        if progress.num_generated_tokens >= num_tokens:
+            return progress.num_generated_tokens
+        report = worker.work(Orders(), 0.001)
+
+
+def body(run: Run, job: JobRecord) -> dict[str, Any]:
+    line = run.result(job.job_id)
+    assert line is not None
+    return dict(line["response"]["body"])
+
+
+def digest(run: Run, job: JobRecord) -> str:
+    return str(body(run, job)["choices"][0]["token_ids_sha256"])

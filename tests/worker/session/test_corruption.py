@@ -1,0 +1,97 @@
+"""Corruption sweep: whatever happens to a checkpoint's files, a resume is right, and a log line names the file."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jobs.run.run import Run
+from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end, until
+from worker.drafters.budget import StepCosts
+
+JOB = record("fox", 160)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
+    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, JOB))
+    return digest(run, JOB)
+
+
+@pytest.fixture(scope="module")
+def damaged_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The folder of a run whose job was preempted twice, with the checkpoints of both attempts."""
+    folder = tmp_path_factory.mktemp("preempted") / "run"
+    run = make_run(folder)
+    for num_tokens in (60, 120):
+        worker = session(run, tiny_model)
+        until(worker, JOB, num_tokens, claimed(run, JOB))
+        worker.drain(30.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(damaged_run: Path) -> list[str]:
+    root = damaged_run / "checkpoints" / JOB.job_id
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    kinds = {name.split("/")[1].split("-")[0].split(".")[0] for name in names}
+    assert kinds == {"claim", "tokens", "kv", "drafter", "manifest", "resume", "timeline"}
+    replaced = [name for name in names if name.startswith("0001/drafter-")]  # nothing reads it beside a newer one
+    return [name for name in names if name not in replaced]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loading_is_worth_it() -> Iterator[None]:
+    """So small a model replays as fast as it loads; where it replays, segments are neither read nor named."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+        yield
+
+
+def damage(path: Path, kind: str, place: float) -> None:
+    """Flip one bit, cut the end off, or delete; `place` in [0, 1) says where."""
+    data = path.read_bytes()
+    position = int(place * len(data))
+    if kind == "deleted":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(data[:position])
+    else:
+        path.write_bytes(data[:position] + bytes([data[position] ^ (1 << int(place * 997) % 8)]) + data[position + 1 :])
+
+
+def resumed_digest(folder: Path, tiny_model: Path) -> str:
+    run = Run.open(str(folder))
+    to_the_end(session(run, tiny_model), claimed(run, JOB))
+    return digest(run, JOB)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "deleted"])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True))
+def test_each_damaged_file_in_turn_costs_no_token_and_is_named(
+    kind: str,
+    place: float,
+    files: list[str],
+    damaged_run: Path,
+    tiny_model: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in files:
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(damaged_run, folder)
+        damage(folder / "checkpoints" / JOB.job_id / name, kind, place)
+        caplog.clear()
+        assert resumed_digest(folder, tiny_model) == undisturbed, name
+        is_missed = kind != "deleted" or not name.endswith("timeline.json")  # older runs have none
+        assert (name in caplog.text) == is_missed, name

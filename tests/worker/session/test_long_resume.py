@@ -1,0 +1,46 @@
+"""A job at position 60,000: both kinds of resume, against the worker that was never disturbed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.run.run import Run
+from tests.worker.session.session_parts import body, claimed, digest, make_run, record, to_the_end, until
+from worker.config import EngineConfig
+from worker.session.session import WorkerSession
+
+NUM_TOKENS = 60_000
+NUM_MORE = 2000
+KEPT = {"kv": [], "replay": ["*.arrow", "manifest.json"]}  # what each kind of resume has to do without
+
+
+def worker_at(folder: Path) -> WorkerSession:
+    return WorkerSession(EngineConfig(num_threads=2), str(folder), "w0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_job_at_position_60_000_is_resumed_with_the_same_tokens_and_sooner(tmp_path: Path) -> None:
+    run, job = make_run(tmp_path / "run"), record("fox", NUM_TOKENS + NUM_MORE)
+    worker = worker_at(tmp_path / "run")
+    started = time.monotonic()
+    until(worker, job, NUM_TOKENS, claimed(run, job))
+    generation_seconds = time.monotonic() - started
+    time.sleep(5)  # what is written behind is there now, as it would be a moment before a kill
+    for kind, missing in KEPT.items():
+        shutil.copytree(tmp_path / "run", tmp_path / kind, ignore=shutil.ignore_patterns(*missing))
+    to_the_end(worker)
+    for kind in KEPT:
+        resumed = Run.open(str(tmp_path / kind))
+        to_the_end(worker_at(tmp_path / kind), claimed(resumed, job))
+        assert digest(resumed, job) == digest(run, job)
+        resume = body(resumed, job)["metrics"]["attempts"][1]["resume"]
+        print(f"{kind}: {resume['seconds']:.1f} s; generating again: {generation_seconds:.1f} s; {resume}")
+        assert resume["kind"] == kind
+        assert resume["num_recovered_tokens"] > NUM_TOKENS - 2000
+        if kind == "kv":
+            assert resume["seconds"] * 10 < generation_seconds

@@ -1,0 +1,198 @@
+"""Resume: from loaded caches or from replayed tokens, whichever is sooner there, and always with the same tokens."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Run
+from tests.worker.session.session_parts import (
+    NUM_TOKENS,
+    body,
+    claimed,
+    digest,
+    make_run,
+    record,
+    session,
+    to_the_end,
+    until,
+)
+from worker.caches.full import CacheShape, FullKVCache
+from worker.drafters.budget import StepCosts
+from worker.session.work import Orders
+from worker.target.target import DTYPES, TargetModel
+
+ENGINES = ["autoregressive", "suffix", "token-recycling"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
+    run, job = make_run(tmp_path / "undisturbed"), record("fox")
+    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))
+    return digest(run, job)
+
+
+@pytest.fixture(autouse=True)
+def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small a model replays as fast as it loads."""
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+
+
+def lose_a_worker(
+    run: Run, tiny_model: Path, num_tokens: int, engine: str = "token-recycling", **changes: object
+) -> int:
+    """Let a worker write checkpoints of job fox and vanish; returns how many tokens it had."""
+    job = record("fox")
+    worker = session(run, tiny_model, engine=engine, **changes)
+    had = until(worker, job, num_tokens, claimed(run, job))
+    worker.drain(30.0)
+    return had
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["kv", "replay"])
+def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
+    run: Run, tiny_model: Path, undisturbed: str, engine: str, kind: str
+) -> None:
+    had = lose_a_worker(run, tiny_model, 100, engine, checkpoint="state" if kind == "kv" else "tokens")
+    job, successor = record("fox"), session(run, tiny_model, engine=engine)
+    to_the_end(successor, claimed(run, job, num_reported_tokens=NUM_TOKENS))
+    assert digest(run, job) == undisturbed
+    counters = successor.engine.counters
+    assert counters.num_resumes == {kind: 1}
+    assert counters.num_tokens_recovered == had
+    assert counters.num_tokens_recomputed == NUM_TOKENS - had
+    found = body(run, job)["metrics"]["attempts"][1]["resume"]
+    assert found["kind"] == kind
+    assert (found["num_loaded_positions"] >= had) == (kind == "kv")
+    assert found["seconds"] > 0
+
+
+def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(
+    run: Run, tiny_model: Path, undisturbed: str
+) -> None:
+    lose_a_worker(run, tiny_model, 70)
+    first = {entry.file for entry in CheckpointStore(run.store).read_manifests(record("fox").job_id)[0].segments}
+    lose_a_worker(run, tiny_model, 140)
+    manifest = CheckpointStore(run.store).read_manifests(record("fox").job_id)[0]
+    files = {entry.file for entry in manifest.segments}
+    assert first < files
+    assert {file.split("/")[0] for file in files} == {"0001", "0002"}
+    worker = session(run, tiny_model)
+    to_the_end(worker, claimed(run, record("fox")))
+    assert digest(run, record("fox")) == undisturbed
+    assert worker.engine.counters.num_resumes == {"kv": 1}
+
+
+def test_replay_is_taken_where_loading_would_take_longer(
+    run: Run, tiny_model: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_a_worker(run, tiny_model, 100)
+    segments = CheckpointStore(run.store).read_manifests(record("fox").job_id)[0].segments
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 0.0)  # a target that is faster than any store
+    worker = session(run, tiny_model)
+    until(worker, record("fox"), 180, claimed(run, record("fox")))
+    worker.drain(30.0)
+    assert worker.engine.counters.num_resumes == {"replay": 1}
+    kept = CheckpointStore(run.store).read_manifests(record("fox").job_id)[0].segments
+    assert set(kept) >= set(segments[:-1])  # nothing whole is written twice
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+    to_the_end(session(run, tiny_model), claimed(run, record("fox")))
+    assert digest(run, record("fox")) == undisturbed
+
+
+def test_tokens_are_taken_from_segments_where_the_log_is_gone(run: Run, tiny_model: Path, undisturbed: str) -> None:
+    had = lose_a_worker(run, tiny_model, 100)
+    job = record("fox")
+    run.store.delete(f"checkpoints/{job.job_id}/0001/tokens.bin")
+    worker = session(run, tiny_model)
+    to_the_end(worker, claimed(run, job))
+    assert digest(run, job) == undisturbed
+    assert had - 2 <= worker.engine.counters.num_tokens_recovered <= had
+
+
+def test_segments_of_other_tokens_are_named_and_left_out(
+    run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_a_worker(run, tiny_model, 100)
+    job, checkpoints = record("fox"), CheckpointStore(run.store)
+    token_ids = checkpoints.read_tokens(job.job_id)
+    token_ids[50] += 1  # as another machine might draw where two candidates tie
+    checkpoints.write_tokens(job.job_id, 1, token_ids)
+    worker = session(run, tiny_model)
+    worker.work(Orders((claimed(run, job),)), 0.0)
+    assert "found other tokens" in caplog.text
+    assert "kv-" in caplog.text
+    assert worker.engine.sequences[0].token_ids[-len(token_ids) :].tolist() == token_ids.tolist()
+
+
+def test_a_log_of_tokens_that_no_vocabulary_has_is_named_and_left_out(
+    run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_a_worker(run, tiny_model, 100, checkpoint="tokens")
+    job = record("fox")
+    CheckpointStore(run.store).write_tokens(job.job_id, 1, np.full(120, 10**9, dtype=np.uint32))
+    to_the_end(session(run, tiny_model), claimed(run, job))
+    assert digest(run, job) == undisturbed
+    assert "found tokens outside of the vocabulary" in caplog.text
+
+
+def test_another_engine_goes_on_and_leaves_the_drafter_state_alone(
+    run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_a_worker(run, tiny_model, 100, "token-recycling")
+    to_the_end(session(run, tiny_model, engine="token-recycling-static"), claimed(run, record("fox")))
+    assert digest(run, record("fox")) == undisturbed
+    assert "drafter" not in caplog.text
+
+
+def test_a_drafter_goes_on_with_what_it_knew(run: Run, tiny_model: Path) -> None:
+    job, worker = record("fox"), session(run, tiny_model)
+    until(worker, job, 100, claimed(run, job))
+    state = worker.engine.drafter.state(worker.engine.sequences[0])
+    worker.drain(30.0)
+    successor = session(run, tiny_model)
+    successor.work(Orders((claimed(run, job),)), 0.0)
+    found = successor.engine.drafter.state(successor.engine.sequences[0])
+    for name, array in state.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cache_gives_its_positions_out_and_takes_them_back_bit_for_bit(target: TargetModel, dtype: str) -> None:
+    shape = CacheShape(2, 2, 8, DTYPES[dtype], target.device)
+    source, copy = FullKVCache(shape, 50), FullKVCache(shape, 50)
+    for layer in range(2):
+        for part in source.layer(layer):
+            part.normal_()
+    source.advance(40)
+    kv = source.kv(0, 30)
+    assert kv.shape == (8, 30, 8)
+    copy.load(kv)
+    copy.load(source.kv(30, 40))
+    assert copy.length == 40
+    for layer in range(2):
+        for ours, theirs in zip(copy.layer(layer), source.layer(layer), strict=True):
+            assert ours[:, :40].equal(theirs[:, :40])
+
+
+def test_a_cache_refuses_what_does_not_fit(target: TargetModel) -> None:
+    cache = FullKVCache(CacheShape(2, 2, 8, DTYPES["bfloat16"], target.device), 50)
+    for wrong in (
+        np.zeros((8, 51, 8), np.uint16),
+        np.zeros((4, 10, 8), np.uint16),
+        np.zeros((8, 10, 4), np.uint16),
+        np.zeros((8, 10, 8), np.float32),
+    ):
+        with pytest.raises(ValueError, match="expected uint16"):
+            cache.load(wrong)
+    assert cache.length == 0

@@ -1,0 +1,162 @@
+"""A worker's session: results in the run folder, checkpoints on the way, one job's fault for that job alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.job import JobRecord
+from jobs.run.run import Run
+from jobs.sampling import SamplingParams
+from jobs.storage.store import StoreError
+from tests.worker.session.session_parts import (
+    NUM_TOKENS,
+    body,
+    claimed,
+    digest,
+    make_run,
+    record,
+    session,
+    to_the_end,
+    until,
+)
+from worker.session.work import Assignment, Orders
+
+HUGE = SamplingParams(max_tokens=2**31 - 1, seed=1)  # its cache would take terabytes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
+    """The digest of job fox, decoded plainly in one go."""
+    run, job = make_run(tmp_path / "undisturbed"), record("fox")
+    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))
+    return digest(run, job)
+
+
+def test_finished_jobs_have_results_and_no_checkpoints(run: Run, tiny_model: Path) -> None:
+    jobs = [record("fox"), record("dog")]
+    report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in jobs))
+    assert {progress.job_id for progress in report.finished} == run.finished() == {job.job_id for job in jobs}
+    assert run.store.list("checkpoints") == []
+    found = body(run, jobs[0])
+    assert found["usage"]["completion_tokens"] == NUM_TOKENS
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["metrics"]["mean_acceptance_length"] >= 1
+    assert found["metrics"]["exactness"] == "exact"
+    [attempt] = found["metrics"]["attempts"]
+    assert (attempt["worker_id"], attempt["resume"]) == ("w0", None)
+
+
+def test_one_job_s_fault_fails_that_job_alone(run: Run, tiny_model: Path) -> None:
+    huge = JobRecord("huge-1", record("dog").job.model_copy(update={"sampling": HUGE}), 2, 5)
+    good = record("fox")
+    report = to_the_end(session(run, tiny_model), claimed(run, huge), claimed(run, good))
+    assert [progress.job_id for progress in report.finished] == [good.job_id]
+    [(job_id, reason)] = report.failed
+    assert job_id == "huge-1"
+    assert "allocate" in reason
+
+
+def test_cancelled_jobs_are_dropped_without_a_result(run: Run, tiny_model: Path) -> None:
+    worker = session(run, tiny_model)
+    fox, dog = record("fox"), record("dog")
+    worker.work(Orders((claimed(run, fox), claimed(run, dog))), 0.0)
+    worker.work(Orders(cancelled=(fox.job_id, "unknown")), 0.0)
+    report = to_the_end(worker)
+    assert [progress.job_id for progress in report.finished] == [dog.job_id]
+    assert run.finished() == {dog.job_id}
+
+
+def test_the_metrics_endpoint_shows_what_was_generated(run: Run, tiny_model: Path) -> None:
+    worker = session(run, tiny_model, metrics_port=0)
+    to_the_end(worker, claimed(run, record("fox")))
+    with urllib.request.urlopen(str(worker.metrics_address), timeout=5) as page:
+        text = page.read().decode()
+    assert "swiftbatch_generation_tokens_total{" in text
+    assert f" {NUM_TOKENS}.0" in text
+
+
+def test_a_released_job_goes_on_elsewhere_where_it_stopped(run: Run, tiny_model: Path, undisturbed: str) -> None:
+    worker, fox, dog = session(run, tiny_model, checkpoint_seconds=60.0), record("fox"), record("dog")
+    num_tokens = until(worker, fox, 50, claimed(run, fox), claimed(run, dog))
+    report = worker.work(Orders(released=(fox.job_id,)), 0.0)
+    assert [(p.job_id, p.num_generated_tokens) for p in report.released] == [(fox.job_id, num_tokens)]
+    assert [progress.job_id for progress in report.progress] == [dog.job_id]
+    other = session(run, tiny_model, engine="suffix")
+    to_the_end(other, claimed(run, fox, num_reported_tokens=num_tokens))
+    assert digest(run, fox) == undisturbed
+    metrics = body(run, fox)["metrics"]
+    assert (metrics["num_recovered_tokens"], metrics["num_recomputed_tokens"]) == (num_tokens, 0)
+    assert metrics["attempts"][1]["resume"]["num_recovered_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("checkpoint", ["tokens", "state"])
+def test_sigterm_hands_every_job_back_with_its_newest_token(
+    run: Run, tiny_model: Path, undisturbed: str, checkpoint: str
+) -> None:
+    worker, fox, dog = (
+        session(run, tiny_model, checkpoint=checkpoint, checkpoint_seconds=60.0),
+        record("fox"),
+        record("dog"),
+    )
+    before = signal.signal(signal.SIGTERM, lambda *_: worker.request_drain())
+    try:
+        num_tokens = until(worker, fox, 50, claimed(run, fox), claimed(run, dog))
+        os.kill(os.getpid(), signal.SIGTERM)
+        report = worker.work(Orders(), 60.0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert report.is_draining
+    assert {progress.job_id for progress in report.released} == {fox.job_id, dog.job_id}
+    assert not report.progress
+    assert len(CheckpointStore(run.store).read_tokens(fox.job_id)) >= num_tokens
+    assert bool(CheckpointStore(run.store).read_manifests(fox.job_id)) == (checkpoint == "state")
+    to_the_end(session(run, tiny_model), claimed(run, fox))
+    assert digest(run, fox) == undisturbed
+
+
+def test_an_overtaken_attempt_writes_no_result_and_leaves_its_successor_alone(
+    run: Run, tiny_model: Path, undisturbed: str
+) -> None:
+    stale, job = session(run, tiny_model), record("fox")
+    until(stale, job, 50, claimed(run, job))
+    successor = session(run, tiny_model)
+    until(successor, job, 100, claimed(run, job))
+    report = to_the_end(stale)
+    assert not report.finished
+    [(job_id, reason)] = report.failed
+    assert (job_id, reason) == (job.job_id, "attempt 1 was overtaken by attempt 2")
+    assert stale.engine.counters.num_stale_attempt_rejections == 1
+    assert not run.finished()
+    assert "0002" in run.store.list(f"checkpoints/{job.job_id}")
+    to_the_end(successor)
+    assert digest(run, job) == undisturbed
+
+
+def test_a_store_that_fails_for_good_blames_no_job(tmp_path: Path, tiny_model: Path) -> None:
+    run, job = make_run(tmp_path / "run"), record("fox", 100_000)
+    worker = session(run, tiny_model, store_retry_seconds=0.0)
+    until(worker, job, 50, claimed(run, job))
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(StoreError, match="checkpoints"):
+        to_the_end(worker)
+
+
+def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model: Path) -> None:
+    job = record("fox")
+    CheckpointStore(run.store).claim(job.job_id, "w9", "cuda, another machine")
+    worker = session(run, tiny_model)
+    attempt = CheckpointStore(run.store).claim(job.job_id, "w0", worker.numerics)
+    to_the_end(worker, Assignment(job, attempt))
+    assert body(run, job)["metrics"]["exactness"] == "exact up to ties"

@@ -1,0 +1,50 @@
+"""Split, gathered and merged attention is attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from worker.caches.full import CacheShape, FullKVCache
+from worker.target import attention
+from worker.target.attention import ExactRows, attend_in_groups, attention_by_definition
+from worker.target.tiles import Tile, tail_mask, tree_rows
+from worker.tree import DraftTree
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 200])
+def test_a_chain_attends_as_causal_attention_does(length: int) -> None:
+    num_rows = 1 if length == 63 else 5
+    torch.manual_seed(length)
+    query = torch.randn(1, NUM_HEADS, num_rows, HEAD_DIM)
+    keys, values = (torch.randn(1, NUM_KV_HEADS, length + num_rows, HEAD_DIM) for _ in range(2))
+    cache = FullKVCache(CacheShape(1, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu")), 300)
+    for part, whole in zip(cache.layer(0), (keys, values), strict=True):
+        part[:, :length] = whole[0, :, :length]
+    cache.advance(length)
+    tile = Tile([tree_rows(cache, 1, DraftTree.chain([2] * (num_rows - 1)))], num_rows, num_rows)
+    prepared = [ExactRows.prepare(part, torch.float32, torch.device("cpu")) for part in tile.parts]
+    new_keys, new_values = keys[:, :, length:], values[:, :, length:]
+    ours, _ = attend_in_groups(Layer(), query, new_keys, new_values, None, row_groups=prepared, scaling=0.25)
+    mask = torch.ones(num_rows, length + num_rows).tril(length).bool()
+    expected = scaled_dot_product_attention(query, keys, values, mask, scale=0.25, enable_gqa=True)
+    assert torch.allclose(ours[0].transpose(0, 1), expected[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_definition_is_the_kernel_s(masked: bool) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 2, 4, HEAD_DIM)
+    keys, values = (torch.randn(3, 2, 64, HEAD_DIM) for _ in range(2))
+    mask = tail_mask([5, 64, 17], [0, 9, 0], torch.float32, torch.device("cpu")) if masked else None
+    ours = attention_by_definition(query, keys, values, 0.3, mask)
+    kernel = attention._flash(query, keys, values, 0.3, mask)
+    for a, b in zip(ours, kernel, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

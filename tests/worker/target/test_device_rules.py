@@ -1,0 +1,107 @@
+"""What holds on devices that this machine may not have: rows, kernels, timings and names follow from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from worker.drafters import budget
+from worker.drafters.budget import PROBE_LENGTHS, measure_step_costs
+from worker.exactness.numerics import describe_numerics
+from worker.exactness.probe import probe_rows
+from worker.exactness.verdicts import verdict_key
+from worker.model.files import locate_model
+from worker.target import attention, attention_kernel, hardware
+from worker.target.target import TargetModel
+from worker.target.tiles import TILE_ROWS, needs_whole_tiles
+
+GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
+VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan  9 2025\nGCC version: 12.2.0\n"
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> dict[str, TargetModel]:
+    return {dtype: TargetModel.load(locate_model(str(tiny_model)), dtype, "cpu") for dtype in ("bfloat16", "float32")}
+
+
+def test_off_the_cpu_every_forward_has_the_same_number_of_rows_in_any_dtype(tiny: dict[str, TargetModel]) -> None:
+    assert not tiny["bfloat16"].pads_rows
+    assert tiny["float32"].pads_rows
+    assert all(needs_whole_tiles("cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
+
+
+def test_the_host_s_cpu_decides_nothing_about_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        assert attention_kernel.attention_kernel("cuda", torch.bfloat16) == "attention by definition"
+        assert attention_kernel.query_row_quantum("cuda", torch.bfloat16, group=3) == 3 * TILE_ROWS
+
+
+@pytest.fixture
+def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU on which torch's kernel raises, as with AMX and without AVX-512."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
+
+    for module in (attention, attention_kernel):
+        monkeypatch.setattr(module, "flash_attention", refuse)
+    attention_kernel.attention_kernel.cache_clear()
+    yield
+    attention_kernel.attention_kernel.cache_clear()
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.usefixtures("no_flash_kernel")
+def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(
+    tiny: dict[str, TargetModel], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny[dtype]
+    assert describe_numerics(target, 1).endswith(", attention by definition")
+    monkeypatch.setattr(target, "pads_rows", True)  # layers this small are not row-exact in bf16
+    assert probe_rows(target, num_rows=120, seed=2).num_differing == 0
+
+
+def test_steps_are_timed_when_the_device_is_done(tiny: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, calls = tiny["float32"], []
+    monkeypatch.setattr(target, "verify", lambda _rows: calls.append("verify"))
+    monkeypatch.setattr(target, "synchronize", lambda: calls.append("wait"))
+    measure_step_costs.__wrapped__(target)
+    assert calls == ["wait", "verify", "wait"] * (len(calls) // 3)
+
+
+def test_large_caches_are_timed_at_all_lengths_in_the_memory_of_one_layer(
+    tiny: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny["float32"]
+    layer_bytes = target.cache_shape.bytes_per_position() // target.cache_shape.num_layers
+    monkeypatch.setattr(budget, "PROBE_LENGTHS", (64, 1024, 49_152))
+    monkeypatch.setattr(budget, "PROBE_BYTES", layer_bytes * (1024 + TILE_ROWS))
+    monkeypatch.setattr(target, "new_cache", lambda _length: pytest.fail("too large"))
+    costs = measure_step_costs.__wrapped__(target)
+    assert (costs.lengths, PROBE_LENGTHS[0]) == ((64, 1024), 64)
+    assert (costs.seconds > 0).all()
+
+
+def test_a_verdict_belongs_to_the_gpu_s_name_and_size_its_driver_and_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr(hardware, "cublas_version", lambda: "12.8.4.1")
+    keys = set()
+    for gpu in (GPU, SimpleNamespace(name=GPU.name, multi_processor_count=114)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index, gpu=gpu: gpu)
+        found = hardware.hardware_of.__wrapped__("cuda")
+        assert found == f"{GPU.name} with {gpu.multi_processor_count} SMs, driver 570.86.15, cuBLAS 12.8.4.1"
+        keys.add(verdict_key("f", "bfloat16", "cuda", 1, found, "2.13.0"))
+    assert len(keys) == 2
+
+
+def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(VERSION_FILE, encoding="utf-8")
+    assert hardware.driver_version(tmp_path / "version") == "570.86.15"
+    assert hardware.driver_version(tmp_path / "absent") == "unknown"

@@ -1,0 +1,67 @@
+"""Distinct-n against a set of tuples, at the edges, at length, and in a job's result."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from worker.diversity import distinct, distinct_n
+
+
+def brute_force(tokens: list[int], n: int) -> float:
+    ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3) | st.integers(150_000, 150_001), max_size=40), st.integers(1, 6))
+def test_it_is_the_share_of_distinct_ngrams(tokens: list[int], n: int) -> None:
+    assert distinct_n(np.array(tokens, dtype=np.int64), n) == brute_force(tokens, n)
+
+
+def test_distinct_1_to_4_have_names_and_four_places() -> None:
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2]
+    expected = {f"distinct_{n}": round(brute_force(tokens, n), 4) for n in (1, 2, 3, 4)}
+    assert distinct(np.array(tokens, dtype=np.uint32)) == expected
+    assert expected["distinct_2"] == 0.7143
+
+
+def test_no_text_and_texts_too_short_count_as_zero() -> None:
+    assert set(distinct(np.array([], dtype=np.int64)).values()) == {0.0}
+    assert distinct(np.array([5, 5])) == {"distinct_1": 0.5, "distinct_2": 1.0, "distinct_3": 0.0, "distinct_4": 0.0}
+
+
+def test_an_n_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="distinct-0: expected n of 1 or more"):
+        distinct_n(np.array([1, 2]), 0)
+
+
+def test_ngrams_of_any_vocabulary_stay_apart() -> None:
+    """Keys that a plain product of token ids would let collide or overflow."""
+    rng = random.Random(1)
+    tokens = [rng.choice([0, 1, 2**31 - 2, 2**31 - 1]) for _ in range(3000)]
+    assert distinct_n(np.array(tokens, dtype=np.int64), 8) == brute_force(tokens, 8)
+
+
+def test_a_hundred_thousand_tokens_take_less_than_a_second() -> None:
+    tokens = np.random.default_rng(1).integers(0, 150_000, 100_000)
+    seconds = []
+    for _ in range(5):
+        started = time.process_time()
+        distinct(tokens)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 1.0
+
+
+def test_a_job_s_result_shows_them(tmp_path: Path, tiny_model: Path) -> None:
+    run, job = make_run(tmp_path / "run"), record("fox")
+    to_the_end(session(run, tiny_model), claimed(run, job))
+    metrics = body(run, job)["metrics"]
+    assert 0 < metrics["distinct_1"] <= metrics["distinct_4"] <= 1

@@ -1,0 +1,139 @@
+"""The same tokens, to the bit: engines, batches and resumes against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jobs.sampling import SamplingParams
+from worker.drafters import DRAFTERS, create_drafter
+from worker.engine import Engine
+from worker.model.text import TextCodec
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "sampled": {"temperature": 1.0},
+    "sampled, penalised": {"temperature": 1.0, "repetition_penalty": 1.2, "penalty_window": 1024},
+    "sampled, filtered": {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+PROMPTS = (
+    "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. ",
+    "Chapter I. In which the narrator arrives at the house of his uncle\n\nIt had rained since noon, and the road",
+    '"Tell me again," said the old woman, "what the river did to the mill, and leave nothing out this time."\n\n',
+)
+NUM_TOKENS = 64
+VARIANTS = {name for name in DRAFTERS if name.endswith(("-paper", "-static", "-static-80", "-no-noise"))}
+OTHER_ENGINES = [name for name in DRAFTERS if name != "autoregressive"]
+HARDEST = "sampled, filtered"
+ALL = [(name, setting) for name in DRAFTERS for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
+
+
+def decode(
+    target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
+) -> list[list[int]]:
+    """Run sequences to their end in one batch; returns their output ids."""
+    engine = Engine(target, create_drafter(engine_name, target))
+    for sequence in sequences:
+        engine.start(sequence)
+        if drafter_state is not None:
+            engine.drafter.restore(sequence, drafter_state)
+    while engine.sequences:
+        engine.step()
+        for sequence in [s for s in engine.sequences if s.finish_reason is not None]:
+            engine.stop(sequence)
+    return [sequence.output_ids.tolist() for sequence in sequences]
+
+
+@pytest.fixture(scope="module")
+def codec(embedded_files: object) -> TextCodec:
+    return TextCodec(embedded_files)  # type: ignore[arg-type]
+
+
+class Plain:
+    """Plain decoding, one sequence at a time, kept for all tests of the module."""
+
+    def __init__(self, target: TargetModel, codec: TextCodec, num_tokens: int) -> None:
+        self.target, self._codec, self._num_tokens = target, codec, num_tokens
+        self._outputs: dict[str, list[list[int]]] = {}
+
+    def sequences(self, setting: str) -> list[Sequence]:
+        params = SamplingParams(max_tokens=self._num_tokens, seed=17, ignore_eos=True, **SETTINGS[setting])
+        return [
+            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+
+    def outputs(self, setting: str) -> list[list[int]]:
+        if setting not in self._outputs:
+            alone = [decode(self.target, "autoregressive", [sequence])[0] for sequence in self.sequences(setting)]
+            self._outputs[setting] = alone
+        return self._outputs[setting]
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel, codec: TextCodec) -> Plain:
+    return Plain(target, codec, num_tokens=NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("engine_name", "setting"), ALL)
+def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
+    assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
+
+
+@pytest.mark.parametrize("engine_name", OTHER_ENGINES)
+def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str) -> None:
+    assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]
+
+
+def interrupted(plain: Plain, engine_name: str, setting: str, num_tokens: int) -> Iterator[Sequence]:
+    """Fresh sequences that recovered the first `num_tokens` tokens of the undisturbed run."""
+    for sequence, output in zip(plain.sequences(setting), plain.outputs(setting), strict=True):
+        sequence.extend(output[:num_tokens])
+        yield sequence
+
+
+@pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", HARDEST)])
+def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
+    for num_tokens in (1, 41, NUM_TOKENS - 1):
+        sequences = list(interrupted(plain, engine_name, setting, num_tokens))
+        assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
+
+
+def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
+    engine = Engine(plain.target, create_drafter("token-recycling", plain.target))
+    [first, *_] = plain.sequences("sampled")
+    engine.start(first)
+    while first.num_generated_tokens < 50:
+        engine.step()
+    state = engine.drafter.state(first)
+    assert state
+    sequences = list(interrupted(plain, "token-recycling", "sampled", 50))
+    assert decode(plain.target, "token-recycling", sequences, state) == plain.outputs("sampled")
+
+
+def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) -> None:
+    [sequence, *_] = interrupted(plain, "suffix", "greedy", NUM_TOKENS)
+    assert decode(plain.target, "suffix", [sequence]) == plain.outputs("greedy")[:1]
+    assert sequence.finish_reason == "length"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("engine_name", DRAFTERS)
+def test_every_engine_gives_plain_decoding_s_2000_tokens_killed_and_resumed(
+    long_plain: Plain, engine_name: str, setting: str
+) -> None:
+    assert decode(long_plain.target, engine_name, long_plain.sequences(setting)) == long_plain.outputs(setting)
+    resumed = list(interrupted(long_plain, engine_name, setting, 1234))
+    assert decode(long_plain.target, engine_name, resumed) == long_plain.outputs(setting)
+
+
+@pytest.fixture(scope="module")
+def long_plain(target: TargetModel, codec: TextCodec) -> Plain:
+    return Plain(target, codec, num_tokens=2000)

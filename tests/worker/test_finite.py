@@ -1,0 +1,193 @@
+"""Logits that are not finite fail the job that meets them, by name and alone, whichever engine runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jobs.sampling import SamplingParams
+from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
+from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from worker.bench.engine import BenchError
+from worker.bench.long.long import LongBenchOptions, run_long_bench
+from worker.bench.text import text_tokens
+from worker.drafters import create_drafter
+from worker.drafters.base import Drafter
+from worker.drafters.names import ENGINE_NAMES
+from worker.engine import Engine
+from worker.model.files import ModelError, locate_model
+from worker.model.text import TextCodec
+from worker.sequence import Sequence
+from worker.target.finite import NotFiniteError, check_finite, check_model
+from worker.target.target import TargetModel
+from worker.tree import ROOT, DraftTree
+
+NAN, INF = float("nan"), float("inf")
+PROMPTS = {"a": [5, 6, 7, 8, 9], "b": [40, 41, 42, 43]}
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
+
+
+@contextlib.contextmanager
+def spoilt(target: TargetModel, token_id: int) -> Iterator[None]:
+    """Everything behind a token is NaN."""
+    embedding = target.model.get_input_embeddings().weight[token_id]
+    whole = embedding.clone()
+    embedding.fill_(NAN)
+    yield
+    embedding.copy_(whole)
+
+
+def decode(target: TargetModel, drafter: Drafter, temperature: float) -> dict[str, Sequence]:
+    """The sequences of `PROMPTS`, run in one batch until each has ended."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=3, ignore_eos=True)
+    sequences = {name: Sequence(name, ids, params, target.vocab_size) for name, ids in PROMPTS.items()}
+    engine = Engine(target, drafter)
+    for sequence in sequences.values():
+        engine.start(sequence)
+    while engine.sequences:
+        engine.step()
+        for sequence in [s for s in engine.sequences if s.finish_reason is not None]:
+            engine.stop(sequence)
+    return sequences
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [([0.0, NAN, -1.0], "NaN"), ([0.0, INF, -1.0], "+inf"), ([INF, -INF, NAN], "NaN"), ([-INF, -INF], "-inf")],
+)
+def test_logits_that_nothing_can_be_drawn_from_are_named(row: list[float], found: str) -> None:
+    with pytest.raises(NotFiniteError, match=rf"position 17 are not finite \({found.replace('+', '.')}"):
+        check_finite(torch.tensor(row), 17)
+
+
+def test_tokens_that_a_model_masks_itself_are_no_fault() -> None:
+    check_finite(torch.tensor([-INF, 3.0, -INF]), 0)
+
+
+@pytest.fixture(scope="module")
+def clean(target: TargetModel) -> dict[float, dict[str, list[int]]]:
+    """Plain outputs of the whole model, by temperature and name."""
+    return {
+        temperature: {
+            name: sequence.output_ids.tolist()
+            for name, sequence in decode(target, create_drafter("autoregressive", target), temperature).items()
+        }
+        for temperature in (0.0, 1.0)
+    }
+
+
+@pytest.mark.parametrize(("engine_name", "temperature"), [("suffix", 0.0), *((name, 1.0) for name in ENGINE_NAMES)])
+def test_every_engine_fails_the_same_job_at_the_same_position_and_no_other(
+    target: TargetModel, clean: dict[float, dict[str, list[int]]], engine_name: str, temperature: float
+) -> None:
+    mine, other = clean[temperature]["a"], clean[temperature]["b"]
+    index = next(i for i in range(10, NUM_TOKENS) if mine[i] not in {*other, *mine[:i], *PROMPTS["a"], *PROMPTS["b"]})
+    with spoilt(target, mine[index]):
+        sequences = decode(target, create_drafter(engine_name, target), temperature)
+    position = len(PROMPTS["a"]) + index + 1
+    assert f"logits for position {position} are not finite (NaN)" in (sequences["a"].error or "")
+    assert sequences["a"].output_ids.tolist() == mine[: sequences["a"].num_generated_tokens]
+    assert (sequences["b"].error, sequences["b"].output_ids.tolist()) == (None, other)
+
+
+class Always(Drafter):
+    """Proposes one token, two in a row."""
+
+    needs_top_k = True
+
+    def __init__(self, token_id: int, inner: Drafter) -> None:
+        self._token_id, self._inner = token_id, inner
+        self.start, self.stop, self.update, self.learn = inner.start, inner.stop, inner.update, inner.learn  # type: ignore[method-assign]
+
+    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        tree = self._inner.propose(sequence, max(0, max_nodes - 2), max_depth)
+        if max_depth < 1 or self._token_id in tree.token_ids:
+            return tree
+        return DraftTree([*tree.token_ids, self._token_id], [*tree.parents, ROOT])
+
+
+def test_nan_in_rows_that_are_verified_and_not_walked_harms_no_job(
+    target: TargetModel, clean: dict[float, dict[str, list[int]]]
+) -> None:
+    unused = next(iter(set(range(target.vocab_size)) - set(np.concatenate([*PROMPTS.values(), *clean[0.0].values()]))))
+    with spoilt(target, unused):
+        sequences = decode(target, Always(unused, create_drafter("token-recycling", target)), 0.0)
+    assert {name: sequence.output_ids.tolist() for name, sequence in sequences.items()} == clean[0.0]
+
+
+def test_a_worker_refuses_the_job_and_finishes_its_neighbour(tmp_path: Path, tiny_model: Path) -> None:
+    run, fox, dog, again = make_run(tmp_path), record("fox", 30), record("dog", 30), record("again", 30, prompt="the")
+    worker = session(run, tiny_model, engine="autoregressive")
+    to_the_end(worker, claimed(run, dog))
+    undisturbed = digest(run, dog)
+    codec = TextCodec(locate_model(str(tiny_model)))
+    [first, *_] = set(codec.encode_job(fox.job)) - set(codec.encode_job(dog.job))
+    with spoilt(worker.engine.target, first):
+        report = to_the_end(worker, claimed(run, fox), claimed(run, dog))
+    [(job_id, code, message)] = report.refused
+    assert (job_id, code) == (fox.job_id, "logits_not_finite")
+    assert "are not finite (NaN)" in message
+    assert (report.failed, [progress.job_id for progress in report.finished]) == ((), [dog.job_id])
+    assert digest(run, dog) == undisturbed
+    assert to_the_end(worker, claimed(run, again)).finished  # the worker goes on
+
+
+def test_a_model_that_gives_nan_behind_every_token_is_refused_in_one_line(target: TargetModel) -> None:
+    check_model(target)
+    with spoilt(target, 0):
+        check_model(target)  # most jobs may run
+    norm = target.model.model.norm.weight
+    whole = norm.clone()
+    norm.fill_(NAN)
+    with pytest.raises(ModelError, match=r"^model .*: its logits are not finite, whichever token they follow"):
+        check_model(target)
+    norm.copy_(whole)
+
+
+def damaged(model: Path, folder: Path, name: str, row: int | None = None) -> Path:
+    """A copy of a model with NaN in one of its tensors, or in one row of it."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][slice(None) if row is None else row] = NAN
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_whoever_loads_such_a_model_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
+    """Workers, `doctor`, benchmarks and trainings all load it here."""
+    files = locate_model(str(damaged(tiny_model, tmp_path / "damaged", "model.norm.weight")))
+    with pytest.raises(ModelError, match=r"damaged: its logits are not finite, whichever token they follow; [^\n]*$"):
+        TargetModel.load(files, "bfloat16", "cpu")
+
+
+def decode_bench(**shared: Any) -> None:
+    run_decode_bench(DecodeBenchOptions(engines=("suffix",), positions=(40,), num_tokens=20, **shared))
+
+
+def long_bench(**shared: Any) -> None:
+    sampling = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    run_long_bench(LongBenchOptions(prefill=40, sampling=sampling, **shared))
+
+
+@pytest.mark.parametrize("benchmark", [decode_bench, long_bench])
+def test_a_benchmark_that_meets_them_ends_in_one_line(
+    tiny_model: Path, tmp_path: Path, benchmark: Callable[..., None]
+) -> None:
+    (tmp_path / "text.txt").write_text("the lazy fox jumps over the dog. " * 20)
+    prompt_ids = text_tokens(tmp_path / "text.txt", locate_model(str(tiny_model)), 40)
+    model = damaged(tiny_model, tmp_path / "damaged", "model.embed_tokens.weight", prompt_ids[-1])
+    with pytest.raises(BenchError, match=r"^the model's logits for position 40 are not finite \(NaN\): [^\n]*$"):
+        benchmark(model=str(model), text=tmp_path / "text.txt", num_threads=1)

@@ -1,0 +1,110 @@
+"""A worker's session with one job, generating by command, for benchmarks of checkpoints."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from jobs.job import Job, JobRecord
+from jobs.run.run import Run, RunManifest
+from jobs.sampling import SamplingParams
+from worker.bench.memory import peak_bytes, reset_peak
+from worker.config import EngineConfig
+from worker.session.session import WorkerSession
+from worker.session.work import Assignment, Orders
+
+JOB_ID = "bench"
+SLICE_SECONDS = 0.05
+DRAIN_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a worker did in one turn."""
+
+    num_tokens: int
+    seconds: float
+    num_peak_bytes: int  # of resident memory, above that at its beginning
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.seconds / self.num_tokens
+
+
+def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
+    """A run folder with one job: the prompt, sampled on at temperature 1 with min-p 0.1."""
+    manifest = RunManifest(
+        run_id="bench",
+        created=time.time(),
+        model=model,
+        model_fingerprint="",
+        engine="",
+        dtype="",
+        device="",
+        num_threads=1,
+        seed=0,
+        versions={},
+        exactness="not probed",
+        cpu_capability="",
+    )
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
+    job = Job(custom_id="bench", url="/v1/completions", prompt=prompt, sampling=sampling)
+    Run.create_or_open(str(folder), manifest).add_jobs([JobRecord(JOB_ID, job, 1, 1)])
+
+
+class BenchWorker:
+    """One attempt at the job of a run folder."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        run = Run.open(str(folder))
+        [record] = run.jobs()
+        self._session = WorkerSession(config, str(folder), "bench")
+        self._checkpoints = CheckpointStore(run.store)
+        attempt = self._checkpoints.claim(JOB_ID, "bench", self._session.numerics)
+        self._orders = Orders((Assignment(record, attempt),))
+        self.num_tokens = 0
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        """The tokens so far, `[num_tokens]`."""
+        [sequence] = self._session.engine.sequences
+        return sequence.output_ids
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes of state written so far."""
+        return self._session.engine.counters.checkpoint_bytes["state"]
+
+    def generate_to(self, num_tokens: int) -> Turn:
+        """Work until the job has `num_tokens` tokens; the time of what a resume has to do first counts as well."""
+        resident, started, num_before = reset_peak(), time.perf_counter(), self.num_tokens
+        while self.num_tokens < num_tokens:
+            self._work()
+        return Turn(self.num_tokens - num_before, time.perf_counter() - started, peak_bytes() - resident)
+
+    def resume_seconds(self) -> float:
+        """Take the preempted job in and work until it has a new token; returns the seconds from one to the other."""
+        self._work()
+        num_recovered = self._resume().num_recovered_tokens
+        while self.num_tokens <= num_recovered:
+            self._work()
+        return self._resume().seconds
+
+    def drain(self) -> None:
+        """Write a whole checkpoint and hand the job back."""
+        self._session.drain(DRAIN_SECONDS)
+
+    def _work(self) -> None:
+        [progress] = self._session.work(self._orders, SLICE_SECONDS).progress
+        self._orders = Orders()
+        self.num_tokens = progress.num_generated_tokens
+
+    def _resume(self) -> ResumeRecord:
+        """How this attempt began; written again with its seconds at the first new token."""
+        record = self._checkpoints.history(JOB_ID)[-1].resume
+        assert record is not None
+        return record

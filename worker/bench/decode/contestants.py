@@ -1,0 +1,152 @@
+"""Who is measured: our engine with one of its drafters, or plain decoding with `transformers`' own cache."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from metrics.counters import EngineCounters
+from worker.bench.engine import BenchEngine
+from worker.caches.full import FullKVCache
+from worker.drafters.base import Drafter
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+Tail = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Timing:
+    """What the rounds of one contestant took."""
+
+    seconds_per_step: list[float] = field(default_factory=list)  # one per round
+    num_steps: int = 0
+
+    def add(self, seconds: float, num_steps: int) -> None:
+        """Take in one round; a round without steps (the last one had run ahead of it) counts nothing."""
+        if num_steps:
+            self.seconds_per_step.append(seconds / num_steps)
+            self.num_steps += num_steps
+
+
+class Contestant(Protocol):
+    """Generates in rounds, each going on where its last one ended."""
+
+    name: str
+    timing: Timing
+
+    def generate_to(self, num_tokens: int) -> None:
+        """Generate until there are at least `num_tokens` tokens in all, and take the time."""
+
+    def token_ids(self) -> np.ndarray:
+        """The generated tokens, `[num_generated] int64`."""
+
+    def counters(self) -> EngineCounters: ...
+
+
+class EngineContestant:
+    """One drafter on the shared cache of all. Between rounds it keeps only its own positions behind the text."""
+
+    def __init__(
+        self, name: str, target: TargetModel, drafter: Drafter, sequence: Sequence, cache: FullKVCache
+    ) -> None:
+        self.name = name
+        self.timing = Timing()
+        self._target = target
+        self._sequence = sequence
+        self._cache = cache
+        self._first = cache.length
+        self._tail: Tail = []
+        self._engine = BenchEngine(target, drafter)
+        self._engine.start(sequence, cache)
+
+    def generate_to(self, num_tokens: int) -> None:
+        self._put_back()
+        num_steps = self._engine.counters.num_steps
+        _wait(self._target.device)
+        started = time.perf_counter()
+        while self._sequence.num_generated_tokens < num_tokens:
+            self._engine.step()
+        _wait(self._target.device)
+        self.timing.add(time.perf_counter() - started, self._engine.counters.num_steps - num_steps)
+        self._take_away()
+
+    def token_ids(self) -> np.ndarray:
+        return self._sequence.output_ids
+
+    def counters(self) -> EngineCounters:
+        return self._engine.counters
+
+    def _put_back(self) -> None:
+        self._cache.roll_back(self._first)
+        if self._tail:
+            num_positions = self._tail[0][0].shape[1]
+            for index, (keys, values) in enumerate(self._tail):
+                for buffer, tail in zip(self._cache.layer(index), (keys, values), strict=True):
+                    buffer[:, self._first : self._first + num_positions] = tail
+            self._cache.advance(num_positions)
+
+    def _take_away(self) -> None:
+        end = self._cache.length
+        self._tail = []
+        for index in range(self._target.cache_shape.num_layers):
+            keys, values = self._cache.layer(index)
+            self._tail.append((keys[:, self._first : end].clone(), values[:, self._first : end].clone()))
+
+
+class TransformersContestant:
+    """Greedy plain decoding with `transformers`' DynamicCache and its scaled-dot-product attention."""
+
+    def __init__(self, target: TargetModel, sequence: Sequence, cache: FullKVCache) -> None:
+        self.name = "transformers"
+        self.timing = Timing()
+        self._device = target.device
+        self._model = AutoModelForCausalLM.from_pretrained(
+            target.files.path,
+            dtype=target.dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        ).to(target.device)
+        self._model.eval()
+        self._cache = DynamicCache()
+        for index in range(target.cache_shape.num_layers):
+            keys, values = (part[None, :, : cache.length].clone() for part in cache.layer(index))
+            self._cache.update(keys, values, index)
+        self._last = int(sequence.token_ids[-1])
+        self._generated: list[int] = []
+        self._counters = EngineCounters()
+
+    @torch.inference_mode()
+    def generate_to(self, num_tokens: int) -> None:
+        num_steps = max(num_tokens - len(self._generated), 0)
+        _wait(self._device)
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            inputs = torch.tensor([[self._last]], device=self._device)
+            logits = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True).logits
+            self._last = int(logits[0, -1].argmax())
+            self._generated.append(self._last)
+        _wait(self._device)
+        seconds = time.perf_counter() - started
+        self.timing.add(seconds, num_steps)
+        self._counters.num_steps += num_steps
+        self._counters.step_seconds["verify"] += seconds
+
+    def token_ids(self) -> np.ndarray:
+        return np.array(self._generated, dtype=np.int64)
+
+    def counters(self) -> EngineCounters:
+        return self._counters
+
+
+def _wait(device: torch.device) -> None:
+    """Let queued work end, so that a clock read next to it means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

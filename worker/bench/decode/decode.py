@@ -1,0 +1,155 @@
+"""`swiftbatch bench decode`: every engine generates the same tokens from the same state, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jobs.sampling import SamplingParams
+from worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
+from worker.bench.decode.records import DecodeRecord, make_records, write_json
+from worker.bench.engine import BenchError
+from worker.bench.text import own_tokens, text_tokens
+from worker.caches.full import FullKVCache
+from worker.drafters import create_drafter
+from worker.drafters.base import Drafter
+from worker.drafters.names import ENGINE_NAMES
+from worker.engine import read
+from worker.model.files import locate_model
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
+NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn across jobs start hot
+
+
+class DecodeBenchOptions(BaseModel):
+    """What is to be measured. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = "embedded"
+    draft_model: Path | None = None
+    engines: tuple[str, ...]
+    positions: tuple[int, ...]
+    num_tokens: int = Field(default=256, ge=NUM_ROUNDS)
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
+    min_p: float = Field(default=0.1, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+    text: Path | None = None
+    json_path: Path | None = None
+    against: Literal["transformers"] | None = None
+    seed: int = Field(default=0, ge=0)
+
+    @field_validator("engines")
+    @classmethod
+    def _known_engines(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in engines if name not in ENGINE_NAMES]
+        if unknown or not engines or len(set(engines)) < len(engines):
+            raise ValueError(
+                f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(ENGINE_NAMES)}, each once"
+            )
+        return engines
+
+    @field_validator("positions")
+    @classmethod
+    def _ascending_positions(cls, positions: tuple[int, ...]) -> tuple[int, ...]:
+        if not positions or min(positions) < 1:
+            raise ValueError(f"got {list(positions)}; expected at least one position, each 1 or more")
+        return tuple(sorted(set(positions)))
+
+    @model_validator(mode="after")
+    def _greedy_against_transformers(self) -> DecodeBenchOptions:
+        if self.against and (self.temperature > 0 or self.repetition_penalty != 1.0):
+            raise ValueError("against transformers only greedy decoding is compared; use temperature 0 and no penalty")
+        return self
+
+
+def run_decode_bench(
+    options: DecodeBenchOptions, report: Callable[[str], None] = lambda line: None
+) -> list[DecodeRecord]:
+    """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
+    files = locate_model(options.model)
+    highest = options.positions[-1]
+    if highest + options.num_tokens > files.max_positions:
+        raise BenchError(
+            f"position {highest} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
+        )
+    torch.set_num_threads(options.num_threads)
+    target = TargetModel.load(files, options.dtype, options.device)
+    report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
+    text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
+    drafters = _warm_drafters(target, options)
+    cache = target.new_cache(highest + options.num_tokens)
+    records: list[DecodeRecord] = []
+    for position in options.positions:
+        report(f"position {position}: filling the cache, then {options.num_tokens} tokens with each engine")
+        fill(target, cache, text[:position], list(drafters.values()))
+        contestants = list(_contestants(options, target, cache, text[:position], drafters))
+        _compete(contestants, options.num_tokens)
+        records += make_records(contestants, position, options.temperature)
+        cache.roll_back(position - 1)
+    if options.json_path is not None:
+        settings = options.model_dump(mode="json", exclude={"json_path"})
+        write_json(options.json_path, records, settings | {"num_warmup_tokens": NUM_WARMUP_TOKENS}, target)
+    return records
+
+
+def fill(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
+    """Prefill all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
+    known = np.array(token_ids[:-1])
+    while cache.length < len(known):
+        read(target, cache, known, drafters)
+
+
+def _compete(contestants: list[Contestant], num_tokens: int) -> None:
+    """Let all generate a part of the tokens in turn, round by round, each time in another order."""
+    for round_number in range(NUM_ROUNDS):
+        first = round_number % len(contestants)
+        for contestant in contestants[first:] + contestants[:first]:
+            contestant.generate_to(num_tokens * (round_number + 1) // NUM_ROUNDS)
+
+
+def _contestants(
+    options: DecodeBenchOptions,
+    target: TargetModel,
+    cache: FullKVCache,
+    text: list[int],
+    drafters: dict[str, Drafter],
+) -> Iterator[Contestant]:
+    sampling = SamplingParams(
+        max_tokens=options.num_tokens,
+        temperature=options.temperature,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        ignore_eos=True,
+    )
+    for name in options.engines:
+        drafter = create_drafter(name, target, options.draft_model)
+        sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
+        contestant = EngineContestant(name, target, drafter, sequence, cache)
+        state = drafters[name].state(sequence)
+        if state:
+            drafter.restore(sequence, state)
+        yield contestant
+    if options.against == "transformers":
+        yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
+
+
+def _warm_drafters(target: TargetModel, options: DecodeBenchOptions) -> dict[str, Drafter]:
+    """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
+    drafters = {name: create_drafter(name, target, options.draft_model) for name in options.engines}
+    if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
+        num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
+        other_job = own_tokens(target, num_tokens)
+        fill(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
+    return drafters

@@ -1,0 +1,180 @@
+"""`swiftbatch bench ablation griffin`: a table of the paper, whose rows are trained first and then let draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from rich.console import Group
+
+from worker.bench.engine import BenchError
+from worker.bench.griffin.catalogue import GRIFFIN_TABLES, MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
+from worker.bench.griffin.figures import GriffinFigures
+from worker.bench.griffin.plot import plot
+from worker.bench.griffin.tables import ArmKey, Results, render, summary
+from worker.bench.griffin.variants import Training, train_variants
+from worker.bench.long.long import Report
+from worker.bench.long.records import write_json
+from worker.bench.text import encode, read_text
+from worker.bench.triforce.arms import PromptArms, num_plain_tokens
+from worker.bench.triforce.prompts import Prompt, read_prompt
+from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions, griffin
+from worker.model.files import ModelFiles, locate_model
+from worker.target.target import TargetModel
+from worker.training.griffin.features import TEST
+from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+
+NUM_ORDER_SEEDS = 3
+OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER_OPTIONS}
+
+
+class GriffinAblationOptions(BaseModel):
+    """Which table, what its rows learn from, and how many tokens each arm generates behind how many prompts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "embedded"
+    table: str
+    data: Path
+    work: Path
+    num_steps: int = Field(default=GRIFFIN_RECIPE.num_steps, ge=1)
+    num_own_texts: int = Field(default=GRIFFIN_RECIPE.texts.num_own_texts, ge=0)
+    num_seeds: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0)
+    text: Path | None = None
+    num_prompts: int = Field(default=2, ge=1)
+    prefill: int = Field(default=2048, ge=2)
+    num_tokens: int = Field(default=256, gt=MAX_FORWARDS + 1)  # more than the first step commits
+    json_path: Path | None = None
+    plot_path: Path | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _only_where_they_belong(self) -> GriffinAblationOptions:
+        layout = self.layout.layout
+        if self.num_seeds is not None and layout != "order":
+            raise ValueError(f"table {self.table}: --seeds is for table order; the others take one --seed")
+        if self.plot_path is not None and layout != "forwards":
+            raise ValueError(f"table {self.table}: --plot is for figure 1c")
+        if self.text is None and self.layout.plans:
+            raise ValueError(f"table {self.table}: its arms go on from a text; name one with --text FILE")
+        return self
+
+    @property
+    def layout(self) -> GriffinTable:
+        return GRIFFIN_TABLES[self.table]
+
+    @property
+    def seeds(self) -> range:
+        """Of the trainings."""
+        num_seeds = NUM_ORDER_SEEDS if self.layout.layout == "order" else 1
+        return range(self.seed, self.seed + (self.num_seeds or num_seeds))
+
+
+def run_griffin_ablation(
+    options: GriffinAblationOptions, report: Report = lambda line: None, recipe: GriffinRecipe = GRIFFIN_RECIPE
+) -> Group:
+    """Train what is missing, run all arms and lay out the tables; JSON is written after each arm.
+
+    `recipe` is what the trainings have in common beside the options. Raises BenchError, CorpusError, ModelError.
+    """
+    files = locate_model(options.model)
+    prompts = _prompts(options, files)
+    _make_folders(options)
+    torch.set_num_threads(options.num_threads)
+    results = Results(_train(options, files, recipe, report))
+    target = TargetModel.load(files, options.dtype, options.device)
+    _save(options, results, target)
+    behind = [_read(options, target, prompt, number, report) for number, prompt in enumerate(prompts)]
+    for key, training in _arms(options.layout, results.trainings):
+        drafting = OPTIONS[key.plan]
+        pairs = [arms.run(griffin(target, training.folder, drafting), key.temperature) for arms in behind]
+        results.figures[key] = GriffinFigures.of(pairs)
+        report(summary(key, results.figures[key]))
+        _save(options, results, target)
+    return render(options.layout, results, _compared(options))
+
+
+def _prompts(options: GriffinAblationOptions, files: ModelFiles) -> list[Prompt]:
+    """Stretches from all over the text; none where no arm generates. Raises BenchError where the text is too short."""
+    if options.text is None or not options.layout.plans:
+        return []
+    if options.prefill + options.num_tokens > files.max_positions:
+        raise BenchError(
+            f"{options.prefill} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
+        )
+    ids = encode(files, read_text(options.text))
+    between = len(ids) // options.num_prompts
+    if between < options.prefill:
+        raise BenchError(
+            f"text {options.text}: it has {len(ids)} tokens, {options.num_prompts} prompts of {options.prefill} need "
+            f"{options.num_prompts * options.prefill}"
+        )
+    return [Prompt(ids[i * between :][: options.prefill], []) for i in range(options.num_prompts)]
+
+
+def _make_folders(options: GriffinAblationOptions) -> None:
+    """Those that are written to, before anything takes long. Raises BenchError."""
+    files = [path for path in (options.json_path, options.plot_path) if path is not None]
+    for folder in [options.work, *(path.parent for path in files)]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"{folder}: cannot be made a folder: {error.strerror}; name another one") from error
+
+
+def _train(options: GriffinAblationOptions, files: ModelFiles, recipe: GriffinRecipe, report: Report) -> list[Training]:
+    if options.layout.layout == "forwards" and not any(options.data.rglob(TEST)):
+        raise BenchError(f"data {options.data}: no file matches {TEST}; figure 1c is measured on test books")
+    texts = replace(recipe.texts, num_own_texts=options.num_own_texts)
+    recipe = replace(recipe, num_steps=options.num_steps, texts=texts)
+    return train_variants(options.layout.rows, options.seeds, files, options.data, options.work, recipe, report)
+
+
+def _read(
+    options: GriffinAblationOptions, target: TargetModel, prompt: Prompt, number: int, report: Report
+) -> PromptArms:
+    """Read one prompt; what is said behind each draws with another seed."""
+    num_plain = num_plain_tokens(options.num_tokens, options.prefill)
+    report(
+        f"reading prompt {number + 1} of {options.num_prompts}: {options.prefill:,} tokens; each arm generates "
+        f"{options.num_tokens} behind it, in turns with plain decoding of {num_plain}"
+    )
+    read = read_prompt(target, prompt, options.num_tokens)
+    return PromptArms(target, [read], options.num_tokens, num_plain, options.seed + number)
+
+
+def _arms(table: GriffinTable, trainings: list[Training]) -> Iterator[tuple[ArmKey, Training]]:
+    for training in trainings:
+        for temperature in TEMPERATURES:
+            for plan in table.plans:
+                yield ArmKey(training.row, training.seed, temperature, plan), training
+
+
+def _compared(options: GriffinAblationOptions) -> str:
+    num_plain = num_plain_tokens(options.num_tokens, options.prefill)
+    return (
+        f"Behind each of {options.num_prompts} prompts of {options.prefill:,} tokens: {options.num_tokens:,} with each "
+        f"arm, in turns with plain decoding, which said the same {num_plain:,}."
+    )
+
+
+def _save(options: GriffinAblationOptions, results: Results, target: TargetModel) -> None:
+    if options.json_path is not None:
+        settings = options.model_dump(mode="json", exclude={"json_path", "plot_path"})
+        write_json(options.json_path, _documents(results), settings, target)
+    if options.plot_path is not None:
+        plot(options.layout, results.trainings, options.plot_path)
+
+
+def _documents(results: Results) -> dict[str, Any]:
+    """The trainings and the arms that have run."""
+    trainings = [asdict(training) | {"folder": training.folder.name} for training in results.trainings]
+    arms = [key._asdict() | {"figures": figures.model_dump()} for key, figures in results.figures.items()]
+    return {"trainings": trainings, "arms": arms}

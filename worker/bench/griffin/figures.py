@@ -1,0 +1,123 @@
+"""What GRIFFIN's arms bring next to plain decoding, and what the paper's latency formula (appendix H) says of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from worker.bench.triforce.generation import Moment, PromptGeneration
+from worker.drafters.griffin.griffin import GriffinCounters
+
+DIGITS = 4
+Number = TypeVar("Number", int, float)
+
+
+def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:
+    """Equation 14: t / (t + d x tbar) x tau, with `verify_ms` as the t of the denominator.
+
+    `plain_ms` is a forward of plain decoding, `level_ms` one of the draft model, of which a step has `num_levels`;
+    `tau` counts the tokens of a step.
+    """
+    return plain_ms / (verify_ms + num_levels * level_ms) * tau
+
+
+class GriffinFigures(BaseModel):
+    """Generations of one sequence each, next to plain decoding of their first tokens.
+
+    All counts and times begin behind the first step, which reads what the draft model sees.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_tokens: int  # behind all prompts
+    num_plain_tokens: int
+    ms_per_token: float
+    plain_ms_per_token: float
+    speedup: float
+    tokens_per_step: float  # tau: the bonus token and steps without a draft included
+    nodes_per_step: float
+    levels_per_step: float  # d: forwards of the draft model
+    level_ms: float  # tbar: all of drafting, shared out among them
+    plain_verify_ms: float  # t: the target's forward over one row
+    verify_ms: float  # its forward over a tree
+    predicted_speedup: float  # by the formula, as if a tree cost what one row costs
+    predicted_tree_speedup: float  # with what a tree costs
+    tokens_sha256: str  # over the generated ids as little-endian uint32, prompt behind prompt
+
+    @classmethod
+    def of(cls, pairs: list[tuple[PromptGeneration, PromptGeneration]]) -> GriffinFigures:
+        """Figures of generations, each with plain decoding behind the same prompt."""
+        generations = [generation for generation, _ in pairs]
+        total, plain = _Total.of(generations), _Total.of([plain for _, plain in pairs])
+        tau, levels = total.num_tokens / total.num_steps, total.num_levels / total.num_steps
+        level_ms = 1000 * total.draft_seconds / total.num_levels if total.num_levels else 0.0
+        plain_verify_ms, verify_ms = plain.verify_ms, total.verify_ms
+        return cls(
+            num_tokens=total.num_tokens,
+            num_plain_tokens=plain.num_tokens,
+            ms_per_token=round(total.ms_per_token, DIGITS),
+            plain_ms_per_token=round(plain.ms_per_token, DIGITS),
+            speedup=round(plain.ms_per_token / total.ms_per_token, DIGITS),
+            tokens_per_step=round(tau, DIGITS),
+            nodes_per_step=round(total.num_nodes / total.num_steps, DIGITS),
+            levels_per_step=round(levels, DIGITS),
+            level_ms=round(level_ms, DIGITS),
+            plain_verify_ms=round(plain_verify_ms, DIGITS),
+            verify_ms=round(verify_ms, DIGITS),
+            predicted_speedup=round(predicted_speedup(plain_verify_ms, plain_verify_ms, levels, level_ms, tau), DIGITS),
+            predicted_tree_speedup=round(predicted_speedup(plain_verify_ms, verify_ms, levels, level_ms, tau), DIGITS),
+            tokens_sha256=_digest(generations),
+        )
+
+
+@dataclass(frozen=True)
+class _Total:
+    """Generations behind their first steps, added up."""
+
+    num_tokens: int
+    num_steps: int
+    num_nodes: int
+    num_levels: int
+    seconds: float
+    verify_seconds: float
+    draft_seconds: float
+
+    @classmethod
+    def of(cls, generations: list[PromptGeneration]) -> _Total:
+        spans = [generation.span for generation in generations]
+
+        def gained(measure: Callable[[Moment], Number]) -> Number:
+            return sum((measure(last) - measure(first) for first, last in spans), start=0)
+
+        return cls(
+            num_tokens=gained(lambda moment: moment.num_tokens),
+            num_steps=gained(lambda moment: moment.num_steps),
+            num_nodes=gained(lambda moment: moment.num_draft_tokens),
+            num_levels=gained(_num_levels),
+            seconds=gained(lambda moment: moment.seconds),
+            verify_seconds=gained(lambda moment: moment.step_seconds["verify"]),
+            draft_seconds=gained(lambda moment: sum(moment.draft.seconds.values())),
+        )
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.seconds / self.num_tokens
+
+    @property
+    def verify_ms(self) -> float:
+        """Per step."""
+        return 1000 * self.verify_seconds / self.num_steps
+
+
+def _num_levels(moment: Moment) -> int:
+    return moment.draft.num_levels if isinstance(moment.draft, GriffinCounters) else 0
+
+
+def _digest(generations: list[PromptGeneration]) -> str:
+    said = [token_ids for generation in generations for token_ids in generation.token_ids]
+    return hashlib.sha256(np.concatenate(said).astype("<u4").tobytes()).hexdigest()

@@ -1,0 +1,70 @@
+"""The trainings that GRIFFIN's tables compare: each once, in a folder of its own, and used again by other tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from worker.bench.griffin.catalogue import Variant
+from worker.drafters.griffin.model import GriffinConfig
+from worker.model.files import ModelFiles
+from worker.training.griffin.accuracy import AccuracyRecord
+from worker.training.griffin.recipe import GriffinRecipe
+from worker.training.griffin.state import TrainingFolder
+from worker.training.griffin.training import train_griffin
+
+FEATURES = "features"  # beside the trainings, which share them
+
+
+@dataclass(frozen=True)
+class Training:
+    """A draft model that is there, as one row of a table."""
+
+    row: str
+    seed: int
+    folder: Path
+    recipe: GriffinRecipe
+    accuracy: list[AccuracyRecord]  # after training, for each kind of held-out text; none where there are none
+
+
+def train_variants(
+    rows: dict[str, Variant],
+    seeds: range,
+    files: ModelFiles,
+    data: Path,
+    work: Path,
+    recipe: GriffinRecipe,
+    report: Callable[[str], None],
+) -> list[Training]:
+    """Train every row's draft model with every seed, where it is not there yet. Raises ModelError, CorpusError."""
+    target = AutoConfig.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
+    trainings = []
+    for seed in seeds:
+        for row, variant in rows.items():
+            own = recipe_of(variant, recipe, seed, target)
+            folder = work / f"{variant.name}-{seed}"
+            report(f"{row}, seed {seed}: training in {folder}")
+            train_griffin(files.name, data, folder, own, report, work / FEATURES)
+            trainings.append(
+                Training(row, seed, folder, own, accuracy_of(TrainingFolder(folder, files.fingerprint, own)))
+            )
+    return trainings
+
+
+def recipe_of(variant: Variant, base: GriffinRecipe, seed: int, target: PreTrainedConfig) -> GriffinRecipe:
+    """A variant's recipe, which differs from `base` in what the variant changes and in the seed."""
+    sizes = GriffinConfig.for_target(target)
+    expansions = {"hidden": sizes.hidden_size, "double": 2 * sizes.intermediate_size}
+    changes: dict[str, Any] = dict(variant.changes)
+    if variant.expansion is not None:
+        changes["expansion_size"] = expansions[variant.expansion]
+    return replace(base, seed=seed, **changes)
+
+
+def accuracy_of(folder: TrainingFolder) -> list[AccuracyRecord]:
+    """What a training's log has of the accuracy after it."""
+    return [AccuracyRecord(**record) for record in folder.records() if record.get("when") == "after"]

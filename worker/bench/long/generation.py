@@ -1,0 +1,117 @@
+"""One uninterrupted generation with a clock: pauses for plain decoding in between do not count."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from jobs.sampling import SamplingParams
+from worker.bench.decode.decode import fill
+from worker.bench.engine import BenchEngine
+from worker.bench.long.plain_windows import PlainWindows
+from worker.bench.long.records import Figures, LongRecord, LongResult, Mark
+from worker.diversity import distinct
+from worker.drafters.base import Drafter
+from worker.drafters.two_level.drafter import TwoLevelDrafter
+from worker.engine import Slot
+from worker.sequence import Sequence
+from worker.target.target import RowOutputs, TargetModel
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+
+class MeteredEngine(BenchEngine):
+    """Also counts how deep the drafts are."""
+
+    num_draft_depth = 0
+
+    def _commit(self, slot: Slot, tree: DraftTree, outputs: RowOutputs) -> Verification:
+        self.num_draft_depth += max(tree.depths(), default=0)
+        return super()._commit(slot, tree, outputs)
+
+
+class LongGeneration:
+    """A prompt in the cache and what the engine says behind it. Marks and records are taken at pauses."""
+
+    def __init__(
+        self, name: str, target: TargetModel, drafter: Drafter, prompt_ids: list[int], sampling: SamplingParams
+    ) -> None:
+        self._name = name
+        self._drafter = drafter
+        self._sequence = Sequence("long", prompt_ids, sampling, target.vocab_size, target.device)
+        self._cache = target.new_cache(self._sequence.max_length)
+        started = time.perf_counter()
+        fill(target, self._cache, prompt_ids, [drafter])
+        self._prefill_seconds = time.perf_counter() - started
+        self._engine = MeteredEngine(target, drafter)
+        started = time.perf_counter()
+        self._engine.start(self._sequence, self._cache)
+        self._seconds = time.perf_counter() - started
+        self._marks: list[Mark] = []
+        self._recorded: list[Mark] = []
+        self._records: list[LongRecord] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return self._sequence.num_generated_tokens
+
+    @property
+    def seconds(self) -> float:
+        """Time so far, pauses left out."""
+        return self._seconds
+
+    def run_to(self, num_tokens: int) -> None:
+        """Generate until there are at least `num_tokens` tokens, and mark it."""
+        started = time.perf_counter()
+        while self.num_tokens < num_tokens:
+            self._engine.step()  # ends with its tokens on the host, so a clock is right on a GPU too
+        self._seconds += time.perf_counter() - started
+        self._marks.append(self._mark())
+
+    def decode_plainly(self, plain: PlainWindows) -> None:
+        """Let plain decoding go on from here for a moment."""
+        plain.measure(self._sequence, self._cache)
+
+    def record(self, plain: PlainWindows) -> LongRecord:
+        """Figures since the record before and since the start."""
+        start = self._marks[0]
+        before, now = (self._recorded or [start])[-1], self._marks[-1]
+        self._recorded.append(now)
+        self._records.append(
+            LongRecord(
+                num_tokens=now.num_tokens,
+                window=Figures.between(before, now, plain),
+                total=Figures.between(start, now, plain),
+                distinct=distinct(self._sequence.output_ids),
+            )
+        )
+        return self._records[-1]
+
+    def result(self, plain: PlainWindows) -> LongResult:
+        """Everything so far."""
+        output_ids = self._sequence.output_ids
+        return LongResult(
+            engine=self._name,
+            num_tokens=len(output_ids),
+            prefill_seconds=round(self._prefill_seconds, 3),
+            tokens_sha256=hashlib.sha256(output_ids.astype("<u4").tobytes()).hexdigest(),
+            records=self._records,
+            plain_windows=plain.compared(output_ids),
+            marks=self._marks,
+            plain_seconds=[round(plain.seconds(0, mark.num_tokens), 3) for mark in self._marks],
+        )
+
+    def _mark(self) -> Mark:
+        counters = self._engine.counters
+        draft = self._drafter.counters if isinstance(self._drafter, TwoLevelDrafter) else None
+        return Mark(
+            num_tokens=self.num_tokens,
+            seconds=self._seconds,
+            num_steps=counters.num_steps,
+            num_accepted_tokens=counters.num_accepted_tokens,
+            num_draft_depth=self._engine.num_draft_depth,
+            num_ngram_accepted_tokens=draft.num_ngram_accepted_tokens if draft else None,
+            num_rounds=draft.num_rounds if draft else 0,
+            step_seconds=dict(counters.step_seconds),
+            draft_seconds=dict(draft.seconds) if draft else {},
+        )

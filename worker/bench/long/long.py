@@ -1,0 +1,156 @@
+"""`swiftbatch bench long`: one long generation against plain decoding, measured on the way at the same positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from jobs.sampling import SamplingParams
+from worker.bench.engine import BenchError
+from worker.bench.long.generation import LongGeneration
+from worker.bench.long.plain_windows import PlainWindows
+from worker.bench.long.plot import plot
+from worker.bench.long.records import LongRecord, LongResult, write_json
+from worker.bench.text import own_tokens, text_tokens
+from worker.drafters import create_drafter
+from worker.drafters.base import Drafter
+from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
+from worker.model.files import ModelFiles, locate_model
+from worker.target.target import TargetModel
+
+NUM_PLAIN_TOKENS = 24  # of one window
+
+Report = Callable[[str], None]
+
+
+class LongBenchOptions(BaseModel):
+    """What is to be measured: `sampling.max_tokens` tokens behind `prefill` tokens of text.
+
+    A record every `every` tokens; every `plain_every` tokens plain decoding of
+    `NUM_PLAIN_TOKENS`, which are counted neither as output nor in the time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "embedded"
+    draft_model: Path | None = None
+    engine: str = DEFAULT_ENGINE
+    sampling: SamplingParams
+    prefill: int = Field(default=4096, ge=1)
+    every: int = Field(default=20_000, ge=1)
+    plain_every: int = Field(default=2500, ge=1)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+    text: Path | None = None
+    json_path: Path | None = None
+    plot_path: Path | None = None
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, engine: str) -> str:
+        if engine not in ENGINE_NAMES:
+            raise ValueError(f"got {engine}; expected one of: {', '.join(ENGINE_NAMES)}")
+        return engine
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sampling.max_tokens
+
+    def record_stops(self) -> list[int]:
+        """Numbers of tokens at which figures are taken, ascending; the last one is the end."""
+        return [*range(self.every, self.num_tokens, self.every), self.num_tokens]
+
+    def plain_stops(self) -> list[int]:
+        """Numbers of tokens at which plain decoding is timed, the last time over the last tokens."""
+        last = max(0, self.num_tokens - NUM_PLAIN_TOKENS)
+        grid = {*range(0, last, self.plain_every), *self.record_stops(), last}
+        return sorted(stop for stop in grid if stop <= last)
+
+    def title(self) -> str:
+        """Engine, model and sampling in a line."""
+        sampling = self.sampling
+        parts = [f"{self.engine} on {Path(self.model).name}", f"{self.prefill:,} tokens of prompt"]
+        parts.append(f"T = {sampling.temperature:g}")
+        if sampling.temperature > 0:
+            parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+            parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p > 0 else []
+            parts += [f"eta {sampling.eta:g}"] if sampling.eta > 0 else []
+        if sampling.repetition_penalty != 1.0:
+            parts.append(f"penalty {sampling.repetition_penalty:g} over {sampling.penalty_window:,} tokens")
+        return ", ".join(parts)
+
+
+def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None) -> LongResult:
+    """Generate, and write JSON and plot at every record. `report` gets a line at each pause.
+
+    Raises BenchError, ModelError.
+    """
+    files = locate_model(options.model)
+    check_length(options, files)
+    torch.set_num_threads(options.num_threads)
+    target = TargetModel.load(files, options.dtype, options.device)
+    report(f"reading {options.prefill:,} tokens, then {options.num_tokens:,} with {options.engine}")
+
+    def save(result: LongResult) -> None:
+        if options.json_path is not None:
+            settings = options.model_dump(mode="json", exclude={"json_path", "plot_path"})
+            write_json(options.json_path, result.model_dump(), settings, target)
+        if options.plot_path is not None:
+            plot(result, options.title(), options.plot_path)
+
+    return generate_long(options, target, create_drafter(options.engine, target, options.draft_model), report, save)
+
+
+def generate_long(
+    options: LongBenchOptions,
+    target: TargetModel,
+    drafter: Drafter,
+    report: Report,
+    save: Callable[[LongResult], None] = lambda result: None,
+) -> LongResult:
+    """Generate with a given drafter; `save` gets the figures so far at every record. Raises BenchError."""
+    generation = LongGeneration(options.engine, target, drafter, _prompt(options, target), options.sampling)
+    plain = PlainWindows(target, NUM_PLAIN_TOKENS)
+    plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
+    num_recorded = 0
+    for stop in sorted(plain_stops | record_stops):
+        generation.run_to(stop)
+        if stop in plain_stops:
+            generation.decode_plainly(plain)
+        num_tokens = generation.num_tokens
+        if stop in record_stops and num_tokens > num_recorded:  # a step may have run past two stops
+            num_recorded = num_tokens
+            report(record_line(generation.record(plain)))
+            save(generation.result(plain))
+        elif stop:
+            report(f"{num_tokens:,} of {options.num_tokens:,} tokens in {generation.seconds / 60:.1f} min")
+    return generation.result(plain)
+
+
+def record_line(record: LongRecord) -> str:
+    """A record as one line of progress."""
+    total, alpha = record.total, record.total.alpha
+    return (
+        f"{record.num_tokens:,} tokens in {total.seconds / 60:.1f} min, plain decoding {total.plain_seconds / 60:.1f} "
+        f"min: {total.speedup:.2f}x ({record.window.speedup:.2f}x in the latest window), "
+        f"alpha {'-' if alpha is None else f'{alpha:.2f}'}"
+    )
+
+
+def _prompt(options: LongBenchOptions, target: TargetModel) -> list[int]:
+    if options.text is None:
+        return own_tokens(target, options.prefill)
+    return text_tokens(options.text, target.files, options.prefill)
+
+
+def check_length(options: LongBenchOptions, files: ModelFiles) -> None:
+    """Raises BenchError where the model has too few positions."""
+    if options.prefill + options.num_tokens > files.max_positions:
+        raise BenchError(
+            f"{options.prefill} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
+        )

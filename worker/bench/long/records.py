@@ -1,0 +1,132 @@
+"""The figures of a long generation: marks taken on the way, and what they say about the stretch between two of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from worker.bench.decode.records import machine
+from worker.bench.long.plain_windows import PlainWindow, PlainWindows
+from worker.target.target import TargetModel
+
+SECONDS_DIGITS = 4
+RATE_DIGITS = 4
+
+
+class Mark(BaseModel):
+    """Counts since the first token, taken at a pause. Times in seconds, pauses left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_tokens: int
+    seconds: float
+    num_steps: int
+    num_accepted_tokens: int
+    num_draft_depth: int  # summed over the drafts: the most tokens that could have been accepted
+    num_ngram_accepted_tokens: int | None  # None for a drafter without token reuse
+    num_rounds: int  # forwards with a partial cache
+    step_seconds: dict[str, float]  # propose, verify, commit
+    draft_seconds: dict[str, float]  # what proposing is made of, where the drafter tells
+
+
+class Figures(BaseModel):
+    """One stretch of the generation, `[first_token, last_token)` of the output.
+
+    `alpha` is the paper's equation 4, accepted tokens over T x (gamma + 1), where gamma + 1 is the depth of the tree
+    that was drafted at a step; `beta` the share of it that token reuse alone proposed. None where nothing was drafted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_token: int
+    last_token: int
+    seconds: float
+    plain_seconds: float
+    ms_per_token: float
+    plain_ms_per_token: float
+    speedup: float
+    alpha: float | None
+    beta: float | None
+    tokens_per_step: float  # the bonus token and steps without a draft included
+    mean_draft_depth: float  # per step
+    rounds_per_step: float
+    step_ms: dict[str, float]  # per step and phase
+    draft_ms: dict[str, float]
+
+    @classmethod
+    def between(cls, first: Mark, last: Mark, plain: PlainWindows) -> Figures:
+        """What happened from one mark to a later one, and what plain decoding takes there."""
+        num_tokens = last.num_tokens - first.num_tokens
+        num_steps = last.num_steps - first.num_steps
+        accepted = last.num_accepted_tokens - first.num_accepted_tokens
+        depth = last.num_draft_depth - first.num_draft_depth
+        ngrams = _difference(first.num_ngram_accepted_tokens, last.num_ngram_accepted_tokens)
+        seconds = last.seconds - first.seconds
+        plain_seconds = plain.seconds(first.num_tokens, last.num_tokens)
+        return cls(
+            first_token=first.num_tokens,
+            last_token=last.num_tokens,
+            seconds=round(seconds, SECONDS_DIGITS),
+            plain_seconds=round(plain_seconds, SECONDS_DIGITS),
+            ms_per_token=round(1000 * seconds / num_tokens, SECONDS_DIGITS),
+            plain_ms_per_token=round(1000 * plain_seconds / num_tokens, SECONDS_DIGITS),
+            speedup=round(plain_seconds / seconds, RATE_DIGITS),
+            alpha=round(accepted / depth, RATE_DIGITS) if depth else None,
+            beta=round(ngrams / depth, RATE_DIGITS) if depth and ngrams is not None else None,
+            tokens_per_step=round(num_tokens / num_steps, RATE_DIGITS),
+            mean_draft_depth=round(depth / num_steps, RATE_DIGITS),
+            rounds_per_step=round((last.num_rounds - first.num_rounds) / num_steps, RATE_DIGITS),
+            step_ms=_per_step(first.step_seconds, last.step_seconds, num_steps),
+            draft_ms=_per_step(first.draft_seconds, last.draft_seconds, num_steps),
+        )
+
+
+class LongRecord(BaseModel):
+    """Figures when so many tokens were there: of the window behind the record before, and of all since the start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_tokens: int
+    window: Figures
+    total: Figures
+    distinct: dict[str, float]  # distinct_1 to distinct_4 of the output so far
+
+
+class LongResult(BaseModel):
+    """A long generation so far."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: str
+    num_tokens: int
+    prefill_seconds: float
+    tokens_sha256: str  # over the generated ids as little-endian uint32
+    records: list[LongRecord]
+    plain_windows: list[PlainWindow]
+    marks: list[Mark]
+    plain_seconds: list[float]  # of plain decoding up to each mark
+
+    @property
+    def has_same_tokens(self) -> bool:
+        """Whether plain decoding said the same in every window that could be compared."""
+        return all(window.same_tokens is not False for window in self.plain_windows)
+
+
+def write_json(path: Path, content: dict[str, Any], settings: dict[str, Any], target: TargetModel) -> None:
+    """Write figures with the settings and the machine they were measured with; the file is whole at any moment."""
+    aside = path.with_name(f"{path.name}.part")
+    document = content | {"settings": settings, "machine": machine(target)}
+    aside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def _difference(first: int | None, last: int | None) -> int | None:
+    return None if first is None or last is None else last - first
+
+
+def _per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
+    """Milliseconds of each phase."""
+    return {name: round(1000 * (last[name] - first[name]) / num_steps, SECONDS_DIGITS) for name in last}

@@ -1,0 +1,79 @@
+"""The figures of a long generation as tables for people."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+
+from worker.bench.long.records import Figures, LongResult
+
+RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
+
+
+def render(result: LongResult) -> Group:
+    """Since the start, in each window, per step, and in words."""
+    return Group(_since_start(result), _in_windows(result), _per_step(result), _summary(result))
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A figure in a cell; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def short(num_tokens: int) -> str:
+    """A length as the paper writes it, where it is round: 20K."""
+    return f"{num_tokens // 1000}K" if num_tokens % 1000 == 0 else str(num_tokens)
+
+
+def _since_start(result: LongResult) -> Table:
+    distinct = (f"dist\n{n}" for n in range(1, 5))
+    table = _table("Since the start", ("tokens", "min", "plain\nmin", *RATES, *distinct))
+    for record in result.records:
+        total = record.total
+        times = (f"{record.num_tokens:,}", f"{total.seconds / 60:.2f}", f"{total.plain_seconds / 60:.2f}")
+        table.add_row(*times, *_rates(total), *(f"{value:.2f}" for value in record.distinct.values()))
+    return table
+
+
+def _in_windows(result: LongResult) -> Table:
+    table = _table("In each window", ("up to", "ms per\ntoken", "plain\nms", *RATES))
+    for record in result.records:
+        window = record.window
+        times = (f"{record.num_tokens:,}", f"{window.ms_per_token:.2f}", f"{window.plain_ms_per_token:.2f}")
+        table.add_row(*times, *_rates(window))
+    return table
+
+
+def _per_step(result: LongResult) -> Table:
+    """What a step of a window is made of; behind proposing, its own parts."""
+    first = result.records[0].window
+    phases = (*(f"{name}\nms" for name in first.step_ms), *(f"draft:\n{name}" for name in first.draft_ms))
+    table = _table("Per step", ("up to", "draft\ndepth", "rounds", *phases))
+    for record in result.records:
+        window = record.window
+        counts = (f"{record.num_tokens:,}", f"{window.mean_draft_depth:.2f}", f"{window.rounds_per_step:.2f}")
+        table.add_row(*counts, *(f"{ms:.2f}" for ms in (*window.step_ms.values(), *window.draft_ms.values())))
+    return table
+
+
+def _rates(figures: Figures) -> tuple[str, ...]:
+    length = f"{figures.tokens_per_step:.2f}"
+    return f"{figures.speedup:.2f}x", number(figures.alpha), number(figures.beta), length
+
+
+def _summary(result: LongResult) -> str:
+    total = result.records[-1].total
+    compared = [window.same_tokens for window in result.plain_windows if window.same_tokens is not None]
+    return (
+        f"{result.num_tokens:,} tokens in {total.seconds / 60:.1f} minutes; plain decoding: "
+        f"{total.plain_seconds / 60:.1f} minutes ({total.speedup:.2f}x), "
+        f"with the same tokens in {sum(compared)} of {len(compared)} windows"
+    )
+
+
+def _table(title: str, headers: tuple[str, ...]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table

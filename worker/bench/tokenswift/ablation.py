@@ -1,0 +1,92 @@
+"""`swiftbatch bench ablation tokenswift`: a table of the paper, a long generation for each arm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Group
+
+from jobs.sampling import SamplingParams
+from worker.bench.long.long import LongBenchOptions, Report, check_length, generate_long
+from worker.bench.long.records import LongResult, write_json
+from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm
+from worker.bench.tokenswift.tables import render
+from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, TokenSwiftOptions, tokenswift
+from worker.model.files import locate_model
+from worker.target.target import TargetModel
+from worker.target.tiles import BLOCK
+
+NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
+PLAIN_EVERY = 2500
+BASE_OPTIONS = {"tokenswift-paper": PAPER_OPTIONS, "tokenswift": TokenSwiftOptions()}
+
+
+class AblationOptions(BaseModel):
+    """Which table, and how many tokens each of its arms generates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "embedded"
+    table: str
+    engine: Literal["tokenswift-paper", "tokenswift"] = "tokenswift-paper"
+    num_tokens: int = Field(default=20_000, ge=NUM_LENGTHS * BLOCK)  # more between two records than a step commits
+    seed: int = Field(default=0, ge=0)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+    text: Path | None = None
+    draft_model: Path | None = None
+    json_path: Path | None = None
+
+    @property
+    def ablation(self) -> Ablation:
+        return ABLATIONS[self.table]
+
+    def arm_options(self, arm: Arm) -> LongBenchOptions:
+        """One arm as a long generation."""
+        every = self.num_tokens // NUM_LENGTHS
+        sampling = PAPER_SAMPLING | arm.sampling
+        shared = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "text"})
+        return LongBenchOptions(
+            sampling=SamplingParams(max_tokens=every * NUM_LENGTHS, seed=self.seed, ignore_eos=True, **sampling),
+            prefill=arm.prefill,
+            every=every,
+            plain_every=min(PLAIN_EVERY, every),
+            **shared,
+        )
+
+    def tokenswift_options(self, arm: Arm) -> TokenSwiftOptions:
+        """One arm's drafter."""
+        return replace(BASE_OPTIONS[self.engine], **arm.options)
+
+
+def run_ablation(options: AblationOptions, report: Report = lambda line: None) -> Group:
+    """Run all arms and lay out the tables. Writes JSON after each arm. Raises BenchError, ModelError."""
+    files = locate_model(options.model)
+    arms = options.ablation.arms
+    for arm in arms:
+        check_length(options.arm_options(arm), files)
+    torch.set_num_threads(options.num_threads)
+    target = TargetModel.load(files, options.dtype, options.device)
+    results: list[LongResult] = []
+    for number, arm in enumerate(arms, 1):
+        report(f"arm {number} of {len(arms)}: {arm.label}")
+        drafter = tokenswift(target, options.draft_model or files.path, options.tokenswift_options(arm))
+        results.append(generate_long(options.arm_options(arm), target, drafter, report))
+        if options.json_path is not None:
+            settings = options.model_dump(mode="json", exclude={"json_path"})
+            write_json(options.json_path, {"arms": _documents(arms, results)}, settings, target)
+    return render(options.ablation, results, options.arm_options(arms[0]).record_stops())
+
+
+def _documents(arms: tuple[Arm, ...], results: list[LongResult]) -> list[dict[str, Any]]:
+    """The arms that have run, with what they changed."""
+    return [
+        {"label": arm.label, "options": arm.options, "sampling": arm.sampling, "prefill": arm.prefill}
+        | {"result": result.model_dump()}
+        for arm, result in zip(arms, results, strict=False)
+    ]

@@ -1,0 +1,155 @@
+"""`swiftbatch bench ablation triforce`: a table of the paper; its arms all go on from prompts that are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from rich.console import Group
+
+from worker.bench.engine import BenchError
+from worker.bench.long.long import Report
+from worker.bench.long.records import write_json
+from worker.bench.text import text_tokens
+from worker.bench.triforce.arm_drafters import new_drafter
+from worker.bench.triforce.arms import PromptArms, num_plain_tokens
+from worker.bench.triforce.catalogue import (
+    FIGURES,
+    OFFLOADED,
+    PROMPT_TABLES,
+    TOP_P,
+    Arm,
+    Prompts,
+    PromptTable,
+    length_of,
+)
+from worker.bench.triforce.generation import PromptFigures
+from worker.bench.triforce.plot import plot
+from worker.bench.triforce.prompts import Prompt, make_prompts, num_text_tokens, read_prompt
+from worker.bench.triforce.tables import Results, render, summary
+from worker.caches.room import check_folder
+from worker.drafters.parts import check_parts
+from worker.model.files import ModelFiles, locate_model
+from worker.target.target import TargetModel
+from worker.target.tiles import TILE_ROWS
+
+MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
+
+
+class PromptAblationOptions(BaseModel):
+    """Which table, how much is read before, and how many tokens each arm generates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "embedded"
+    draft_model: Path | None = None
+    table: str
+    prefill: int = Field(default=32_768, ge=MIN_PREFILL)
+    num_tokens: int = Field(default=256, gt=TILE_ROWS)  # more than the first step commits
+    seed: int = Field(default=0, ge=0)
+    text: Path
+    kv_offload: Path | None = None
+    json_path: Path | None = None
+    plot_path: Path | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _only_where_they_belong(self) -> PromptAblationOptions:
+        if (self.kv_offload is not None) != (self.table in OFFLOADED):
+            raise ValueError(f"table {self.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
+        if self.plot_path is not None and self.table not in FIGURES:
+            raise ValueError(f"table {self.table}: --plot is for figures {' and '.join(FIGURES)}")
+        return self
+
+    @property
+    def num_plain_tokens(self) -> int:
+        return num_plain_tokens(self.num_tokens, self.prefill)
+
+    def layout(self) -> PromptTable:
+        """The table with its arms."""
+        return PROMPT_TABLES[self.table](self.prefill, Path(self.model).name)
+
+
+def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda line: None) -> Group:
+    """Run all arms and lay out the tables. Writes JSON and plot after each arm. Raises BenchError, ModelError."""
+    files = locate_model(options.model)
+    _check(options, files)
+    table = options.layout()
+    text_ids = text_tokens(options.text, files, max(num_text_tokens(p, options.prefill) for p in _all_prompts(table)))
+    torch.set_num_threads(options.num_threads)
+    target = TargetModel.load(files, options.dtype, options.device)
+    results: Results = {}
+    for prompts in _all_prompts(table):
+        made = make_prompts(prompts, options.prefill, text_ids, files)
+        behind = _read(options, target, made, report)
+        for key, arm in _arms_behind(table, prompts):
+            pair = behind.run(new_drafter(behind.target, arm, options.draft_model), arm.temperature)
+            results[key] = PromptFigures.of(*pair, made[0].expected_ids)
+            report(summary(table, key, results[key]))
+            _save(options, table, results, target)
+        del behind  # its caches make room for the next ones
+    return render(table, results)
+
+
+def _check(options: PromptAblationOptions, files: ModelFiles) -> None:
+    """Refuse what cannot run before minutes of reading. Raises BenchError, ModelError, KVRoomError."""
+    length = max(length_of(prompts, options.prefill) for prompts in _all_prompts(options.layout()))
+    if length + options.num_tokens > files.max_positions:
+        raise BenchError(
+            f"{length} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
+        )
+    draft_model = None if options.draft_model is None else str(options.draft_model)
+    check_parts("triforce", options.model, files.fingerprint, draft_model)
+    check_folder(None if options.kv_offload is None else str(options.kv_offload))
+
+
+def _read(options: PromptAblationOptions, target: TargetModel, prompts: list[Prompt], report: Report) -> PromptArms:
+    """Read the prompts, in memory; then move them to where the arms want them. A needle is to be said to its end."""
+    num_expected = len(prompts[0].expected_ids)
+    num_tokens, num_plain = num_expected or options.num_tokens, num_expected or options.num_plain_tokens
+    report(
+        f"reading {len(prompts)} x {len(prompts[0].token_ids):,} tokens{' with a needle' if num_expected else ''}; "
+        f"each arm generates {num_tokens} behind each, in turns with plain decoding of {num_plain}"
+    )
+    read = [read_prompt(target, prompt, num_tokens) for prompt in prompts]
+    if options.kv_offload is not None:
+        target = TargetModel(target.model, target.files, str(options.kv_offload))
+        read = [prompt.copy_to(target, num_tokens) for prompt in read]
+    return PromptArms(target, read, num_tokens, num_plain, options.seed, TOP_P)
+
+
+def _all_prompts(table: PromptTable) -> list[Prompts]:
+    """What is to be read, each once."""
+    return list(dict.fromkeys(arm.prompts for row in table.rows for arm in row.arms.values()))
+
+
+def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[int, str], Arm]]:
+    """The arms that go on from these prompts, with row number and name."""
+    for number, row in enumerate(table.rows):
+        for name, arm in row.arms.items():
+            if arm.prompts == prompts:
+                yield (number, name), arm
+
+
+def _save(options: PromptAblationOptions, table: PromptTable, results: Results, target: TargetModel) -> None:
+    if options.json_path is not None:
+        settings = options.model_dump(mode="json", exclude={"json_path", "plot_path"})
+        write_json(options.json_path, {"arms": _documents(table, results)}, settings, target)
+    if options.plot_path is not None:
+        plot(table, results, options.plot_path)
+
+
+def _documents(table: PromptTable, results: Results) -> list[dict[str, Any]]:
+    """The arms that have run, with what they changed."""
+    return [
+        {"row": table.rows[number].labels, "name": name}
+        | asdict(table.rows[number].arms[name])
+        | {"figures": figures.model_dump()}
+        for (number, name), figures in results.items()
+    ]

@@ -1,0 +1,45 @@
+"""Means of a sequence's keys or values over chunks of positions, each taken once, when its chunk is whole."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from worker.caches.draft_cache import NUM_PINNED
+from worker.caches.full import CacheShape, FullKVCache
+
+PARTS = {"keys": 0, "values": 1}
+
+
+class ChunkMeans:
+    """Means over the chunks behind the pinned positions; on the device, wherever the cache itself lives."""
+
+    def __init__(self, shape: CacheShape, max_length: int, chunk_size: int, part: Literal["keys", "values"]) -> None:
+        self._part = PARTS[part]
+        self._chunk_size = chunk_size
+        self._num_chunks = 0
+        size = (shape.num_layers, shape.num_kv_heads, max_length // chunk_size, shape.head_dim)
+        self._means = torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+    def extend(self, full: FullKVCache, num_chunks: int) -> torch.Tensor:
+        """Take in what is new up to `num_chunks` chunks; returns `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
+        if num_chunks > self._num_chunks:
+            first = NUM_PINNED + self._num_chunks * self._chunk_size
+            positions = slice(first, NUM_PINNED + num_chunks * self._chunk_size)
+            for layer, means in enumerate(self._means):
+                rows = full.stored(layer)[self._part][:, positions].to(means.device)
+                chunks = rows.unflatten(1, (-1, self._chunk_size))  # [num_kv_heads, num_new, chunk_size, head_dim]
+                means[:, self._num_chunks : num_chunks] = chunks.float().mean(dim=2).to(means.dtype)
+            self._num_chunks = num_chunks
+        return self._means[:, :, :num_chunks]
+
+
+def chunk_scores(mean_keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Share of a token's attention that each chunk gets by its mean key (TriForce 4.1), over the group's query heads.
+
+    `mean_keys [..., num_kv_heads, num_chunks, head_dim]`, `queries [..., num_kv_heads, group, head_dim]`; the result
+    `[..., num_kv_heads, num_chunks] float32`.
+    """
+    scores = (mean_keys @ queries.transpose(-1, -2)).float() * queries.shape[-1] ** -0.5
+    return torch.softmax(scores, dim=-2).sum(dim=-1)

@@ -1,0 +1,133 @@
+"""Places for a key-value cache outside the device: a file where that is a CPU's memory, pinned memory for a GPU.
+
+A host keeps `rows [num_layers, 2, num_kv_heads, capacity, head_dim]` and reads the first blocks of a layer into the
+device. The file is written through a map, where new rows cost nothing, and read past the page cache, straight into the
+device's buffer: as fast as the disk, and with an eighth of the CPU time of a copy from the map (measured).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from worker.caches.full import CacheShape
+from worker.caches.room import KVRoomError
+
+BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct reads ask for, whatever its size
+
+
+class CacheHost(Protocol):
+    """Where a cache is kept. Positions below the end of a read must not change while it runs."""
+
+    rows: torch.Tensor
+
+    def device_rows(self) -> torch.Tensor:
+        """Room for one layer on the device, `[2, num_kv_heads, capacity, head_dim]`."""
+
+    def reading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
+        """What brings the positions below `end`, whole blocks, to the device; to be called in another thread."""
+
+    def flush(self, end: int) -> None:
+        """Make the positions below `end` ready to be read, and keep no second copy of them in memory."""
+
+    def give_back(self, layer: int, end: int) -> None:
+        """Keep none of a layer's positions below `end` in memory, but for the newest."""
+
+
+class FileHost:
+    """A file without a name: a killed process leaves nothing. Its space is taken at once, so it can't run out later."""
+
+    def __init__(self, shape: CacheShape, capacity: int, folder: str) -> None:
+        """`capacity` is in whole blocks. Raises KVRoomError where the folder has no room for it."""
+        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
+        num_bytes = capacity * shape.bytes_per_position()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            self._fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._fd)
+        try:
+            os.posix_fallocate(self._fd, 0, num_bytes)
+        except OSError as error:
+            raise KVRoomError(
+                f"no room for a cache of {num_bytes / 1e9:.2f} GB in {folder}: {error.strerror}"
+            ) from None
+        self._map = mmap.mmap(self._fd, num_bytes)
+        self.rows = torch.frombuffer(self._map, dtype=shape.dtype).view(size)
+        self._row_bytes = shape.head_dim * shape.dtype.itemsize
+        self._run_bytes = capacity * self._row_bytes  # one head's keys, or values, in one layer
+        with contextlib.suppress(OSError):  # where there are no direct reads, as in tmpfs, they go through the cache
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+    def device_rows(self) -> torch.Tensor:
+        layer = self.rows[0]
+        num_bytes = layer.numel() * layer.element_size()
+        memory = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        aligned = memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]  # as direct reads ask for
+        return aligned.view(layer.dtype).view(layer.shape)
+
+    def reading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
+        return functools.partial(self._read, layer, target, end)
+
+    def flush(self, end: int) -> None:
+        os.fdatasync(self._fd)
+        for layer in range(len(self.rows)):
+            self.give_back(layer, end)
+
+    def _read(self, layer: int, target: torch.Tensor, end: int) -> None:
+        runs = target.flatten(0, 1).view(torch.uint8).flatten(1).numpy()  # [2 * num_kv_heads, run_bytes]
+        num_bytes = end * self._row_bytes
+        for run, offset in zip(runs, self._offsets(layer), strict=True):
+            done = 0
+            while done < num_bytes:
+                done += os.preadv(self._fd, [run[done:num_bytes]], offset + done)
+        self.give_back(layer, end)
+
+    def give_back(self, layer: int, end: int) -> None:
+        num_bytes = (end - BLOCK_POSITIONS) * self._row_bytes  # checkpoints and draft caches come for the newest rows
+        for offset in self._offsets(layer) if num_bytes > 0 else ():
+            self._map.madvise(mmap.MADV_DONTNEED, offset, num_bytes)
+            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _offsets(self, layer: int) -> range:
+        """Where the layer's runs begin in the file."""
+        num_runs = self.rows.shape[1] * self.rows.shape[2]
+        first = layer * num_runs * self._run_bytes
+        return range(first, first + num_runs * self._run_bytes, self._run_bytes)
+
+
+class PinnedHost:
+    """Pinned memory, copied to the GPU on a stream of its own."""
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
+        self.rows = torch.empty(size, dtype=shape.dtype, pin_memory=True)
+        self._device = shape.device
+        self._stream = torch.cuda.Stream(shape.device)
+
+    def device_rows(self) -> torch.Tensor:
+        return torch.empty_like(self.rows[0], device=self._device)
+
+    def reading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
+        is_free = torch.cuda.current_stream(self._device).record_event()  # the target's last layer was attended to
+        return functools.partial(self._read, layer, target, end, is_free)
+
+    def flush(self, end: int) -> None:
+        """Nothing to do: it is the only copy."""
+
+    def give_back(self, layer: int, end: int) -> None:
+        """Nothing to do either."""
+
+    def _read(self, layer: int, target: torch.Tensor, end: int, is_free: torch.cuda.Event) -> None:
+        self._stream.wait_event(is_free)
+        with torch.cuda.stream(self._stream):
+            for run, source in zip(target.flatten(0, 1), self.rows[layer].flatten(0, 1), strict=True):
+                run[:end].copy_(source[:end], non_blocking=True)
+        self._stream.synchronize()

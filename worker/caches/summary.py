@@ -1,0 +1,69 @@
+"""Summarised key-value cache: the chunks that matter most whole, every other chunk as one slot, the newest positions.
+
+Where attention is spread over the whole text, the most important positions alone are a poor guess of it: most of the
+weight lies in what is left out. Here nothing is left out. A chunk's slot has the key of its middle position, the mean
+of its values, and the logarithm of its size added to its score: it weighs what the positions it stands for weigh.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from worker.caches.chunk_means import ChunkMeans, chunk_scores
+from worker.caches.draft_cache import NUM_PINNED, DraftCache, Queries
+from worker.caches.full import CacheShape, FullKVCache
+
+CHUNK_SIZE = 32
+NUM_RECENT = 256  # newest positions, whole whatever their importance
+PERIOD = 256  # positions from one build to the next
+
+
+class SummaryKVCache(DraftCache):
+    """Pinned positions, chosen chunks, summaries of the others, newest positions. It is built at fixed positions."""
+
+    def __init__(self, shape: CacheShape, budget: int, max_length: int) -> None:
+        """`budget` counts the slots that hold whole positions; there is one more for every chunk left out."""
+        self._num_chosen = max(1, (budget - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE)  # chunks
+        self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
+        num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE + NUM_RECENT + CHUNK_SIZE + PERIOD
+        super().__init__(shape, min(max_length, max(self._first_build, num_whole + max_length // CHUNK_SIZE)))
+        self._mean_keys = ChunkMeans(shape, max_length, CHUNK_SIZE, "keys")
+        self._mean_values = ChunkMeans(shape, max_length, CHUNK_SIZE, "values")
+        self._built_at: int | None = None
+        self._num_fed = 0
+
+    def _take_in(self, full: FullKVCache, queries: Queries) -> None:
+        if full.length >= self._first_build:
+            built_at = self._first_build + (full.length - self._first_build) // PERIOD * PERIOD
+            if built_at != self._built_at:
+                self._build(full, built_at, queries(built_at))
+        self._copy(full, slice(self._num_fed, full.length), self._num_sequence_slots)
+        self._num_sequence_slots += full.length - self._num_fed
+        self._num_fed = full.length
+
+    def _build(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
+        """Choose among the chunks of the first `length` positions; the newest positions are copied afterwards."""
+        num_chunks = (length - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE
+        scores = chunk_scores(self._mean_keys.extend(full, num_chunks), queries)
+        mean_values = self._mean_values.extend(full, num_chunks)
+        for layer, order in enumerate(scores.argsort(dim=-1, descending=True)):
+            self._fill(full, layer, order, mean_values[layer])
+        num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE
+        self._num_sequence_slots = num_whole + num_chunks - self._num_chosen
+        self.bias = torch.zeros(self._num_sequence_slots, dtype=self.shape.dtype, device=self.shape.device)
+        self.bias[num_whole:] = math.log(CHUNK_SIZE)
+        self._num_fed = NUM_PINNED + num_chunks * CHUNK_SIZE
+        self._built_at = length
+
+    def _fill(self, full: FullKVCache, layer: int, order: torch.Tensor, mean_values: torch.Tensor) -> None:
+        """Write the slots of one layer from its chunks in falling order of importance, `[num_kv_heads, num_chunks]`."""
+        chosen, others = order[:, : self._num_chosen], order[:, self._num_chosen :]
+        first = torch.arange(NUM_PINNED, device=self.shape.device).expand(len(order), -1)
+        inside = torch.arange(CHUNK_SIZE, device=self.shape.device)
+        whole = torch.cat([first, (NUM_PINNED + chosen[..., None] * CHUNK_SIZE + inside).flatten(1)], dim=1)
+        middles = NUM_PINNED + others * CHUNK_SIZE + CHUNK_SIZE // 2
+        self._gather(full, layer, torch.cat([whole, middles], dim=1), 0)
+        means = mean_values.gather(1, others[..., None].expand(-1, -1, self.shape.head_dim))
+        self._buffer[layer, 1, :, whole.shape[1] : whole.shape[1] + others.shape[1]] = means

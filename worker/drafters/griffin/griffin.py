@@ -1,0 +1,142 @@
+"""GRIFFIN (Hu et al. 2025): a trained draft model over the target's features, with dynamic trees."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from worker.caches.full import FullKVCache
+from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.budget import measure_step_costs
+from worker.drafters.griffin.draft import GriffinDraft
+from worker.drafters.griffin.plan import FreePlanner, Planner, PricePlanner
+from worker.drafters.griffin.tree import GrowingTree
+from worker.drafters.griffin.weights import load_griffin
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+from worker.target.tiles import max_tree_depth
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+
+@dataclass(frozen=True)
+class GriffinOptions:
+    """Limits of a tree (appendix C.2), and whether they are also its size."""
+
+    max_depth: int = 6
+    max_nodes: int = 60
+    num_expanded: int = 10  # nodes of a level, and candidates below each
+    is_full: bool = False  # False: as many nodes and levels as pay
+
+
+GRIFFIN_PAPER_OPTIONS = GriffinOptions(is_full=True)
+
+
+@dataclass
+class GriffinCounters:
+    """What drafting did so far; times in seconds."""
+
+    num_drafts: int = 0  # trees, counted for each sequence
+    num_levels: int = 0  # draft forwards, counted for each sequence
+    seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "grow": 0.0})
+
+
+@dataclass
+class _Tracked:
+    """One sequence, and what was drafted for it last."""
+
+    cache: FullKVCache
+    sampler: TokenSampler  # has taken in what is committed
+    num_levels: int = 0
+    num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
+
+
+def griffin(target: TargetModel, folder: Path, options: GriffinOptions) -> GriffinDrafter:
+    """Put the engine's parts together. Raises ModelError where `folder` has no draft model for this target."""
+    draft = GriffinDraft(load_griffin(folder, target), target)
+    planner = FreePlanner() if options.is_full else PricePlanner(measure_step_costs(target), draft.level_seconds())
+    return GriffinDrafter(target, draft, planner, options)
+
+
+class GriffinDrafter(Drafter):
+    """Draft model, planner and limits; sequences share the draft model's forwards."""
+
+    needs_hidden = True
+
+    def __init__(self, target: TargetModel, draft: GriffinDraft, planner: Planner, options: GriffinOptions) -> None:
+        self.counters = GriffinCounters()
+        self.num_nodes = options.max_nodes
+        self._target = target
+        self._draft = draft
+        self._planner = planner
+        self._options = options
+        self._tracked: dict[str, _Tracked] = {}
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
+        self._tracked[sequence.sequence_id] = _Tracked(cache, sampler)
+        self._draft.start(sequence.sequence_id, cache)
+
+    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        return self.propose_all([DraftRequest(sequence, max_nodes, max_depth)])[0]
+
+    def propose_all(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        started = time.perf_counter()
+        wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
+        trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
+        for tree, outputs in zip(trees.values(), self._draft.follow([r.sequence for r in wanted]), strict=True):
+            tree.add_root(outputs)
+        followed = time.perf_counter()
+        self._grow(list(trees.values()))
+        self.counters.seconds["follow"] += followed - started
+        self.counters.seconds["grow"] += time.perf_counter() - followed
+        return [self._close(request, trees.get(request.sequence.sequence_id)) for request in requests]
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        tracked, num_new = self._tracked[sequence.sequence_id], len(verification.committed_ids)
+        for token_id in verification.committed_ids:
+            tracked.sampler.push(token_id)
+        if verification.hidden is not None:
+            self._draft.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
+        if tracked.num_levels:
+            self.counters.num_drafts += 1
+            self.counters.num_levels += tracked.num_levels
+            nodes = verification.num_draft_tokens
+            self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
+
+    def stop(self, sequence: Sequence) -> None:
+        self._draft.stop(sequence.sequence_id)
+        del self._tracked[sequence.sequence_id]
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
+        return self._planner.state()
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        self._planner.restore(state)
+
+    def _tree(self, request: DraftRequest, num_sequences: int) -> GrowingTree:
+        tracked = self._tracked[request.sequence.sequence_id]
+        depth = min(request.max_depth, self._options.max_depth, 1 + max_tree_depth(tracked.cache.length))
+        prices = self._planner.prices(tracked.cache.length, num_sequences)
+        return GrowingTree(request.sequence, tracked.sampler, depth, self._options.num_expanded, prices)
+
+    def _grow(self, trees: list[GrowingTree]) -> None:
+        """Level by level, one forward for all trees that go on."""
+        levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
+        while levels:
+            for (tree, _), outputs in zip(levels, self._draft.expand([level for _, level in levels]), strict=True):
+                tree.add_level(outputs)
+            levels = [(tree, level) for tree, _ in levels if (level := tree.next_level()) is not None]
+
+    def _close(self, request: DraftRequest, tree: GrowingTree | None) -> DraftTree:
+        tracked = self._tracked[request.sequence.sequence_id]
+        tracked.num_levels = 0 if tree is None else tree.num_levels
+        if tree is None:
+            return DraftTree()
+        best, tracked.num_expected = tree.best(min(request.max_nodes, self._options.max_nodes))
+        return best

@@ -1,0 +1,140 @@
+"""TokenSwift's first level: heads and reused n-grams in one tree (TokenSwift 3.2), and recycled candidates.
+
+From the hidden state of one row, trained heads predict the tokens behind the newest one; the most frequent n-grams of
+the output that begin with that token stand beside them. Beyond the paper, candidates are ranked with the noise of the
+coming positions, and what the target said behind the same tokens before is drafted again (token recycling).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from worker.drafters.ranking import CandidateRanker
+from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from worker.drafters.tokenswift.digit_tree import Ranked, Recycled, digit_tree
+from worker.drafters.tokenswift.heads import DecodingHeads
+from worker.drafters.tokenswift.ngram_table import NgramTable
+from worker.drafters.two_level.draft import Draft
+from worker.drafters.two_level.proposer import Proposal, Proposer
+from worker.sequence import Sequence
+from worker.verification import Verification
+
+TYPICAL_LOGIT = 10.0  # of a likely token: what the penalty takes from it decides whether an n-gram is held back
+
+
+class TokenSwiftProposer(Proposer):
+    """One tree from all sources, whichever of them proposes a node."""
+
+    needs_hidden = True
+
+    def __init__(
+        self,
+        heads: DecodingHeads,
+        digits: tuple[int, ...],
+        ngram_size: int,
+        num_ngrams: int,
+        recycling: TokenRecyclingDrafter | None,
+    ) -> None:
+        """`digits` are those behind the newest token's own, one for each head; `recycling` None: not used."""
+        self.needs_top_k = recycling is not None
+        self._heads = heads
+        self._digits = digits
+        self._ngram_size = ngram_size
+        self._num_ngrams = num_ngrams
+        self._recycling = recycling
+        self._tables: dict[str, NgramTable] = {}
+
+    def start(self, sequence: Sequence) -> None:
+        self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
+        table.extend(sequence.output_ids)
+
+    def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
+        if max_nodes < 1 or max_depth < 1:
+            return Proposal()
+        recycled = self._recycled(draft, self._recycling) if self._recycling else None
+        ngrams = self._ngrams(draft)
+        return Proposal(*digit_tree(self._levels(draft), self._digits, ngrams, max_nodes, max_depth, recycled))
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        table = self._tables[sequence.sequence_id]
+        table.extend(sequence.output_ids[len(table) :])
+        if self._recycling:
+            self._recycling.update(sequence, verification)
+
+    def learn(
+        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        if self._recycling:
+            self._recycling.learn(previous_ids, row_token_ids, top_ids, top_logprobs)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        return self._recycling.state(sequence) if self._recycling else {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        if self._recycling:
+            self._recycling.restore(sequence, state)
+
+    def stop(self, sequence: Sequence) -> None:
+        del self._tables[sequence.sequence_id]
+
+    def _levels(self, draft: Draft) -> list[Ranked]:
+        """Candidates of the heads behind the newest token, depth by depth."""
+        if not self._digits or draft.hidden is None:
+            return []
+        logits = draft.sampler.penalised(self._heads.logits(draft.hidden))  # [num_heads, vocab]
+        return CandidateRanker(draft.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
+
+    def _recycled(self, draft: Draft, recycling: TokenRecyclingDrafter) -> Recycled:
+        """What the target said behind the same tokens before."""
+        ranker = CandidateRanker(draft.sequence)
+        newest = recycling.newest_pair(draft.sequence)
+
+        def candidates(path: tuple[int, ...]) -> Ranked:
+            pair = functools.reduce(recycling.next_pair, path, newest)
+            return ranker.rank(len(path) + 1, *recycling.candidates(pair))
+
+        return candidates
+
+    def _ngrams(self, draft: Draft) -> list[Ranked]:
+        """What followed the newest token most often, each token with its confidence behind those in front of it."""
+        table = self._tables[draft.sequence.sequence_id]
+        found = table.most_frequent(draft.newest, self._num_ngrams)
+        followers: dict[tuple[int, ...], dict[int, int]] = {}
+        for tokens, count in found:
+            for depth, token_id in enumerate(tokens):
+                counts = followers.setdefault(tokens[:depth], {})
+                counts[token_id] = counts.get(token_id, 0) + count
+        confidences = self._confidences(draft, followers)
+        return [list(_confident(tokens, confidences)) for tokens, _ in found]
+
+    def _confidences(
+        self, draft: Draft, followers: dict[tuple[int, ...], dict[int, int]]
+    ) -> dict[tuple[int, ...], float]:
+        """Log-confidence of every path's last token: its share of the counts, under penalty and noise."""
+        theta = draft.sequence.sampling.repetition_penalty
+        held_back = TYPICAL_LOGIT * (1.0 - 1.0 / theta)
+        ranker = CandidateRanker(draft.sequence)
+        confidences: dict[tuple[int, ...], float] = {}
+        for path, counts in followers.items():
+            total = sum(counts.values()) + len(counts)  # something new is as likely as the number of kinds says
+            scores = {
+                token_id: math.log(count / total) - held_back * draft.sampler.is_penalised(token_id)
+                for token_id, count in counts.items()
+            }
+            token_ids = sorted(scores, key=scores.__getitem__, reverse=True)
+            for confidence, token_id in ranker.rank(len(path) + 1, token_ids, [scores[t] for t in token_ids]):
+                confidences[(*path, token_id)] = confidence
+        return confidences
+
+
+def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float]) -> Iterator[tuple[float, int]]:
+    """The path as far as no token of it is cut off."""
+    for depth, token_id in enumerate(tokens):
+        confidence = confidences.get(tokens[: depth + 1])
+        if confidence is None:
+            return
+        yield confidence, token_id

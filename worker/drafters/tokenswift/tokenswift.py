@@ -1,0 +1,86 @@
+"""TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a partial cache checks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker.caches.draft_cache import DraftCache
+from worker.caches.full import MAX_TREE_NODES, CacheShape
+from worker.caches.partial import PartialKVCache
+from worker.caches.summary import SummaryKVCache
+from worker.drafters.budget import measure_step_costs
+from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from worker.drafters.tokenswift.heads import DecodingHeads
+from worker.drafters.tokenswift.proposer import TokenSwiftProposer
+from worker.drafters.two_level.drafter import TwoLevelDrafter
+from worker.drafters.two_level.plan import DraftPlan, FixedPlanner, MeasuredPlanner
+from worker.model.files import ModelError
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+
+@dataclass(frozen=True)
+class TokenSwiftOptions:
+    """The paper's parameters. Defaults are what is fastest; `PAPER_OPTIONS` are the paper's own."""
+
+    digits: tuple[int, ...] = (1, 3, 3, 3)
+    ngram_size: int = 4
+    num_ngrams: int = 20  # k
+    strategy: str = "summary"
+    budget: int = 2048
+    draft_rounds: int | None = None  # K; None: as many as pay
+    recycles: bool = True  # also what the target said at the rows it verified (token recycling)
+
+
+PAPER_OPTIONS = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1, recycles=False)
+
+
+def tokenswift(target: TargetModel, heads_folder: Path, options: TokenSwiftOptions) -> TwoLevelDrafter:
+    """Put the engine's parts together. Raises ModelError where `heads_folder` has no heads for this target."""
+    heads = DecodingHeads.load(heads_folder, target)
+    if len(options.digits) > heads.num_heads + 1:
+        digits = ",".join(map(str, options.digits))
+        raise ModelError(f"tree {digits}: the heads in {heads_folder} are {heads.num_heads}, for that many digits + 1")
+    recycling = TokenRecyclingDrafter(target.vocab_size) if options.recycles else None
+    proposer = TokenSwiftProposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
+    planner = (
+        MeasuredPlanner(measure_step_costs(target), options.budget)
+        if options.draft_rounds is None
+        else FixedPlanner(whole_trees(options.draft_rounds))
+    )
+    new_cache = functools.partial(STRATEGIES[options.strategy], target.cache_shape, options.budget)
+    return TwoLevelDrafter(target, proposer, new_cache, planner, options.digits[0])
+
+
+def whole_trees(num_rounds: int) -> DraftPlan:
+    """The paper's plan: whole trees; the first round's forward has one row."""
+    return DraftPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)
+
+
+def _dynamic(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
+    return PartialKVCache(shape, min(budget, sequence.max_length), sequence.num_prompt_tokens - 1)
+
+
+def _static(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
+    end = sequence.num_prompt_tokens - 1
+    return PartialKVCache(shape, min(budget, sequence.max_length), end, last_fed=end)
+
+
+def _full(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
+    return PartialKVCache(shape, sequence.max_length, sequence.num_prompt_tokens - 1)
+
+
+def _summary(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
+    return SummaryKVCache(shape, budget, sequence.max_length)
+
+
+STRATEGIES: dict[str, Callable[[CacheShape, int, Sequence], DraftCache]] = {
+    "dynamic": _dynamic,  # follows the output
+    "static": _static,  # built once, behind the prompt
+    "full": _full,  # everything
+    "summary": _summary,  # the most important chunks, and the others as one slot each
+}
+"""What the drafts see of the cache: the first three are those of table 5."""

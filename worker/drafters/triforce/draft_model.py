@@ -1,0 +1,109 @@
+"""A small draft model that reads the first and the newest tokens of each sequence (TriForce 4.2, StreamingLLM).
+
+It never sees a position beyond its window: the first tokens stand at 0 to 15, the newest ones behind them. The window
+begins anew every `WINDOW` committed tokens. So a model trained on short texts drafts at any length, and its cache
+follows from the tokens alone: forwards are row-exact, and a resumed job has the same drafts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from worker.caches.full import FullKVCache
+from worker.drafters.parts import check_vocabulary
+from worker.model.files import ModelError, locate_model
+from worker.target.target import TargetModel
+from worker.target.tiles import BLOCK, SequenceRows, chain_rows
+
+NUM_SINKS = 16
+WINDOW = 256  # newest tokens that are always read; before it begins anew, up to twice as many
+PROBE_REPEATS = 5
+
+
+@dataclass
+class _Context:
+    """What one sequence's cache holds."""
+
+    cache: FullKVCache
+    token_ids: np.ndarray  # [cache.length]
+
+
+class DraftModel:
+    """A causal language model with the target's vocabulary, and a short cache for each sequence."""
+
+    def __init__(self, model: TargetModel) -> None:
+        self._model = model
+        self._contexts: dict[str, _Context] = {}
+
+    @classmethod
+    def load(cls, folder: Path, target: TargetModel) -> DraftModel:
+        """Load the model in `folder` as the target's draft model. Raises ModelError where it does not fit."""
+        files = locate_model(str(folder))
+        check_vocabulary(target.files, files)
+        longest = NUM_SINKS + 2 * WINDOW + BLOCK
+        if files.max_positions < longest:
+            raise ModelError(f"draft model {folder}: it has {files.max_positions} positions; {longest} are needed")
+        dtype = "bfloat16" if target.dtype == torch.bfloat16 else "float32"
+        return cls(TargetModel.load(files, dtype, target.device.type))
+
+    def start(self, sequence_id: str) -> None:
+        """Make room for a sequence."""
+        cache = self._model.new_cache(NUM_SINKS + 2 * WINDOW + BLOCK)
+        self._contexts[sequence_id] = _Context(cache, np.zeros(0, dtype=np.int64))
+
+    def stop(self, sequence_id: str) -> None:
+        del self._contexts[sequence_id]
+
+    def logits(self, requests: dict[str, np.ndarray]) -> list[torch.Tensor]:
+        """Logits `[vocab] float32` behind each sequence's `window_of` tokens; sequences share the forwards."""
+        for sequence_id, token_ids in requests.items():
+            self._roll_back(self._contexts[sequence_id], token_ids)
+        found: dict[str, torch.Tensor] = {}
+        while waiting := [name for name in requests if name not in found]:
+            rows = [self._missing_rows(name, requests[name]) for name in waiting]
+            for name, part, outputs in zip(waiting, rows, self._model.verify(rows), strict=True):
+                context = self._contexts[name]
+                context.cache.advance(len(part))
+                if context.cache.length == len(requests[name]):
+                    context.token_ids = requests[name]
+                    found[name] = outputs.logits[-1]
+        return [found[name] for name in requests]
+
+    def token_seconds(self) -> float:
+        """Seconds of one drafted token, measured."""
+        self.start("probe")
+        token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
+        self.logits({"probe": token_ids[:-PROBE_REPEATS]})
+        seconds = []
+        for num_left in range(PROBE_REPEATS - 1, -1, -1):
+            self._model.synchronize()
+            started = time.perf_counter()
+            self.logits({"probe": token_ids[: len(token_ids) - num_left]})
+            self._model.synchronize()
+            seconds.append(time.perf_counter() - started)
+        self.stop("probe")
+        return statistics.median(seconds)
+
+    def _missing_rows(self, sequence_id: str, token_ids: np.ndarray) -> SequenceRows:
+        cache = self._contexts[sequence_id].cache
+        return chain_rows(cache, token_ids[cache.length :].tolist())
+
+    @staticmethod
+    def _roll_back(context: _Context, token_ids: np.ndarray) -> None:
+        """Forget what the cache holds beyond the tokens that are wanted; the last one's row is always run."""
+        num_common = min(len(context.token_ids), len(token_ids) - 1)
+        differs = np.nonzero(context.token_ids[:num_common] != token_ids[:num_common])[0]
+        context.cache.roll_back(int(differs[0]) if len(differs) else num_common)
+        context.token_ids = token_ids[: context.cache.length]
+
+
+def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
+    """What the draft model reads of a sequence and its draft: the window begins where the committed tokens say."""
+    start = max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
+    return np.concatenate([token_ids[:NUM_SINKS], token_ids[start:]])

@@ -1,0 +1,82 @@
+"""TriForce's first level: a small draft model proposes chains, or chains with siblings (4.2, 4.3, 5.2.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from worker.drafters.ranking import CandidateRanker
+from worker.drafters.triforce.draft_model import DraftModel, window_of
+from worker.drafters.two_level.draft import Draft
+from worker.drafters.two_level.proposer import Proposal, Proposer
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+from worker.verification import Verification
+
+
+class DraftModelProposer(Proposer):
+    """Draws with the coupled noise, as the target will; sequences of a batch share the draft model's forwards."""
+
+    def __init__(self, draft_model: DraftModel, width: int) -> None:
+        """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children."""
+        self.node_seconds = draft_model.token_seconds() / width
+        self._draft_model = draft_model
+        self._width = width
+
+    def start(self, sequence: Sequence) -> None:
+        self._draft_model.start(sequence.sequence_id)
+
+    def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
+        return self.propose_all([draft], [(max_nodes, max_depth)])[0]
+
+    def propose_all(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
+        trees = [_Tree(draft, *limit, self._width) for draft, limit in zip(drafts, limits, strict=True)]
+        while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
+            windows = {name: tree.window() for name, tree in growing.items()}
+            for tree, logits in zip(growing.values(), self._draft_model.logits(windows), strict=True):
+                tree.grow(logits)
+        return [Proposal(tree.tree, [False] * len(tree.tree)) for tree in trees]
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        pass
+
+    def stop(self, sequence: Sequence) -> None:
+        self._draft_model.stop(sequence.sequence_id)
+
+
+class _Tree:
+    """A chain below a draft's newest token while it grows, with siblings of its nodes."""
+
+    def __init__(self, draft: Draft, max_nodes: int, max_depth: int, width: int) -> None:
+        self.tree = DraftTree()
+        self.sequence_id = draft.sequence.sequence_id
+        self._sequence = draft.sequence.fork() if max_nodes > 0 and max_depth > 0 else draft.sequence
+        self._sampler = draft.sampler.fork()
+        self._num_committed = len(draft.sequence) - draft.num_tokens
+        self._max_nodes = max_nodes
+        self._depth_left = max_depth
+        self._width = width
+        self._newest = ROOT
+
+    @property
+    def wants_more(self) -> bool:
+        return self._depth_left > 0 and len(self.tree) < self._max_nodes
+
+    def window(self) -> np.ndarray:
+        return window_of(self._sequence.token_ids, self._num_committed)
+
+    def grow(self, logits: torch.Tensor) -> None:
+        """Draw the chain's next token from the draft model's logits `[vocab]`, and add the next best beside it."""
+        candidates = self._siblings(logits) if self._width > 1 else []
+        parent, token_id = self._newest, self._sampler.draw(logits)
+        self._newest = len(self.tree)
+        others = [other for other in candidates if other != token_id][: self._width - 1]
+        for candidate in [token_id, *others][: self._max_nodes - len(self.tree)]:
+            self.tree.token_ids.append(candidate)
+            self.tree.parents.append(parent)
+        self._sequence.extend([token_id])
+        self._depth_left -= 1
+
+    def _siblings(self, logits: torch.Tensor) -> list[int]:
+        [ranked] = CandidateRanker(self._sequence).rank_logits(self._sampler.penalised(logits)[None], [1], self._width)
+        return [token_id for _, token_id in ranked]

@@ -1,0 +1,95 @@
+"""A draft in the making: what the target with a partial cache has drawn so far behind a sequence's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker.caches.draft_cache import DraftCache
+from worker.drafters.two_level.plan import DraftPlan
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.target.partial_rows import PartialRows
+from worker.target.target import RowOutputs
+from worker.tree import DraftTree
+from worker.verification import walk
+
+
+@dataclass(frozen=True)
+class Round:
+    """One forward with the partial cache: nodes checked, those accepted, and its time."""
+
+    num_nodes: int
+    path: list[int]
+    seconds: float
+
+
+class Draft:
+    """A fork of a sequence, its sampler and the chain of tokens drawn by them."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        sampler: TokenSampler,
+        cache: DraftCache,
+        hidden: torch.Tensor | None,
+        plan: DraftPlan,
+        max_depth: int,
+    ) -> None:
+        self.sequence = sequence.fork()
+        self.sampler = sampler.fork()
+        self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one
+        self.logits: torch.Tensor | None = None  # [vocab] that the newest token was drawn from, under its penalty
+        self.plan = plan
+        self.is_reused: list[bool] = []  # for each token of the chain
+        self._cache = cache
+        self._num_committed = len(sequence)
+        self._max_depth = max_depth
+        self.rounds: list[Round] = []
+
+    @property
+    def newest(self) -> int:
+        return int(self.sequence.token_ids[-1])
+
+    @property
+    def chain(self) -> list[int]:
+        """The tokens drawn so far."""
+        token_ids: list[int] = self.sequence.token_ids[self._num_committed :].tolist()
+        return token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sequence) - self._num_committed
+
+    @property
+    def depth_left(self) -> int:
+        """How deep a tree below the newest token may be."""
+        return self._max_depth - self.num_tokens
+
+    @property
+    def wants_round(self) -> bool:
+        length = min(self.plan.chain_length, self._max_depth)
+        return self.num_tokens < length and len(self.rounds) < self.plan.num_rounds
+
+    @property
+    def num_round_nodes(self) -> int:
+        """How many nodes the next round may check."""
+        return 0 if self.plan.is_first_bare and not self.rounds else self.plan.num_round_nodes
+
+    def rows(self, tree: DraftTree) -> PartialRows:
+        """Rows that check a tree below the newest token."""
+        return PartialRows(self._cache, self.newest, len(self.sequence) - 1, tree)
+
+    def advance(self, tree: DraftTree, is_reused: list[bool], outputs: RowOutputs) -> list[int]:
+        """Draw as the target would and keep what it agrees with; returns the accepted nodes."""
+        path, drawn = walk(tree, outputs.logits, self._draw)
+        self._cache.keep(path)
+        self.sequence.extend(drawn)
+        self.hidden = outputs.hidden[path[-1] + 1 if path else 0]
+        self.is_reused += [*(is_reused[node] for node in path), False]
+        return path
+
+    def _draw(self, logits: torch.Tensor) -> int:
+        self.logits = self.sampler.penalised(logits)
+        return self.sampler.draw(logits)

@@ -1,0 +1,204 @@
+"""Two levels of speculation: a cheap proposer drafts trees, the target with a partial cache checks them in rounds.
+
+What those two agree on is the chain that the target with the full cache verifies (TokenSwift 3.1 to 3.3; algorithm 1 of
+TriForce is the same machine with another proposer and another partial cache). Every level draws with the coupled noise
+and compares, so nothing can be biased.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from worker.caches.draft_cache import DraftCache
+from worker.caches.full import FullKVCache
+from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.two_level.draft import Draft, Round
+from worker.drafters.two_level.plan import Planner
+from worker.drafters.two_level.proposer import Proposer
+from worker.drafters.two_level.whole_draft import WholeDraft, assemble
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+from worker.target.tiles import tree_rows
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+NewDraftCache = Callable[[Sequence], DraftCache]
+
+
+@dataclass
+class DraftCounters:
+    """What drafting did so far; times in seconds."""
+
+    num_rounds: int = 0  # forwards with a partial cache, counted for each sequence
+    num_checked_nodes: int = 0  # proposed nodes that rounds checked
+    num_agreed_nodes: int = 0  # those that the target with a partial cache drew as well
+    num_ngram_accepted_tokens: int = 0  # accepted tokens that token reuse alone proposed
+    seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "propose": 0.0, "check": 0.0})
+
+
+@dataclass
+class _Tracked:
+    """One sequence on its two levels."""
+
+    cache: FullKVCache
+    draft_cache: DraftCache
+    sampler: TokenSampler  # has taken in what is committed
+    hidden: torch.Tensor | None = None  # [hidden] of the last verified row
+    whole: WholeDraft = field(default_factory=WholeDraft)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How large a whole draft may be."""
+
+    max_nodes: int
+    num_trees: int  # the chain's and one for every other candidate for its last token
+    num_below: int  # nodes of each
+
+
+class TwoLevelDrafter(Drafter):
+    """Proposer, target with partial caches, and a planner for the number of rounds and nodes."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        proposer: Proposer,
+        new_draft_cache: NewDraftCache,
+        planner: Planner,
+        num_alternatives: int = 1,
+    ) -> None:
+        """`num_alternatives` candidates for the last drawn token go to the full verification."""
+        self.counters = DraftCounters()
+        self.num_nodes = planner.max_nodes
+        self.needs_top_k = proposer.needs_top_k
+        self.needs_hidden = proposer.needs_hidden
+        self._target = target
+        self._proposer = proposer
+        self._new_draft_cache = new_draft_cache
+        self._planner = planner
+        self._num_alternatives = num_alternatives
+        self._tracked: dict[str, _Tracked] = {}
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
+        tracked = _Tracked(cache, self._new_draft_cache(sequence), sampler)
+        self._proposer.start(sequence)
+        self._tracked[sequence.sequence_id] = tracked
+
+    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        return self.propose_all([DraftRequest(sequence, max_nodes, max_depth)])[0]
+
+    def propose_all(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        drafts = [self._open(request, len(requests)) for request in requests]
+        while active := [draft for draft in drafts if draft.wants_round]:
+            self._round(active)
+        return self._close(drafts, requests)
+
+    def learn(
+        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        self._proposer.learn(previous_ids, row_token_ids, top_ids, top_logprobs)
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        tracked = self._tracked[sequence.sequence_id]
+        for token_id in verification.committed_ids:
+            tracked.sampler.push(token_id)
+        tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
+        self._proposer.update(sequence, verification)
+        self._observe(tracked.whole, verification)
+
+    def _observe(self, whole: WholeDraft, verification: Verification) -> None:
+        """Count what was drafted and accepted, and let the planner know."""
+        self.counters.num_ngram_accepted_tokens += sum(whole.is_reused[node] for node in verification.path)
+        self.counters.num_rounds += len(whole.rounds)
+        for round_ in whole.rounds:
+            self.counters.num_checked_nodes += round_.num_nodes
+            self.counters.num_agreed_nodes += len(round_.path)
+            self._planner.observe_tree(round_.num_nodes, round_.path)
+            self._planner.observe_round(len(round_.path) + 1, round_.seconds)
+        if whole.chain_length:
+            self._planner.observe_chain(whole.chain_length, [n for n in verification.path if n < whole.chain_length])
+        else:
+            self._planner.observe_tree(verification.num_draft_tokens, verification.path)
+            self._planner.observe_proposal(verification.num_draft_tokens, whole.propose_seconds)
+
+    def stop(self, sequence: Sequence) -> None:
+        self._proposer.stop(sequence)
+        del self._tracked[sequence.sequence_id]
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """What planner and proposer have learned; all else follows from the tokens and is rebuilt from them."""
+        return self._planner.state() | self._proposer.state(sequence)
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        before = self._planner.state()
+        self._planner.restore(state)
+        try:
+            self._proposer.restore(sequence, state)
+        except ValueError:
+            self._planner.restore(before)
+            raise
+
+    def _open(self, request: DraftRequest, num_sequences: int) -> Draft:
+        """A draft without tokens; its partial cache follows the full one where rounds are to come."""
+        sequence, tracked = request.sequence, self._tracked[request.sequence.sequence_id]
+        plan = self._planner.plan(tracked.cache.length, num_sequences, request.max_depth)
+        if plan.num_rounds:
+            started = time.perf_counter()
+            tracked.draft_cache.follow(tracked.cache, lambda position: self._queries(sequence, position))
+            self.counters.seconds["follow"] += time.perf_counter() - started
+        max_depth = min(request.max_depth, request.max_nodes)
+        if self.needs_hidden and tracked.hidden is None and tracked.cache.length > 0:
+            tracked.hidden = self._last_hidden(sequence, tracked.cache)
+        return Draft(sequence, tracked.sampler, tracked.draft_cache, tracked.hidden, plan, max_depth)
+
+    def _round(self, drafts: list[Draft]) -> None:
+        """Propose below every draft's newest token and let the target with the partial caches draw there."""
+        started = time.perf_counter()
+        limits = [(draft.num_round_nodes, draft.depth_left - 1) for draft in drafts]
+        proposals = self._proposer.propose_all(drafts, limits)
+        proposed = time.perf_counter()
+        rows = [draft.rows(proposal.tree) for draft, proposal in zip(drafts, proposals, strict=True)]
+        outputs = self._target.draft(rows)
+        paths = [d.advance(p.tree, p.is_reused, o) for d, p, o in zip(drafts, proposals, outputs, strict=True)]
+        ended = time.perf_counter()
+        self.counters.seconds["propose"] += proposed - started
+        self.counters.seconds["check"] += ended - proposed
+        for draft, proposal, path in zip(drafts, proposals, paths, strict=True):
+            draft.rounds.append(Round(len(proposal.tree), path, (ended - started) / len(drafts)))
+
+    def _close(self, drafts: list[Draft], requests: list[DraftRequest]) -> list[DraftTree]:
+        """The chains, and below them what the proposer has to say."""
+        started = time.perf_counter()
+        sizes = [self._sizes(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+        limits = [(size.num_below, draft.depth_left) for size, draft in zip(sizes, drafts, strict=True)]
+        proposals = self._proposer.propose_all(drafts, limits)
+        seconds = time.perf_counter() - started
+        self.counters.seconds["propose"] += seconds
+        for draft, below, size in zip(drafts, proposals, sizes, strict=True):
+            whole = assemble(draft, below, size.num_trees, size.max_nodes, seconds / len(drafts))
+            self._tracked[draft.sequence.sequence_id].whole = whole
+        return [self._tracked[request.sequence.sequence_id].whole.tree for request in requests]
+
+    def _sizes(self, draft: Draft, request: DraftRequest) -> _Sizes:
+        max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), request.max_nodes)
+        num_trees = self._num_alternatives if draft.num_tokens else 1  # the same one below each candidate
+        return _Sizes(max_nodes, num_trees, (max_nodes - draft.num_tokens - (num_trees - 1)) // num_trees)
+
+    def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
+        """Hidden state `[hidden]` of the row in front of the newest token, where no verification left it."""
+        last = cache.length - 1
+        with cache.replayed(last) as before:
+            rows = tree_rows(before, int(sequence.token_ids[last]), DraftTree())
+            return self._target.verify([rows])[0].hidden[0]
+
+    def _queries(self, sequence: Sequence, position: int) -> torch.Tensor:
+        cache = self._tracked[sequence.sequence_id].cache
+        with cache.replayed(position) as before:
+            return self._target.queries(before, int(sequence.token_ids[position]))

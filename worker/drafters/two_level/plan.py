@@ -1,0 +1,147 @@
+"""How many rounds with a partial cache, and how many nodes, come before one full verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from worker.caches.full import MAX_TREE_NODES
+from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NodeBudget, StepCosts
+from worker.target.tiles import TILE_ROWS
+
+PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
+PRIOR_ROUND_TOKENS = 1.5
+PRIOR_PROPOSE_SECONDS = 0.001
+WORTH_A_LOOK = 0.7  # of the better way's rate: below it the other way is not tried again
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Limits of one draft. No rounds: the proposer's tree goes to the full verification."""
+
+    num_rounds: int
+    num_round_nodes: int  # of a tree that a round checks
+    chain_length: int  # tokens after which no further round begins
+    num_nodes: int  # of the whole draft: the chain and what is proposed below it
+    is_first_bare: bool = False  # the first round checks no tree, as in the paper
+
+
+class Planner(Protocol):
+    """Plans drafts and hears what became of them."""
+
+    max_nodes: int
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
+        """Plan for a sequence of `length` cached positions that shares its forwards with others."""
+
+    def observe_tree(self, num_nodes: int, path: list[int]) -> None:
+        """A proposed tree was checked, by either target; `path` was accepted."""
+
+    def observe_round(self, num_tokens: int, seconds: float) -> None:
+        """One round drew `num_tokens` for one sequence."""
+
+    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
+        """A tree was proposed for the full verification in so many seconds."""
+
+    def observe_chain(self, num_tokens: int, path: list[int]) -> None:
+        """A chain was verified in full."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What it has learned."""
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+
+
+class FixedPlanner:
+    """Always the same plan."""
+
+    max_nodes = MAX_TREE_NODES
+
+    def __init__(self, plan: DraftPlan) -> None:
+        self._plan = plan
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
+        return self._plan
+
+    def observe_tree(self, num_nodes: int, path: list[int]) -> None:
+        pass
+
+    def observe_round(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
+        pass
+
+    def observe_chain(self, num_tokens: int, path: list[int]) -> None:
+        pass
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        pass
+
+
+class MeasuredPlanner:
+    """As many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
+
+    max_nodes = TILE_ROWS - 1
+
+    def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
+        """`budget` slots in a partial cache; proposing takes `node_seconds` for every node, and what is measured."""
+        self._budget = budget
+        self._node_seconds = node_seconds
+        self._trees = NodeBudget(costs)
+        self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE)
+        self._round_tokens = PRIOR_ROUND_TOKENS
+        self._round_seconds = costs.at(4, budget)
+        self._propose_seconds = PRIOR_PROPOSE_SECONDS
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
+        token_seconds = self._round_seconds / self._round_tokens
+        proposing = num_sequences * self._propose_seconds
+        tree = self._trees.best(length, num_sequences, proposing, self._node_seconds)
+        chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
+        is_tree = tree.rate >= chain.rate
+        is_close = min(tree.rate, chain.rate) > WORTH_A_LOOK * max(tree.rate, chain.rate)
+        if is_tree != (is_close and length % EXPLORE_EVERY == 0):
+            return DraftPlan(0, 0, 0, tree.num_nodes)
+        checked = self._trees.best(min(length, self._budget), num_sequences, proposing, self._node_seconds)
+        return DraftPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
+
+    def observe_tree(self, num_nodes: int, path: list[int]) -> None:
+        self._trees.observe(num_nodes, path)
+
+    def observe_round(self, num_tokens: int, seconds: float) -> None:
+        self._round_tokens += LEARNING_RATE * (num_tokens - self._round_tokens)
+        self._round_seconds += LEARNING_RATE * (seconds - self._round_seconds)
+
+    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
+        beside_nodes = max(0.0, seconds - num_nodes * self._node_seconds)
+        self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
+
+    def observe_chain(self, num_tokens: int, path: list[int]) -> None:
+        self._chains.observe(num_tokens, path)
+
+    def state(self) -> dict[str, np.ndarray]:
+        means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds])
+        return {"plan_trees": self._trees.state(), "plan_chains": self._chains.state(), "plan_means": means}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        missing = self.state().keys() - state.keys()
+        if missing:
+            raise ValueError(f"draft plan: the state lacks {', '.join(sorted(missing))}")
+        means = state["plan_means"]
+        if means.shape != (4,) or not (np.isfinite(means) & (means >= 0)).all() or means[0] < 1:
+            raise ValueError(f"draft plan: found means {means.tolist()}, expected tokens of a round and three times")
+        trees = self._trees.state()
+        self._trees.restore(state["plan_trees"])
+        try:
+            self._chains.restore(state["plan_chains"])
+        except ValueError:
+            self._trees.restore(trees)
+            raise
+        self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds = means.tolist()

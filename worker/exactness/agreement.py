@@ -1,0 +1,79 @@
+"""Whether our forward says what transformers' own says: the same rows through both, logits compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker.target.target import TargetModel
+from worker.target.tiles import TILE_ROWS
+
+NUM_COMPARED_ROWS = 300
+MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the logits of some rows are from transformers'."""
+
+    num_rows: int
+    greatest_difference: float  # between two logits
+    shift: float  # root mean square of the differences, as a share of the spread of the logits
+    num_same_choices: int  # rows whose best token is the same
+    agrees: bool
+
+    def summary(self) -> str:
+        """A line for a person."""
+        found = (
+            f"the greatest difference between two logits is {self.greatest_difference:.2g}, {self.num_same_choices} of "
+            f"{self.num_rows} rows have the same best token"
+        )
+        if self.agrees:
+            return f"the forward agrees with that of transformers: {found}"
+        return f"THE FORWARD IS NOT THAT OF TRANSFORMERS: {found}; do not use this model here, and please report it"
+
+
+@torch.inference_mode()
+def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:
+    """Run a text of `num_rows` random tokens through the target's tiles and through transformers' eager forward."""
+    num_rows = min(num_rows, target.files.max_positions)
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(target.vocab_size, (num_rows,), generator=generator)
+    ours = _our_logits(target, token_ids.tolist())
+    with _eager(target.model):
+        theirs = target.model(input_ids=token_ids[None].to(target.device), use_cache=False).logits[0].float()
+    difference = ours - theirs
+    spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # none where there is one token
+    shift = float(difference.square().mean().sqrt()) / spread
+    return Agreement(
+        num_rows=num_rows,
+        greatest_difference=float(difference.abs().max()),
+        shift=shift,
+        num_same_choices=int((ours.argmax(-1) == theirs.argmax(-1)).sum()),
+        agrees=shift <= MOST_SHIFTED[target.dtype],
+    )
+
+
+def _our_logits(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
+    cache = target.new_cache(len(token_ids) + TILE_ROWS)
+    logits = []
+    while cache.length < len(token_ids):
+        logits.append(target.logits(target.append(cache, token_ids[cache.length :])))
+    return torch.cat(logits)
+
+
+@contextlib.contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """The model as transformers runs it by definition."""
+    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    try:
+        model.set_attn_implementation("eager")
+        model.config._experts_implementation = "eager"
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.config._experts_implementation = experts

@@ -1,0 +1,99 @@
+"""`swiftbatch doctor`: says whether this machine and model keep the exactness contract."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict
+
+from jobs.run.records import Exactness
+from worker.config import EngineConfig
+from worker.exactness.agreement import Agreement, compare
+from worker.exactness.probe import probe_rows
+from worker.exactness.verdicts import keep_verdict, verdict_key
+from worker.model.files import locate_model
+from worker.target.attention_kernel import attention_kernel
+from worker.target.hardware import hardware_of
+from worker.target.target import TargetModel
+
+NUM_PROBED_ROWS = 2000
+
+
+class Diagnosis(BaseModel):
+    """What was probed and what came out. `exact`: no probed row differed in any bit from plain decoding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    verdict: Exactness
+    num_rows: int
+    num_differing: int
+    agreement: Agreement
+    model: str
+    model_fingerprint: str
+    dtype: str
+    device: str
+    cpu_capability: str
+    num_threads: int
+    hardware: str
+    attention: str
+    versions: dict[str, str]
+
+    def key(self) -> str:
+        """Names what this verdict depends on."""
+        return verdict_key(
+            self.model_fingerprint,
+            self.dtype,
+            self.device,
+            self.num_threads,
+            self.hardware,
+            self.versions["torch"],
+        )
+
+    def summary(self) -> str:
+        """A few lines for a person."""
+        meaning = (
+            "every engine, batch and resume gives the same tokens as plain decoding"
+            if self.verdict == "exact"
+            else "rounding differs between row counts here: tokens can change where two candidates nearly tie"
+        )
+        return (
+            f"{self.verdict}: {meaning}\n"
+            f"{self.num_differing} of {self.num_rows} random tree rows differ from plain decoding\n"
+            f"{self.agreement.summary()}\n"
+            f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype} on {self.device} "
+            f"({self.hardware}), {self.num_threads} threads, torch {self.versions['torch']}, {self.attention}"
+        )
+
+
+def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
+    """Compare `num_rows` random tree rows with plain decoding, bit by bit, and keep the verdict.
+
+    Some hundred rows are compared with transformers' own forward, too.
+    """
+    torch.set_num_threads(config.num_threads)
+    files = locate_model(config.model)
+    target = TargetModel.load(files, config.dtype, config.device)
+    result = probe_rows(target, num_rows)
+    diagnosis = Diagnosis(
+        verdict="exact" if result.num_differing == 0 else "exact up to ties",
+        num_rows=result.num_rows,
+        num_differing=result.num_differing,
+        agreement=compare(target),
+        model=config.model,
+        model_fingerprint=files.fingerprint,
+        dtype=config.dtype,
+        device=target.device.type,
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        num_threads=config.num_threads,
+        hardware=hardware_of(target.device.type),
+        attention=attention_kernel(target.device.type, target.dtype),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    )
+    keep_verdict(diagnosis.key(), diagnosis.verdict)
+    return diagnosis

@@ -1,0 +1,42 @@
+"""What `doctor` found on this machine, kept so that a run's manifest can say it. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from jobs.run.records import Exactness
+
+
+def verdict_key(fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str) -> str:
+    """Names everything that a verdict depends on; `hardware` as `hardware_of` says it."""
+    named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch])
+    return hashlib.sha256(named.encode()).hexdigest()
+
+
+def keep_verdict(key: str, verdict: Exactness) -> None:
+    """Remember a verdict; a cache folder that cannot be written is no reason to fail."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(verdict, encoding="utf-8")
+    except OSError:
+        return
+
+
+def known_verdict(key: str) -> Exactness:
+    """The verdict that `doctor` gave under this key; `not probed` where it never ran."""
+    try:
+        text = _path(key).read_text(encoding="utf-8")
+    except OSError:
+        return "not probed"
+    if text == "exact":
+        return "exact"
+    return "exact up to ties" if text == "exact up to ties" else "not probed"
+
+
+def _path(key: str) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "swiftbatch" / "doctor" / key

@@ -1,0 +1,82 @@
+"""Text to tokens and back, with the model's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from jobs.job import Job, Message
+from worker.model.files import ModelError, ModelFiles
+from worker.model.token_length import max_chars_per_token
+
+MAX_WORDS = 500  # characters of another program's error
+
+
+class TextCodec:
+    """A model's tokenizer. Raises ModelError where the model folder has none that loads."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False
+            )
+        except Exception as error:  # of any kind: the library raises bare ones
+            raise ModelError(
+                f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {_words(error)}; "
+                "expected files that this version of transformers and tokenizers can read"
+            ) from error
+        self._max_positions = files.max_positions
+        self._tokenizer.model_max_length = files.max_positions
+
+    def encode_job(self, job: Job) -> list[int]:
+        """Token ids of a job's prompt, or of its messages through the tokenizer's chat template.
+
+        Raises ValueError, with a reason for the user, where there are no tokens, no chat template or one that refuses
+        the messages, and where the text is so long that it has no room in the model, however it is cut into tokens.
+        """
+        text = (job.prompt or "") if job.messages is None else self._through_template(job.messages)
+        self._refuse_far_too_long(text)
+        # a template writes its own special tokens
+        token_ids = self.encode(text, add_special_tokens=job.messages is None)
+        if not token_ids:
+            raise ValueError("prompt: no tokens come of it; expected at least one")
+        return token_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of tokens, without the special ones."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _through_template(self, messages: Iterable[Message]) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ValueError("messages: this model's tokenizer has no chat template; send a `prompt` instead")
+        values = [message.model_dump() for message in messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(values, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # of any kind: the template is a program that came with the model
+            raise ValueError(f"messages: the model's chat template refuses them: {_words(error)}") from None
+
+    def _refuse_far_too_long(self, text: str) -> None:
+        if len(text) <= self._max_positions or self._max_chars_per_token is None:
+            return
+        num_tokens = -(-len(text) // self._max_chars_per_token)
+        if num_tokens > self._max_positions:
+            raise ValueError(
+                f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
+                f"model's {self._max_positions:,}"
+            )
+
+    @cached_property
+    def _max_chars_per_token(self) -> int | None:
+        return max_chars_per_token(self._tokenizer)
+
+
+def _words(error: Exception) -> str:
+    """What an error says, in one line that is not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}..."

@@ -1,0 +1,70 @@
+"""Loads a causal language model whose weights are all there: `transformers` fills gaps with random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from worker.model.files import ModelError, ModelFiles
+
+MAX_WORDS = 500  # characters of another program's error
+OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
+
+
+def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
+    """Load safetensors weights from a folder; nothing is unpickled and no remote code is run.
+
+    Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong.
+    """
+    try:
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                files.path,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                attn_implementation="eager",  # not one that a config asks for and this machine lacks
+                ignore_mismatched_sizes=True,  # told below, by name
+                output_loading_info=True,
+            )
+    except Exception as error:  # of any kind: a config's values reach code that never looked at them
+        words = " ".join(str(error).split())[:MAX_WORDS]
+        raise ModelError(f"model {files.name}: cannot be loaded: {type(error).__name__}: {words}") from error
+    if problem := _problem(found):
+        raise ModelError(
+            f"model {files.name}: {problem}; its config.json and its weights do not belong together, or files are "
+            "missing: copy all of them again"
+        )
+    model.config.return_dict = True  # a config may switch off what our forwards read
+    model.config.output_hidden_states = model.config.output_router_logits = False
+    return model
+
+
+def _problem(found: dict[str, Any]) -> str | None:
+    """What `transformers` would pass over, in words."""
+    mismatched = sorted(found["mismatched_keys"])
+    if mismatched:
+        name, shape, expected = mismatched[0]
+        return f"its weights have {name} as {list(shape)}, expected {list(expected)}"
+    if missing := sorted(found["missing_keys"]):
+        return f"its weights lack {len(missing):,} of the model's tensors, {missing[0]} among them"
+    if unexpected := sorted(name for name in found["unexpected_keys"] if not name.endswith(OLD_BUFFERS)):
+        return f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {unexpected[0]}"
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tables that say in many lines what we say in one."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,68 @@
+"""When a running job's checkpoints are due, and what goes into them; the writing itself happens in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.writer import CheckpointWriter
+from worker.config import EngineConfig
+from worker.engine import Engine
+from worker.session.running_job import RunningJob
+
+MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
+
+
+class Checkpointing:
+    """Keeps the checkpoints of one worker's jobs. `check` and `flush` raise StoreError when the store has failed."""
+
+    def __init__(self, checkpoints: CheckpointStore, config: EngineConfig, engine: Engine) -> None:
+        self._config = config
+        self._drafter = engine.drafter
+        most = MAX_SEGMENT_BYTES // engine.target.cache_shape.bytes_per_position()
+        segment_positions = max(1, min(config.checkpoint_tokens, most))
+        self._writer = CheckpointWriter(checkpoints, segment_positions, engine.counters.count_checkpoint)
+
+    def open(self, job: RunningJob) -> None:
+        """Begin with a job, whose new manifests go on from the segments that its resume found whole."""
+        segments = job.recovery.segments if job.recovery else ()
+        self._writer.open(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments)
+
+    def put_due(self, job: RunningJob) -> None:
+        """Hand over what should be kept by now; returns at once."""
+        config = self._config
+        if job.is_log_due(config.checkpoint_seconds, config.checkpoint_tokens):
+            self._put_tokens(job)
+        if config.checkpoint == "state" and self._num_new_positions(job) >= config.checkpoint_tokens:
+            self._put_state(job)
+
+    def flush(self, jobs: Sequence[RunningJob], seconds: float) -> None:
+        """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere."""
+        for job in jobs:
+            self._put_tokens(job, is_released=True)
+            if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
+                self._put_state(job)
+        self._writer.flush(seconds)
+        self._writer.check()
+
+    def close(self, job: RunningJob) -> None:
+        """Write no more of a job: nothing is under way for it when this returns."""
+        self._writer.close(job.job_id)
+
+    def check(self) -> None:
+        """Raise the StoreError of a write that failed for good."""
+        self._writer.check()
+
+    def _num_new_positions(self, job: RunningJob) -> int:
+        return job.cache.length - self._writer.num_state_positions(job.job_id)
+
+    def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
+        self._writer.put_tokens(job.job_id, job.sequence.output_ids.astype("uint32"))
+        if (is_released or job.recorder.has_news) and (timeline := job.recorder.take(is_released)):
+            self._writer.put_timeline(job.job_id, timeline)
+        job.logged, job.num_logged_tokens = time.monotonic(), job.sequence.num_generated_tokens
+
+    def _put_state(self, job: RunningJob) -> None:
+        token_ids = job.sequence.token_ids[: job.cache.length]
+        self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence))

@@ -1,0 +1,135 @@
+"""Where a preempted job goes on: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
+
+Both give the same bits, so the faster one is taken: the rate at which the first segment was loaded against the target's
+measured forwards (`replay`). A damaged file is named by the checkpoint store, and the next best source is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, StateManifest
+from worker.caches.full import FullKVCache
+from worker.drafters.budget import StepCosts
+from worker.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What an attempt starts with; `segments` are whole, and its own manifests go on from them."""
+
+    kind: Literal["kv", "replay"]
+    num_tokens: int  # generated ones
+    num_loaded_positions: int
+    segments: tuple[SegmentEntry, ...]
+    drafter_state: State | None
+
+
+class Resumer:
+    """Brings the sequences of one run back from its checkpoints."""
+
+    def __init__(self, checkpoints: CheckpointStore, costs: StepCosts) -> None:
+        self._checkpoints = checkpoints
+        self._costs = costs
+
+    def recover(self, sequence: Sequence, cache: FullKVCache, engine: str) -> Recovery:
+        """Give a fresh sequence its output back, and its empty cache what is sooner loaded than replayed.
+
+        The newest token's position stays out of the cache: the next step's root row adds it. Raises StoreError.
+        """
+        job_id = sequence.sequence_id
+        sequence.extend(self._logged_tokens(sequence))
+        manifests = self._checkpoints.read_manifests(job_id)
+        segments = self._load(sequence, cache, manifests)
+        cache.roll_back(min(cache.length, len(sequence) - 1))
+        return Recovery(
+            kind="kv" if cache.length else "replay",
+            num_tokens=sequence.num_generated_tokens,
+            num_loaded_positions=cache.length,
+            segments=segments,
+            drafter_state=self._drafter_state(job_id, engine, manifests),
+        )
+
+    def _logged_tokens(self, sequence: Sequence) -> np.ndarray:
+        """The tokens of the job's log, none of a log that no model with this vocabulary has written."""
+        token_ids = self._checkpoints.read_tokens(sequence.sequence_id)[: sequence.num_remaining_tokens]
+        try:
+            _refuse_strangers(sequence, token_ids)
+        except ValueError as error:
+            logger.warning("skipped the token log of job %s: %s", sequence.sequence_id, error)
+            return token_ids[:0]
+        return token_ids
+
+    def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
+        """The newest whole state of a drafter of this engine; another engine's is of no use."""
+        entries = [manifest.drafter for manifest in manifests if manifest.drafter is not None]
+        for entry in entries:
+            if entry.engine == engine and (state := self._checkpoints.read_drafter(job_id, entry)) is not None:
+                return state
+        return None
+
+    def _load(
+        self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]
+    ) -> tuple[SegmentEntry, ...]:
+        """Load segment after segment, as far as they are whole; returns those that the job goes on from."""
+        entries = {entry.file: entry for manifest in manifests for entry in manifest.segments}
+        loaded: list[SegmentEntry] = []
+        started = time.perf_counter()
+        while entry := self._load_next(entries.values(), sequence, cache):
+            loaded.append(entry)
+            if len(loaded) == 1:
+                bytes_per_second = entry.size / (time.perf_counter() - started)
+                if self._replay_is_faster(manifests[0], len(sequence), bytes_per_second):
+                    cache.roll_back(0)
+                    return tuple(entry for entry in manifests[0].segments if entry.end < len(sequence))
+        return tuple(loaded)
+
+    def _load_next(
+        self, entries: Collection[SegmentEntry], sequence: Sequence, cache: FullKVCache
+    ) -> SegmentEntry | None:
+        """Load the longest whole segment that starts where the cache ends; None if there is none."""
+        candidates = [entry for entry in entries if entry.start == cache.length]
+        for entry in sorted(candidates, key=lambda entry: entry.end, reverse=True):
+            segment = self._checkpoints.read_segment(sequence.sequence_id, entry)
+            if segment is None:
+                continue
+            try:
+                _refuse_strangers(sequence, segment.token_ids)
+                num_known = _num_agreeing(sequence, entry.start, segment.token_ids)
+                cache.load(segment.kv)
+            except ValueError as error:
+                logger.warning("skipped %s of job %s: %s", entry.file, sequence.sequence_id, error)
+                continue
+            sequence.extend(segment.token_ids[num_known:])  # a log that was lost, or is older than its state
+            return entry
+        return None
+
+    def _replay_is_faster(self, manifest: StateManifest, length: int, bytes_per_second: float) -> bool:
+        """Whether to run the tokens again rather than load. Tokens that stand in segments alone must be loaded."""
+        if manifest.num_positions > length:
+            return False
+        load_seconds = sum(entry.size for entry in manifest.segments) / bytes_per_second
+        return self._costs.replay_seconds(0, manifest.num_positions) < load_seconds
+
+
+def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
+    """Raise ValueError for tokens outside of the vocabulary."""
+    if np.any(token_ids >= sequence.vocab_size):
+        raise ValueError(f"found tokens outside of the vocabulary of {sequence.vocab_size:,}")
+
+
+def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
+    """How many of a segment's tokens the sequence has already. Raises ValueError where one differs."""
+    known = sequence.token_ids[start : start + len(token_ids)]
+    if not np.array_equal(known, token_ids[: len(known)]):
+        raise ValueError("found other tokens than the job's; it was written on other hardware, where candidates tied")
+    return len(known)

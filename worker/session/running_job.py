@@ -1,0 +1,108 @@
+"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from jobs.checkpoints.timeline import TimelineRecorder
+from worker.caches.full import FullKVCache
+from worker.diversity import distinct
+from worker.sequence import Sequence as TokenSequence
+from worker.session.resume import Recovery
+from worker.session.work import Assignment, JobProgress
+from worker.verification import Verification
+
+
+@dataclass
+class RunningJob:
+    """Times are of `time.monotonic()`, counts of this attempt."""
+
+    assignment: Assignment
+    sequence: TokenSequence
+    cache: FullKVCache
+    recovery: Recovery | None  # None in a first attempt
+    started: float = field(default_factory=time.monotonic)
+    logged: float = field(default_factory=time.monotonic)
+    num_logged_tokens: int = 0
+    has_advanced: bool = False  # a first new token is there
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    recorder: TimelineRecorder = field(default_factory=TimelineRecorder)
+
+    @property
+    def job_id(self) -> str:
+        return self.assignment.record.job_id
+
+    @property
+    def progress(self) -> JobProgress:
+        return JobProgress(self.job_id, self.sequence.num_generated_tokens)
+
+    @property
+    def num_recovered_tokens(self) -> int:
+        return self.recovery.num_tokens if self.recovery else 0
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens that the last attempt was heard to have, and that this one has to draw again."""
+        return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
+
+    def resume_record(self) -> ResumeRecord:
+        """How this attempt began. `seconds` are those since then: until the first new token when called there."""
+        assert self.recovery is not None
+        return ResumeRecord(
+            kind=self.recovery.kind,
+            num_recovered_tokens=self.recovery.num_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_loaded_positions=self.recovery.num_loaded_positions,
+            seconds=round(time.monotonic() - self.started, 3),
+            resumed=time.time(),
+        )
+
+    def count(self, verification: Verification) -> None:
+        """Count one verified step, whose tokens the sequence has already."""
+        self.num_drafts += verification.num_draft_tokens > 0
+        self.num_draft_tokens += verification.num_draft_tokens
+        self.num_accepted_tokens += verification.num_accepted_tokens
+        counts = (self.sequence.num_generated_tokens, self.num_drafts, self.num_accepted_tokens)
+        self.recorder.note(time.monotonic(), time.time(), *counts)
+
+    def is_log_due(self, seconds: float, num_tokens: int) -> bool:
+        """Whether the token log is older than `seconds` or `num_tokens` behind."""
+        num_new = self.sequence.num_generated_tokens - self.num_logged_tokens
+        return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
+
+    def metrics(self, attempts: Sequence[AttemptRecord], exactness: str) -> dict[str, Any]:
+        """Numbers for the result line. Drafts and times are the last attempt's, recomputed tokens those of all.
+
+        Distinct-1 to Distinct-4 are those of the whole output.
+        """
+        seconds = time.monotonic() - self.started
+        num_new_tokens = self.sequence.num_generated_tokens - self.num_recovered_tokens
+        resumes = [attempt.resume for attempt in attempts if attempt.resume is not None]
+        return {
+            "exactness": exactness,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "mean_acceptance_length": round(1 + self.num_accepted_tokens / max(1, self.num_drafts), 3),
+            "ms_per_token": round(1000 * seconds / max(1, num_new_tokens), 3),
+            **distinct(self.sequence.output_ids),
+            "num_attempts": self.assignment.attempt,
+            "num_resumes": self.assignment.attempt - 1,
+            "num_recovered_tokens": self.num_recovered_tokens,
+            "num_recomputed_tokens": sum(resume.num_recomputed_tokens for resume in resumes),
+            "attempts": [attempt.model_dump() for attempt in self._with_timeline(attempts)],
+        }
+
+    def _with_timeline(self, attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+        """The attempts with this one's timeline up to now: the file's is older."""
+        timeline = self.recorder.take()
+        return [
+            attempt.model_copy(update={"timeline": timeline}) if attempt.attempt == self.assignment.attempt else attempt
+            for attempt in attempts
+        ]

@@ -1,0 +1,201 @@
+"""One worker's jobs: takes orders in, runs the engine, keeps checkpoints, writes results. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from jobs.checkpoints.store import CheckpointStore, State
+from jobs.run.results import success_line
+from jobs.run.run import Run
+from jobs.storage.retries import Retries
+from jobs.storage.store import StoreError
+from metrics.counters import EngineCounters
+from metrics.endpoint import serve
+from metrics.exporter import EngineCollector, Labels, registry_of
+from worker.caches.room import check_folder
+from worker.config import EngineConfig
+from worker.drafters import create_drafter
+from worker.engine import Engine
+from worker.exactness.numerics import describe_numerics, exactness_of
+from worker.model.files import locate_model
+from worker.model.text import TextCodec
+from worker.sequence import Sequence
+from worker.session.checkpointing import Checkpointing
+from worker.session.resume import Resumer
+from worker.session.running_job import RunningJob
+from worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from worker.stopping import cut_at_stop
+from worker.target.finite import NOT_FINITE
+from worker.target.target import TargetModel
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSession:
+    """A model on this machine and the jobs that run on it.
+
+    `work` and `drain` raise StoreError when the store has failed for good: no job is to blame, the run has to stop.
+    """
+
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+        torch.set_num_threads(config.num_threads)
+        check_folder(config.kv_offload)
+        files = locate_model(config.model)
+        counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
+        self._config = config
+        self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
+        self._checkpoints = CheckpointStore(self._run.store)
+        self._codec = TextCodec(files)
+        target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
+        self.numerics = describe_numerics(target, config.num_threads)
+        drafter = create_drafter(config.engine, target, config.draft_model)
+        self.engine = Engine(target, drafter, self._codec.decode, counters)
+        self._resumer = Resumer(self._checkpoints, self.engine.costs)
+        self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
+        self._running: dict[str, RunningJob] = {}
+        self._must_drain = False
+        self.metrics_address: str | None = None
+        if metrics_port is not None:
+            labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
+            self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), metrics_port)
+
+    def work(self, orders: Orders, seconds: float) -> WorkReport:
+        """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""
+        self._checkpointing.check()
+        num_before = self.engine.counters.num_generation_tokens
+        self._drop(orders.cancelled)
+        released = self._release(orders.released, self._config.grace_seconds)
+        failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
+        finished: list[JobProgress] = []
+        refused: list[tuple[str, str, str]] = []
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline and not self._must_drain:
+            self._step()
+            for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
+                self._drop([job.job_id])
+                if job.sequence.error is not None:
+                    refused.append((job.job_id, NOT_FINITE, job.sequence.error))
+                else:
+                    self._finish(job, finished, failed)
+            for job in self._running.values():
+                self._checkpointing.put_due(job)
+        if self._must_drain:
+            released += self._release(list(self._running), self._config.grace_seconds)
+        return WorkReport(
+            progress=tuple(job.progress for job in self._running.values()),
+            finished=tuple(finished),
+            failed=tuple(failed),
+            refused=tuple(refused),
+            num_generated_tokens=self.engine.counters.num_generation_tokens - num_before,
+            released=tuple(released),
+            is_draining=self._must_drain,
+            counters=copy.deepcopy(self.engine.counters),
+        )
+
+    def drain(self, seconds: float) -> WorkReport:
+        """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
+        self._must_drain = True
+        released = tuple(self._release(list(self._running), seconds))
+        return WorkReport(released=released, is_draining=True, counters=copy.deepcopy(self.engine.counters))
+
+    def request_drain(self) -> None:
+        """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
+        self._must_drain = True
+
+    def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
+        """Start a job where its checkpoints end; returns (job_id, reason) where that fails."""
+        record = assignment.record
+        try:
+            job = self._start(assignment)
+        except StoreError:
+            raise
+        except (ValueError, MemoryError, RuntimeError) as error:
+            logger.exception("job %s could not be started", record.job_id)
+            return record.job_id, f"{type(error).__name__}: {error}"
+        self._running[job.job_id] = job
+        self._checkpointing.open(job)
+        self.engine.counters.note_work(True)
+        return None
+
+    def _start(self, assignment: Assignment) -> RunningJob:
+        record, target, started = assignment.record, self.engine.target, time.monotonic()
+        prompt_ids = self._codec.encode_job(record.job)
+        sequence = Sequence(record.job_id, prompt_ids, record.job.sampling, target.vocab_size, target.device)
+        cache = target.new_cache(sequence.max_length)
+        recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
+        job = RunningJob(assignment, sequence, cache, recovery, started)
+        self.engine.start(sequence, cache)
+        if recovery is not None:
+            self._count_resume(job)
+            self._restore_drafter(sequence, recovery.drafter_state)
+        return job
+
+    def _count_resume(self, job: RunningJob) -> None:
+        record = job.resume_record()
+        self.engine.counters.count_resume(record.kind, record.num_recovered_tokens, record.num_recomputed_tokens)
+        self._checkpoints.write_resume(job.job_id, job.assignment.attempt, record)
+
+    def _restore_drafter(self, sequence: Sequence, state: State | None) -> None:
+        """A drafter's state steers drafts only, so one that does not fit is no loss."""
+        try:
+            if state is not None:
+                self.engine.drafter.restore(sequence, state)
+        except ValueError as error:
+            logger.warning("drafter state of job %s not used: %s", sequence.sequence_id, error)
+
+    def _step(self) -> None:
+        for sequence, verification in self.engine.step():
+            job = self._running[sequence.sequence_id]
+            job.count(verification)
+            if job.recovery is not None and not job.has_advanced:
+                # once more, now with the seconds until the first new token
+                self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
+            job.has_advanced = True
+
+    def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:
+        """Write a finished job's result, then forget its checkpoints; an overtaken attempt writes nothing."""
+        newest = self._checkpoints.attempts(job.job_id)
+        if newest > job.assignment.attempt:
+            self.engine.counters.num_stale_attempt_rejections += 1
+            failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
+            return
+        self._run.write_result(job.job_id, self._result_line(job))
+        self._checkpoints.clear(job.job_id)
+        finished.append(job.progress)
+        reason = job.sequence.finish_reason or ""
+        self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
+
+    def _result_line(self, job: RunningJob) -> dict[str, Any]:
+        record, output_ids = job.assignment.record, job.sequence.output_ids
+        attempts = self._checkpoints.history(job.job_id)
+        exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
+        return success_line(
+            record,
+            self._run.manifest.run_id,
+            cut_at_stop(self._codec.decode(output_ids.tolist()), record.job.sampling.stop),
+            job.sequence.finish_reason or "",
+            model=self._config.model,
+            token_ids=output_ids.astype("uint32"),
+            metrics=job.metrics(attempts, exactness),
+        )
+
+    def _release(self, job_ids: Iterable[str], seconds: float) -> list[JobProgress]:
+        """Write checkpoints of some jobs, for at most `seconds`, and drop them."""
+        jobs = [self._running[job_id] for job_id in job_ids if job_id in self._running]
+        if jobs:
+            self._checkpointing.flush(jobs, seconds)
+        self._drop(job.job_id for job in jobs)
+        return [job.progress for job in jobs]
+
+    def _drop(self, job_ids: Iterable[str]) -> None:
+        for job_id in list(job_ids):
+            if job := self._running.pop(job_id, None):
+                self._checkpointing.close(job)
+                self.engine.stop(job.sequence)
+        self.engine.counters.note_work(bool(self._running))

@@ -1,0 +1,133 @@
+"""Rows of a forward: the root and draft nodes of each sequence, packed into tiles of fixed maximal size.
+
+Row-exactness (the same bits for a row, whatever shares its forward) rests on three rules: a tile has at most
+`TILE_ROWS` rows; attention is split at the last `BLOCK` boundary at or below the query's own position; the keys
+from that boundary on are gathered for each row in position order, in a window of fixed width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker.caches.full import FullKVCache
+from worker.tree import ROOT, DraftTree
+
+TILE_ROWS = 32
+MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in some shapes, with other bits
+BLOCK = 64  # positions between two boundaries
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Consecutive rows of one sequence, all within one block of positions."""
+
+    cache: FullKVCache
+    token_ids: list[int]  # [num_rows]
+    positions: list[int]  # [num_rows]
+    first_slot: int  # cache slot of the first row; the others follow
+    boundary: int  # positions below it are the prefix that all rows share
+    tail_slots: np.ndarray  # [num_rows, BLOCK] cache slots of the keys from the boundary on, in position order
+    tail_lengths: list[int]  # [num_rows] how many of them are real
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def part(self, start: int, end: int) -> SequenceRows:
+        """Rows `start` to `end`, for a tile that has no room for all."""
+        return SequenceRows(
+            self.cache,
+            self.token_ids[start:end],
+            self.positions[start:end],
+            self.first_slot + start,
+            self.boundary,
+            self.tail_slots[start:end],
+            self.tail_lengths[start:end],
+        )
+
+
+def max_tree_depth(root_position: int) -> int:
+    """Depth at which a draft tree meets the next boundary: deeper nodes would see another prefix than their root."""
+    return BLOCK - 1 - root_position % BLOCK
+
+
+def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows:
+    """Rows that verify `tree` below the last committed token, which itself is not in the cache yet."""
+    root = cache.length
+    boundary = root // BLOCK * BLOCK
+    num_before = root - boundary + 1  # keys from the boundary up to the root
+    slots = np.full((len(tree) + 1, BLOCK), boundary, dtype=np.int64)
+    slots[:, :num_before] = np.arange(boundary, root + 1)
+    depths = [0]
+    for node, parent in enumerate(tree.parents):
+        parent_row = 0 if parent == ROOT else parent + 1
+        depth = depths[parent_row] + 1
+        if depth > 1:
+            slots[node + 1, num_before : num_before + depth - 1] = slots[
+                parent_row, num_before : num_before + depth - 1
+            ]
+        slots[node + 1, num_before + depth - 1] = root + 1 + node
+        depths.append(depth)
+    positions = [root + depth for depth in depths]
+    lengths = [num_before + depth for depth in depths]
+    return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, slots, lengths)
+
+
+def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
+    """Rows that append known tokens (a prompt, or a replayed output) up to the end of the current tile at most."""
+    num_rows = min(len(token_ids), TILE_ROWS - cache.length % TILE_ROWS)
+    return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """At most `TILE_ROWS` rows that share one forward."""
+
+    parts: list[SequenceRows]
+    num_rows: int  # real rows
+    num_padded_rows: int  # rows of the forward
+
+    def token_ids(self) -> list[int]:
+        ids = [token_id for part in self.parts for token_id in part.token_ids]
+        return ids + [0] * (self.num_padded_rows - self.num_rows)
+
+    def positions(self) -> list[int]:
+        positions = [position for part in self.parts for position in part.positions]
+        return positions + [0] * (self.num_padded_rows - self.num_rows)
+
+
+def needs_whole_tiles(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether linear layers give a row other bits at another row count: in float32 (measured), and on GPUs.
+
+    On CPUs bf16 ones up to `TILE_ROWS` rows don't.
+    """
+    return dtype == torch.float32 or device_type != "cpu"
+
+
+def pack_tiles(groups: list[SequenceRows], pad_rows: bool) -> Iterator[Tile]:
+    """Fill tiles with the rows of all sequences in order; `pad_rows` fills each up to `TILE_ROWS`, not `MIN_ROWS`."""
+    parts: list[SequenceRows] = []
+    num_rows = 0
+    for group in groups:
+        start = 0
+        while start < len(group):
+            end = min(len(group), start + TILE_ROWS - num_rows)
+            parts.append(group.part(start, end))
+            num_rows += end - start
+            start = end
+            if num_rows == TILE_ROWS:
+                yield Tile(parts, num_rows, TILE_ROWS)
+                parts, num_rows = [], 0
+    if parts:
+        yield Tile(parts, num_rows, TILE_ROWS if pad_rows else max(num_rows, MIN_ROWS))
+
+
+def tail_mask(lengths: list[int], num_unseen: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Additive mask `[num_rows, 1, 1, BLOCK]`: a row's tail is used from `num_unseen` (0 where less) to its length."""
+    slots = torch.arange(BLOCK, device=device)
+    ends, starts = (torch.tensor(each, device=device)[:, None] for each in (lengths, num_unseen))
+    is_used = (starts <= slots) & (slots < ends)
+    return torch.zeros_like(is_used, dtype=dtype).masked_fill_(~is_used, float("-inf"))[:, None, None]

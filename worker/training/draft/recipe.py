@@ -1,0 +1,58 @@
+"""What a draft model is and how it is distilled from its target, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW
+from worker.training.heads.recipe import HeadRecipe
+from worker.training.target.recipe import Phase, Recipe
+
+LENGTH = NUM_SINKS + 2 * WINDOW  # of the windows it learns from: the most that it reads in use
+JUMP_SHARE = 1 / 3  # of these windows: the first tokens of a text, then a stretch from further back
+
+NUM_STEP_WINDOWS = 4
+NUM_BOOK_TOKENS = 32_768  # of each book, from its beginning
+
+TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
+"""Sizes of the own texts, and of the test books that agreement is measured on: made as they are for heads."""
+
+
+@dataclass(frozen=True)
+class DraftRecipe(Recipe):
+    """The optimiser's settings are those of a target model."""
+
+    num_warmup_steps: int = 20
+    own_share: float = 0.5  # of the windows: from what the target itself says
+    texts: HeadRecipe = TEXTS
+
+
+def draft_config(target: PreTrainedConfig) -> LlamaConfig:
+    """A Llama of two layers with the target's vocabulary: 0.8 million parameters beside the embedding.
+
+    A forward of a model this small costs what its number of layers costs, so it is wide rather than deep.
+    """
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+    )
+
+
+def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
+    """One phase of so many steps over windows as long as those in use."""
+    num_tokens = num_steps * NUM_STEP_WINDOWS * LENGTH
+    phase = Phase("draft", LENGTH, NUM_STEP_WINDOWS, num_tokens, position_span=LENGTH)
+    return DraftRecipe(phases=(phase,), seed=seed, texts=replace(TEXTS, seed=seed))

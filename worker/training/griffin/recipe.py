@@ -1,0 +1,71 @@
+"""How GRIFFIN's draft model is trained, as data: the paper's recipe, and those it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from worker.drafters.griffin.model import Fusion, GriffinConfig
+from worker.drafters.griffin.window import NUM_SLOTS
+from worker.training.heads.recipe import HeadRecipe
+
+JUMP_SHARE = 1 / 3  # of the windows: the first tokens of a text, then a stretch from further back
+FEATURE_WEIGHT = 0.1  # of the L1 distance of features beside the cross entropy of tokens (appendix C.1)
+
+TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=448)
+"""Sizes of the texts to learn from, and their seed: trainings with other seeds share them."""
+
+
+@dataclass(frozen=True)
+class GriffinRecipe:
+    """The paper's settings (appendix C.3), but for the number of steps and what concerns windows and texts."""
+
+    num_steps: int = 3600
+    num_step_windows: int = 4
+    window_length: int = NUM_SLOTS  # rows: the most that the model sees in use
+    own_share: float = 0.5  # of the windows: from the target's own texts, where there are any
+    num_passes: int = 3  # N, in the last steps
+    single_pass_share: float = 0.6  # of the steps: one pass; then in equal parts two, three, ... of them
+    align_top_k: int | None = 3  # of the alignment mask; None: no mask
+    base_learning_rate: float = 3e-5  # at the paper's 4,096 hidden numbers
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip_value: float = 0.5
+    num_warmup_steps: int = 50
+    fusion: Fusion = "token"
+    has_token_enhanced_head: bool = True
+    expansion_size: int | None = None  # of the second fusion; None: that of the target's feed-forward layers
+    texts: HeadRecipe = TEXTS
+    seed: int = 0
+
+    def config(self, target: PreTrainedConfig) -> GriffinConfig:
+        """The draft model's sizes for a target."""
+        config = replace(
+            GriffinConfig.for_target(target),
+            fusion=self.fusion,
+            has_token_enhanced_head=self.has_token_enhanced_head,
+        )
+        return config if self.expansion_size is None else replace(config, expansion_size=self.expansion_size)
+
+    def at(self, step: int) -> GriffinRecipe:
+        """The recipe of a step (from 0): the number of passes grows. One costs least and teaches most at first."""
+        later = step / self.num_steps - self.single_pass_share
+        part = (1.0 - self.single_pass_share) / max(1, self.num_passes - 1)
+        num_passes = 1 if later < 0 else min(self.num_passes, 2 + int(later / part))
+        return replace(self, num_passes=num_passes)
+
+    def learning_rate(self, step: int, hidden_size: int) -> float:
+        """At a step (from 0): warm-up, then a linear fall to 0. Small models take larger rates: see the power."""
+        peak: float = self.base_learning_rate * (4096 / hidden_size) ** 1.75
+        left = (self.num_steps - step) / max(1, self.num_steps - self.num_warmup_steps)
+        return peak * min((step + 1) / self.num_warmup_steps, left, 1.0)
+
+
+GRIFFIN_RECIPE = GriffinRecipe()
+
+HASS_RECIPE = GriffinRecipe(align_top_k=None, fusion="none", has_token_enhanced_head=False)
+"""HASS: the draft model's own features in training, without token alignment and on EAGLE's draft model."""
+
+EAGLE2_RECIPE = replace(HASS_RECIPE, num_passes=1)
+"""EAGLE-2: the target's features only."""
