@@ -86,8 +86,8 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
     before, heard = signal.pthread_sigmask(signal.SIG_BLOCK, awaited), None  # in its threads, too
     try:
         threading.Thread(target=run, name="interruptible-call", daemon=True).start()
-        while heard is None and not returned.is_set():
-            heard = signal.sigtimedwait(awaited, LOOK_SECONDS)
+        while heard is None and not returned.wait(LOOK_SECONDS):
+            heard = signal.sigtimedwait(awaited, 0)  # one that waits may give no signal at all behind a Ctrl-Z
         _restore(handlers)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -124,3 +124,23 @@ print("still there")
 def test_a_process_that_takes_no_notice_is_ended_by_the_next_signal() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
+
+
+WAITING = """
+import sys, threading
+from scheduler.interruption import call_interruptibly
+call_interruptibly(lambda: print("begun", flush=True) or sys.stdin.readline() and None, threading.Event())
+"""
+
+
+def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * interruption.LOOK_SECONDS)
+        process.send_signal(signal.SIGCONT)
+        process.communicate("\n", timeout=60)
+        assert process.returncode == 0
