@@ -18,9 +18,12 @@ def main() -> None:
         from scheduler.cli import main as command
 
         command()
+    except Exception as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        _tell_interrupted()  # Python 3.11 wraps what a class meets that an import is making
     except KeyboardInterrupt:  # the commands were not there yet
-        Lines(sys.stderr).write("interrupted")
-        _end_interrupted()
+        _tell_interrupted()
     except SystemExit as end:
         if end.code == INTERRUPTED:
             _end_interrupted()
@@ -36,6 +39,11 @@ def _open_closed_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+
+
+def _tell_interrupted() -> None:
+    Lines(sys.stderr).write("interrupted")
+    _end_interrupted()
 
 
 def _end_interrupted() -> None:

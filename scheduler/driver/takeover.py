@@ -64,10 +64,15 @@ class Epoch:
         return Epoch(run, self.number, self.claim)
 
     def check(self) -> None:
-        """Raise RunTakenError if another driver has taken the run since."""
+        """Raise RunTakenError if another driver has taken the run since, or its folder has gone."""
         newest = _newest(self.run)
-        holder = _read_claim(self.run, max(newest, self.number))
-        if holder is None and newest <= self.number:
+        if newest < self.number:  # what is written from now on would make another folder
+            raise RunTakenError(
+                f"the run at {self.run.store.shown_uri} is no longer there: {_path(self.number)} has gone with its "
+                "folder; this driver stops; where the folder was moved, go on with `swiftbatch resume` there"
+            )
+        holder = _read_claim(self.run, newest)
+        if holder is None and newest == self.number:
             return
         if holder is not None and holder.driver_id == self.claim.driver_id:
             return

@@ -66,6 +66,15 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tiny_model: Path, tmp_
         check_parts("triforce", str(tiny_model), "", str(other))
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {}}', '{"model": null}'])
+def test_a_draft_model_s_tokenizer_that_is_damaged_is_named(tiny_model: Path, tmp_path: Path, content: str) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model / DRAFT_FOLDER, other)
+    (other / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"other/tokenizer.json has no vocabulary that can be read"):
+        check_parts("triforce", str(tiny_model), "", str(other))
+
+
 @pytest.mark.parametrize("content", [b"", b"123", b"x" * 100, b"\x02" + bytes(7) + b"{}"])
 def test_a_damaged_part_is_named(tiny_model: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / HEADS_FILE).write_bytes(content)

@@ -72,9 +72,12 @@ def check_vocabulary(target: ModelFiles, draft: ModelFiles) -> None:
 
 
 def _tokens(folder: Path) -> object:
-    """Tokens and their ids as `tokenizer.json` has them; None where there is no such file."""
+    """Tokens and their ids as `tokenizer.json` has them; None where there is no such file. Raises ModelError."""
     path = folder / "tokenizer.json"
-    return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ModelError(f"{path} has no vocabulary that can be read: {type(error).__name__}; copy it again") from error
 
 
 def _advice(kind: str, model: str) -> str:

@@ -35,6 +35,15 @@ def check_finite(logits: torch.Tensor, position: int) -> None:
     )
 
 
+def check_loss(step: int, loss: float) -> None:
+    """Raise ModelError for a step of a training whose loss is no number: its weights would be none either."""
+    if not math.isfinite(loss):
+        raise ModelError(
+            f"the loss of training step {step} is {loss}, expected a number: the model's logits are not finite behind "
+            "some tokens of the texts; its weights are damaged, or outgrow the dtype"
+        )
+
+
 def check_model(target: TargetModel) -> None:
     """Raise ModelError where logits are not finite behind any of some single tokens: then no job can run."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)

@@ -119,6 +119,13 @@ def test_the_newest_claim_holds_the_run(run: Run) -> None:
     assert run.store.list("drivers") == ["0001.json", "0002.json"]
 
 
+def test_a_run_whose_folder_has_gone_is_held_no_more(run: Run) -> None:
+    epoch = Epoch.begin(run)
+    Path(run.store.uri).rename(f"{run.store.uri}-moved")
+    with pytest.raises(RunTakenError, match=r"no longer there: drivers/0001.json has gone with its folder"):
+        epoch.check()
+
+
 def test_of_two_claims_to_one_epoch_the_one_that_stands_holds(run: Run) -> None:
     epoch = Epoch.begin(run)
     other = epoch.claim.model_copy(update={"driver_id": "another", "host": "elsewhere", "pid": 5})

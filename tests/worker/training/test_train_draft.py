@@ -183,6 +183,22 @@ def test_bad_data_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "draft").exists()
 
 
+@pytest.mark.parametrize("of_own_texts", [False, True])
+def test_a_target_that_gives_nan_behind_some_tokens_is_no_teacher(
+    tiny_target: TargetModel, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_own_texts: bool
+) -> None:
+    word = TextCodec(tiny_target.files).encode(SENTENCE)[3]
+    tiny_target.model.get_input_embeddings().weight.data[word] = torch.nan
+    monkeypatch.setattr(draft, "load_target", lambda files: tiny_target)
+    if not of_own_texts:
+        monkeypatch.setattr(draft, "learned_texts", lambda target, texts, recipe: texts)
+        monkeypatch.setattr(draft, "held_out_texts", lambda *_: {})
+    words = "its logits for position .* are not finite" if of_own_texts else "the loss of training step 1 is nan"
+    with pytest.raises(ModelError, match=words):
+        train_draft(str(tiny_target.files.path), books, tmp_path / "draft", FAST, lambda line: None)
+    assert not (tmp_path / "draft/model.safetensors").exists()
+
+
 def test_the_target_is_never_written_over(tiny_model: Path, books: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
     with pytest.raises(ModelError, match="holds the target model itself; give another folder"):

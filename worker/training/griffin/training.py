@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from worker.drafters.griffin.model import GriffinModel
 from worker.drafters.griffin.weights import save_griffin
 from worker.model.files import locate_model
+from worker.target.finite import check_loss
 from worker.target.target import TargetModel
 from worker.training.griffin.accuracy import AccuracyRecord, measure_accuracy
 from worker.training.griffin.features import FOLDER, GriffinFeatures, griffin_features
@@ -125,6 +126,7 @@ def run_steps(
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate(step, draft.config.hidden_size)
             losses, aligned = accumulate_gradients(draft, target, source.windows(step, target.device), recipe.at(step))
+            check_loss(step + 1, sum(losses))
             torch.nn.utils.clip_grad_value_(draft.parameters(), recipe.clip_value)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ import torch
 from rich.progress import track
 
 from jobs.sampling import SamplingParams
-from worker.model.files import ModelFiles
+from worker.model.files import ModelError, ModelFiles
 from worker.model.text import TextCodec
 from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError, read_books
@@ -92,6 +92,13 @@ def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingP
     options: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
         options = {"do_sample": True, "temperature": sampling.temperature, "min_p": sampling.min_p, "top_k": 0}
+
+    def check_logits(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not logits.amax(dim=-1).isfinite().all():
+            where = f"its logits for position {token_ids.shape[1]} are not finite"
+            raise ModelError(f"model {target.files.name}: {where}; its weights are damaged, or outgrow the dtype")
+        return logits
+
     texts: list[Text] = []
     for start in track(range(0, len(prompts), BATCH_SIZE), "own texts", transient=True):
         batch = torch.tensor(prompts[start : start + BATCH_SIZE], device=target.device)  # [batch, num_prompt_tokens]
@@ -101,6 +108,7 @@ def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingP
             min_new_tokens=sampling.max_tokens,
             max_new_tokens=sampling.max_tokens,
             repetition_penalty=sampling.repetition_penalty,
+            logits_processor=[check_logits],
             **options,
         )
         texts += [Text(token_ids, batch.shape[1] - 1) for token_ids in outputs.tolist()]

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from worker.drafters.tokenswift.heads import head_states, save_heads
 from worker.model.files import locate_model
+from worker.target.finite import check_loss
 from worker.target.target import TargetModel
 from worker.training.heads.accuracy import chunk_rows, head_accuracy
 from worker.training.heads.recipe import HeadRecipe
@@ -95,6 +96,7 @@ def run_steps(
             drawn = torch.randint(len(states.rows), (recipe.num_step_rows,), generator=generator)
             rows = states.rows[drawn]
             losses = accumulate_gradients(target, weight, states, rows, soft_labels=recipe.num_own_texts > 0)
+            check_loss(step, sum(losses))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             scheduler.step()

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from worker.target.finite import check_loss
 from worker.training.card import write_card
 from worker.training.corpus import WindowSampler, encode_books, read_books
 from worker.training.target.evaluate import evaluate_target
@@ -90,6 +91,7 @@ def run_phases(
         def steps(phase: Phase) -> Iterator[StepRecord]:
             for _ in range(phase.num_steps):
                 loss = add_gradients(phase)
+                check_loss(state.step + 1, loss)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
                 for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                     optimizer.step()
