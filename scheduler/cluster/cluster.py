@@ -101,6 +101,11 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
     except KeyboardInterrupt:
         _end_without_ray(INTERRUPTED)  # it may be starting still, in its thread
         raise
+    except UnicodeEncodeError:  # Ray keeps the command's words and the working folder's name
+        raise ClusterError(
+            "Ray takes names in UTF-8 alone, and one in this command or of the folder it was given in is none; "
+            "rename that folder or file"
+        ) from None
     except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster answers at {address}" if embedded is None else "an embedded Ray does not start"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.cluster import embedded_ray
+from scheduler.cluster import cluster, embedded_ray
 from scheduler.cluster.cluster import ClusterError, connect
 from scheduler.cluster.embedded_ray import EmbeddedRay
 
@@ -66,3 +66,10 @@ def test_where_the_temporary_folder_is_not_there_one_line_says_so(place: Path, m
     monkeypatch.setenv("RAY_TMPDIR", f"{place}x")
     with pytest.raises(ClusterError, match=rf"cannot make {place}x/.*: No such file or directory; set RAY_TMPDIR"):
         connect(None, 1).__enter__()
+
+
+def test_names_that_ray_cannot_take_are_told_of_and_leave_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_start", lambda *_: "a\udcff".encode())  # what it does with its own command line
+    with pytest.raises(ClusterError, match=r"Ray takes names in UTF-8 alone, .* rename that folder or file"):
+        connect(None, 1).__enter__()
+    assert list(place.iterdir()) == []

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from scheduler import __main__ as command_process
 from scheduler.process import interruption
 from scheduler.process.interruption import call_interruptibly, held, interrupt_on_signals
 
@@ -107,6 +108,18 @@ def test_handlers_that_a_call_sets_below_python_go_with_it() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
+def test_an_interruption_that_python_has_wrapped_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr("scheduler.cli.main", command)
+    monkeypatch.setattr(command_process, "_end_interrupted", lambda: None)
+    command_process.main()
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 STUCK = """
 import signal, time
 from scheduler.process import interruption
@@ -128,7 +141,7 @@ def test_a_process_that_takes_no_notice_is_ended_by_the_next_signal() -> None:
 
 WAITING = """
 import sys, threading
-from scheduler.interruption import call_interruptibly
+from scheduler.process.interruption import call_interruptibly
 call_interruptibly(lambda: print("begun", flush=True) or sys.stdin.readline() and None, threading.Event())
 """
 
