@@ -64,13 +64,14 @@ def refusal(folder: Path, load: bool = True) -> str:
 
 def test_a_folder_that_is_whole_loads(folder: Path) -> None:
     change(folder / "config.json", return_dict=False, output_hidden_states=True, attn_implementation="none-of-ours")
-    assert compare(TargetModel.load(locate_model(str(folder)), "float32", "cpu"), num_rows=40).agrees
+    target = TargetModel.load(locate_model(str(folder)), "float32", "cpu")
+    assert compare(target, num_rows=40).agrees
+    assert not target.model.config.output_hidden_states  # every layer's would be kept in every forward
 
 
-def test_constants_that_older_files_hold_are_no_strangers(folder: Path) -> None:
-    change_weights(
-        folder, lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    )
+@pytest.mark.parametrize("name", ["self_attn.rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"])
+def test_constants_that_older_files_hold_are_no_strangers(folder: Path, name: str) -> None:
+    change_weights(folder, lambda weights: weights.update({f"model.layers.0.{name}": torch.ones(4)}))
     assert compare(TargetModel.load(locate_model(str(folder)), "float32", "cpu"), num_rows=40).agrees
 
 
