@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,6 +68,12 @@ def num_tokens(run: Path, pid: int) -> int:
     return 0 if beat is None else beat.num_generated_tokens
 
 
+def is_ignored(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return bool(mask >> (number - 1) & 1)
+
+
 def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": 300})
     alive = {"state": "running", "updated": time.time(), "driver_host": "elsewhere", "driver_pid": 1}
@@ -98,6 +105,19 @@ def test_a_command_that_was_started_without_streams_does_its_work(tmp_path: Path
     assert (tmp_path / "run/output.jsonl").exists()
 
 
+FIRST_FREE = """
+import os, sys, types
+from scheduler.__main__ import main
+sys.modules["scheduler.cli"] = types.SimpleNamespace(main=lambda: sys.exit(os.open(os.devnull, os.O_RDONLY)))
+main()
+"""
+
+
+def test_nothing_that_a_command_opens_takes_the_place_of_a_closed_stream() -> None:
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", FIRST_FREE]
+    assert subprocess.run(closed, check=False, timeout=DEADLINE_SECONDS).returncode > 2
+
+
 def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_path: Path, tiny_model: Path) -> None:
     run, jobs = tmp_path / "run", tmp_path / "jobs.jsonl"
     jobs.write_text(json.dumps(JOB | {"custom_id": "a"}) + "\n")
@@ -114,6 +134,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
             assert time.monotonic() < deadline
             assert terminal.process.poll() is None
             time.sleep(0.05)
+        assert is_ignored(pid, signal.SIGHUP)  # a drain takes a moment, too
         os.kill(pid, signal.SIGTERM)
         assert terminal.process.wait(DEADLINE_SECONDS) == 130
     beat = newest_beat(run, pid)

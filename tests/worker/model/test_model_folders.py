@@ -159,8 +159,10 @@ def test_weights_of_numbers_that_are_no_floats_are_refused(folder: Path, dtype: 
     assert f"{WEIGHTS} has {NAME} as " in refusal(folder, load=False)
 
 
-@pytest.mark.parametrize("name", ["absent.safetensors", "../model.safetensors"])
+@pytest.mark.parametrize("name", ["absent.safetensors", "inner/model.safetensors"])
 def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, name: str) -> None:
+    (folder / "inner").mkdir()
+    (folder / "inner" / WEIGHTS).write_bytes(b"")
     (folder / WEIGHTS).rename(folder / "model-1.safetensors")
     write(folder / INDEX_FILE, {"weight_map": {NAME: name, "other": "model-1.safetensors"}})
     assert f"names {name}, which is no file of this folder" in refusal(folder, load=False)
