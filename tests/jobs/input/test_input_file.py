@@ -84,7 +84,7 @@ def test_standard_input_and_a_named_pipe_are_read(
 
 
 def test_what_a_shell_puts_in_place_of_a_file_is_read() -> None:
-    program = "import sys; from jobs.reader import read_jobs; print(len(read_jobs(sys.argv[1], 1)[0]))"
+    program = "import sys; from jobs.input.reader import read_jobs; print(len(read_jobs(sys.argv[1], 1)[0]))"
     script = f'"{sys.executable}" -c "$0" - < "$1" && "{sys.executable}" -c "$0" <(cat "$1")'
     demo = str(ROOT / "k8s/overlays/cpu-demo/demo-jobs/jobs.jsonl")
     done = subprocess.run(

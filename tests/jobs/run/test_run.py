@@ -183,7 +183,7 @@ def test_opening_a_local_run_takes_no_heavy_import(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     run.write_progress(PROGRESS)
     program = (
-        "import sys; from jobs.run import Run; run = Run.open(sys.argv[1]); run.progress(); run.finished()\n"
+        "import sys; from jobs.run.run import Run; run = Run.open(sys.argv[1]); run.progress(); run.finished()\n"
         "print({'pyarrow', 'numpy', 'torch', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program, run.store.uri]

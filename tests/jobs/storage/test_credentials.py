@@ -40,7 +40,7 @@ def test_credentials_are_not_shown(uri: str) -> None:
 
 def test_an_object_store_that_does_not_answer_is_one_line_without_credentials() -> None:
     program = (
-        "import sys; from jobs.retries import NO_RETRIES; from jobs.store import Store, StoreError\n"
+        "import sys; from jobs.storage.retries import NO_RETRIES; from jobs.storage.store import Store, StoreError\n"
         "try: Store(sys.argv[1], NO_RETRIES).write('a', b'x')\n"
         "except StoreError as error: print(error)"
     )

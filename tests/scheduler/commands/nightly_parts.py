@@ -13,7 +13,7 @@ from pathlib import Path
 def held_elsewhere(runs: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the runs, until its input ends."""
     program = (
-        "import sys; from jobs.store import Store; from scheduler.nightly_hold import hold\n"
+        "import sys; from jobs.storage.store import Store; from scheduler.runs.nightly_hold import hold\n"
         "with hold(Store(sys.argv[1]), False): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(runs)]
