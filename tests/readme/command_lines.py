@@ -1,4 +1,4 @@
-"""The `swiftbatch` lines of a page, and how the command line reads them."""
+"""The pages for users, their parts and their `swiftbatch` lines, and how the command line reads these."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests import ROOT
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"(?:^|(?<!-n)\s)swiftbatch ([a-z].*)")  # `-n swiftbatch` is kubectl's namespace
+PAGES = ("README.md", "k8s/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 SHELL_WORDS = {"|", ">", ">>", "<", "&&", ";", "&"}
 
 
@@ -49,6 +50,11 @@ def commands(text: str) -> list[list[str]]:
     code = [*spans(text), *(line for block in blocks(text) for line in block.splitlines())]
     found = [words_of(match[1]) for line in code if (match := COMMAND.search(line))]
     return [list(words) for words in dict.fromkeys(map(tuple, found))]
+
+
+def all_commands() -> list[list[str]]:
+    """The commands of all pages, once each."""
+    return [list(words) for words in dict.fromkeys(tuple(words) for path in PAGES for words in commands(page(path)))]
 
 
 def words_of(command: str) -> list[str]:

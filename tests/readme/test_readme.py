@@ -1,4 +1,4 @@
-"""The map has every folder; the README's links lead somewhere, and its pictures are there."""
+"""The map has every folder; the pages' links and paths lead somewhere, and their pictures are there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from metrics.discovery import PATH
-from tests.readme.command_lines import ROOT, page, section, table
+from tests.readme.command_lines import FENCE, PAGES, ROOT, page, section, spans, table
 
 README = page("README.md")
 STRUCTURE = page("docs/structure.md")
 ROOMS = ("jobs", "worker", "scheduler", "metrics")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#:]*)(?:#([^):]+))?\)")  # path and heading, of which one may be missing
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
+IN_THE_TREE = re.compile(rf"(?:{'|'.join(ROOMS)}|docs|k8s|tests)/[\w./*-]*")
 
 
 def test_the_map_has_every_folder_and_no_file_that_is_not_there() -> None:
@@ -22,22 +27,63 @@ def test_the_map_has_every_folder_and_no_file_that_is_not_there() -> None:
     assert all((ROOT / folder).is_dir() for folder in named)
 
 
-def test_the_pages_and_addresses_that_are_named_exist() -> None:
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / link).exists(), link
-    headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors
-    watching = section(README, "Watching a run")
+def missing_files(text: str) -> list[str]:
+    """The files that a map names and that are not there; one without a folder lies in the folder named last."""
+    folder, missing = ROOT, []
+    for name in spans(text):
+        path = ROOT / name if "/" in name else folder / name
+        if re.fullmatch(r"[\w/]+\.(?:py|yml)", name) and not path.is_file():
+            missing.append(name)
+        if "/" in name:
+            folder = path if name.endswith("/") else path.parent
+    return missing
+
+
+def test_the_files_of_the_map_are_where_it_says() -> None:
+    assert missing_files(STRUCTURE) == []
+    assert len(re.findall(r"`[\w/]+\.py`", STRUCTURE)) > 40
+    text = "`jobs/`: `job.py`, `worker/engine.py`, `job.py`; `jobs/reader.py`; `jobs/run/` has `run.py`"
+    assert missing_files(text) == ["job.py", "jobs/reader.py"]
+
+
+def test_the_first_pages_are_short() -> None:
+    assert len(README.splitlines()) <= 300
+    assert len(STRUCTURE.splitlines()) <= 80
+    steps = [
+        re.findall(r"^(\d+)\. ", section(STRUCTURE, f"The way of a {what}"), re.MULTILINE) for what in ("job", "token")
+    ]
+    assert [len(each) for each in steps] == [8, 6]
+
+
+def anchors(text: str) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_the_pages_files_and_pictures_that_are_named_exist(path: str) -> None:
+    text = page(path)
+    for name, anchor in LINK.findall(text):
+        target = (ROOT / path).parent / name if name else ROOT / path
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), anchor
+    for name in filter(IN_THE_TREE.fullmatch, spans(text)):
+        assert list(ROOT.glob(name)), name
+    for words, picture in PICTURE.findall(text):
+        assert len(words) >= 10
+        assert ((ROOT / path).parent / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_leads_to_every_page_once_and_shows_two_pictures() -> None:
+    assert sorted(name for name, _ in LINK.findall(README) if name) == sorted(set(PAGES) - {"README.md"})
+    assert len(PICTURE.findall(README)) == 2
+
+
+def test_how_to_watch_a_run_names_the_address_and_the_lists() -> None:
+    watching = page("docs/watching.md")
     assert f"http://DRIVER:9400{PATH}" in watching
-    assert {"scheduler/display/EVENTS.md", "metrics/REFERENCE.md"} <= set(re.findall(r"\]\(([^)]+)\)", watching))
-
-
-def test_the_two_pictures_are_shown() -> None:
-    pictures = re.findall(r"!\[[^\]]{10,}\]\((\S+\.png)\)", README)
-    assert len(pictures) == 2
-    for picture in pictures:
-        assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+    assert {"../scheduler/display/EVENTS.md", "../metrics/REFERENCE.md"} <= {name for name, _ in LINK.findall(watching)}
 
 
 def test_no_large_file_but_the_weights_is_tracked() -> None:

@@ -1,4 +1,4 @@
-"""Every command that a README shows is one that can be given; those of the tour are given, and show what it shows."""
+"""Every command that a page shows is one that can be given; those of the tour are given, and show what it shows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from ray.scripts.scripts import cli as ray_cli
@@ -21,12 +22,26 @@ from scheduler.display.events import WorkerReady
 from scheduler.display.summary import summary_line
 from tests.jobs.run.run_parts import PROGRESS
 from tests.k8s.kubernetes_parts import OVERLAYS, render
-from tests.readme.command_lines import ROOT, blocks, commands, is_name, options, page, section, spans
+from tests.readme.command_lines import (
+    PAGES,
+    ROOT,
+    all_commands,
+    blocks,
+    commands,
+    is_name,
+    options,
+    page,
+    section,
+    spans,
+    table,
+)
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+from worker.bench.decode.decode import DecodeBenchOptions
 
 README = page("README.md")
 KUBERNETES = page("k8s/README.md")
-CODE = "\n".join([*spans(README), *blocks(README)])
+BLOCKS = [block for path in PAGES for block in blocks(page(path))]
+CODE = "\n".join([*(span for path in PAGES for span in spans(page(path))), *BLOCKS])
 TOUR = section(README, "Five minutes")
 NUM_TOKENS = 40  # of a job, in place of the tour's
 CHANGING = re.compile(r"run-[\w-]+|\d[\d,.:]*")
@@ -42,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [*commands(README), *commands(KUBERNETES)], ids=" ".join)
+@pytest.mark.parametrize("words", all_commands(), ids=" ".join)
 def test_the_command_line_takes_every_command(words: list[str], folder: Path) -> None:
     assert is_name(words) or options(words) is not None
 
@@ -51,7 +66,31 @@ def test_commands_are_found_in_all_places_where_they_stand() -> None:
     found = {words[0] for words in commands(README)}
     assert found == main.commands.keys()
     assert {"status", "results"} <= {words[0] for words in commands(KUBERNETES)}
-    assert len(commands(README)) > 40
+    assert len(all_commands()) > 50
+    assert all(commands(page(f"docs/{name}.md")) for name in ("durability", "engines", "models", "speed", "watching"))
+
+
+def leaves(command: click.Command, words: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    """The commands below a group, each as the words that lead to it."""
+    if not isinstance(command, click.Group):
+        return {words}
+    return {leaf for name, below in command.commands.items() for leaf in leaves(below, (*words, name))}
+
+
+def test_every_command_is_shown() -> None:
+    shown = {tuple(words[:length]) for words in all_commands() for length in (1, 2, 3)}
+    assert len(leaves(main)) > 15
+    assert leaves(main) - shown == set()
+
+
+def test_the_engines_of_submit_and_those_for_comparison_are_listed() -> None:
+    listed = table(README, "engine"), table(page("docs/engines.md"), "variant")
+    engines, variants = ({row[0].split("`")[1] for row in rows} for rows in listed)
+    (option,) = [each for each in main.commands["submit"].params if each.name == "engine"]
+    assert isinstance(option.type, click.Choice)
+    assert set(option.type.choices) - variants == engines
+    assert len(engines) <= 8
+    DecodeBenchOptions(engines=tuple(engines | variants), positions=(64,))  # takes every name
 
 
 def test_a_command_with_a_wrong_option_is_refused() -> None:
@@ -153,7 +192,7 @@ def test_pytest_and_promtool_find_the_files_that_are_named() -> None:
 
 
 def test_ray_takes_the_commands_that_make_a_cluster() -> None:
-    found = [line for block in blocks(README) for line in block.splitlines() if line.startswith("ray ")]
+    found = [line for block in BLOCKS for line in block.splitlines() if line.startswith("ray ")]
     assert len(found) == 2
     for line in found:
         words = shlex.split(line, comments=True)[1:]
@@ -162,7 +201,7 @@ def test_ray_takes_the_commands_that_make_a_cluster() -> None:
 
 
 def test_kubectl_finds_the_objects_and_folders_that_are_named() -> None:
-    code = "\n".join([*blocks(KUBERNETES), *blocks(README)])
+    code = "\n".join(BLOCKS)
     folders = set(re.findall(r"(?:kubectl apply -k|cd) (\S+)", code))
     assert folders
     assert all((ROOT / folder / "kustomization.yaml").is_file() for folder in folders)
@@ -176,6 +215,6 @@ def test_kubectl_finds_the_objects_and_folders_that_are_named() -> None:
 
 
 def test_docker_finds_the_targets_that_are_named() -> None:
-    named = set(re.findall(r"docker build --target (\w+)", "\n".join(blocks(KUBERNETES))))
+    named = set(re.findall(r"docker build --target (\w+)", CODE))
     assert named == {"cpu", "cuda"}
     assert named <= set(re.findall(r"^FROM \S+ AS (\w+)$", page("Dockerfile"), re.MULTILINE))

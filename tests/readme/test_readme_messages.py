@@ -1,4 +1,4 @@
-"""The messages that the README explains are those that the code says."""
+"""The messages that are explained are those that the code says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.readme.command_lines import ROOT, page, table
 
-MESSAGES = [row[0].strip("`") for row in table(page("README.md"), "it says")]
+MESSAGES = [row[0].strip("`") for row in table(page("docs/messages.md"), "it says")]
 GAP = "\0"  # where an f-string has a value
 
 

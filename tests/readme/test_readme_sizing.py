@@ -1,4 +1,4 @@
-"""The sizes and requests that the README tells are those of the code."""
+"""The sizes and requests that the pages tell are those of the code."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ from worker.exactness.doctor import NUM_PROBED_ROWS
 from worker.model.files import EMBEDDED
 from worker.session.checkpointing import MAX_SEGMENT_BYTES
 
-README = page("README.md")
-SIZING = section(README, "Sizing")
+SIZING = page("docs/sizing.md")
 PROSE = " ".join(SIZING.split())
 LENGTH = 100_000
 
@@ -169,5 +168,5 @@ def test_the_example_follows_from_the_table() -> None:
 
 
 def test_doctor_probes_the_rows_that_the_text_says() -> None:
-    promise = " ".join(section(README, "How the tokens stay the same").split())
+    promise = " ".join(section(page("README.md"), "How the tokens stay the same").split())
     assert f"no bit of {NUM_PROBED_ROWS:,} random rows" in promise
