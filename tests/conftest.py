@@ -16,9 +16,11 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-if name := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1: a core each, also for the processes that tests start
+# gw0 and gw1 have a core each, also for what they start; a further one fills the gaps on all of them
+if name := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(name[2:]) % len(cores)]})
+    number = int(name[2:])
+    os.sched_setaffinity(0, {cores[number]} if number < len(cores) else set(cores))
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ from worker.model.files import DRAFT_FOLDER, ModelFiles, locate_model
 from worker.target.target import TargetModel
 from worker.training.target.tokenizer import train_tokenizer
 
-NUM_THREADS = min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
+NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -90,18 +88,18 @@ def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_n
     assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]
 
 
-def interrupted(plain: Plain, engine_name: str, setting: str, num_tokens: int) -> Iterator[Sequence]:
-    """Fresh sequences that recovered the first `num_tokens` tokens of the undisturbed run."""
-    for sequence, output in zip(plain.sequences(setting), plain.outputs(setting), strict=True):
+def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> list[Sequence]:
+    """Fresh sequences that recovered so many tokens each of the undisturbed run."""
+    sequences = plain.sequences(setting)
+    for sequence, output, num_tokens in zip(sequences, plain.outputs(setting), nums_tokens, strict=True):
         sequence.extend(output[:num_tokens])
-        yield sequence
+    return sequences
 
 
 @pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", HARDEST)])
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
-    for num_tokens in (1, 41, NUM_TOKENS - 1):
-        sequences = list(interrupted(plain, engine_name, setting, num_tokens))
-        assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
+    sequences = interrupted(plain, setting, (1, 41, NUM_TOKENS - 1))
+    assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
 
 
 def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
@@ -112,12 +110,12 @@ def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
         engine.step()
     state = engine.drafter.state(first)
     assert state
-    sequences = list(interrupted(plain, "token-recycling", "sampled", 50))
+    sequences = interrupted(plain, "sampled", (50, 50, 50))
     assert decode(plain.target, "token-recycling", sequences, state) == plain.outputs("sampled")
 
 
 def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) -> None:
-    [sequence, *_] = interrupted(plain, "suffix", "greedy", NUM_TOKENS)
+    [sequence, *_] = interrupted(plain, "greedy", (NUM_TOKENS,) * 3)
     assert decode(plain.target, "suffix", [sequence]) == plain.outputs("greedy")[:1]
     assert sequence.finish_reason == "length"
 
@@ -130,7 +128,7 @@ def test_every_engine_gives_plain_decoding_s_2000_tokens_killed_and_resumed(
     long_plain: Plain, engine_name: str, setting: str
 ) -> None:
     assert decode(long_plain.target, engine_name, long_plain.sequences(setting)) == long_plain.outputs(setting)
-    resumed = list(interrupted(long_plain, engine_name, setting, 1234))
+    resumed = interrupted(long_plain, setting, (1234, 1234, 1234))
     assert decode(long_plain.target, engine_name, resumed) == long_plain.outputs(setting)
 
 

@@ -44,7 +44,10 @@ def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
     assert moved[0]["num_recovered_tokens"] == moved[0]["num_reported_tokens"] > 0
 
 
-def test_a_job_that_is_nearly_done_stays_where_it_is(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_job_that_is_nearly_done_stays_where_it_is(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 1000.0)  # however slow the machine is
     run, counters = make_run(tmp_path / "run", {"long-1": 300, "long-2": 290, "a": 50, "b": 40}), DriverCounters()
     assert make_driver(run, cluster, RecordingDisplay(), slots=2, counters=counters).run() == "finished"
     assert counters.num_preemptions == {}
