@@ -63,7 +63,7 @@ class WorkerActor:
 
     def start(self) -> WorkerInfo:
         """Load the model. A method of its own, so that its error arrives as the error it is."""
-        from scheduler.cluster.remote import own_node_id  # which knows this class
+        import ray
 
         spec = self._spec
         if spec.log_folder is not None:
@@ -73,7 +73,8 @@ class WorkerActor:
         self._session: Session = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
         session = self._session
         signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
-        return WorkerInfo(socket.gethostname(), os.getpid(), session.metrics_address, own_node_id(), session.numerics)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return WorkerInfo(socket.gethostname(), os.getpid(), session.metrics_address, node_id, session.numerics)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, and run for about `seconds`."""

@@ -40,13 +40,6 @@ def _actor_class() -> Any:
     return ray.remote(WorkerActor)
 
 
-def own_node_id() -> str:
-    """Ray's id of the node that this process runs on."""
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id())
-
-
 def wait(calls: list[Any], seconds: float) -> list[Any]:
     """The calls that have ended, after at most `seconds`."""
     import ray
