@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from worker.session.work import WorkReport
 
+STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
+
 # Handles and references stay `Any`: Ray's types know those of decorated classes only.
 
 
@@ -51,14 +53,12 @@ def wait(calls: list[Any], seconds: float) -> list[Any]:
 
 
 def answer(call: Any) -> WorkerInfo | WorkReport:
-    """The answer of a call that has ended. Raises WorkerLostError, or StoreError if the store failed the worker."""
+    """The answer of a call that has ended. Raises WorkerLostError."""
     import ray
 
     try:
         result: WorkerInfo | WorkReport = ray.get(call)
     except ray.exceptions.RayError as error:
-        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, StoreError):
-            raise StoreError(str(error.cause)) from None
         raise WorkerLostError(*_explain(error)) from error
     return result
 
@@ -78,6 +78,8 @@ def _explain(error: RayError) -> tuple[str, str]:
         cause = error.cause
         if isinstance(cause, ModelError):
             return "model_refused", str(cause)
+        if isinstance(cause, StoreError):
+            return STORE_FAILED, str(cause)
         return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
     if isinstance(error, RayActorError) and error.preempted:
         return "node_drained", "its node was drained"

@@ -8,25 +8,20 @@ from __future__ import annotations
 import contextlib
 import time
 
-from jobs.checkpoints.store import CheckpointStore
 from jobs.run.records import RunState
 from jobs.run.run import Run, RunError, WorkerStatus
 from jobs.storage.store import Store, StoreError
-from metrics.counters import DriverCounters
 from scheduler.cluster.actors import WorkerInfo
 from scheduler.cluster.watch import ClusterLostError
-from scheduler.display.display import Display
-from scheduler.display.events import DriverStarted, RunStopping
+from scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from scheduler.driver.census import Census
+from scheduler.driver.context import Context
 from scheduler.driver.dispatch import Dispatcher
-from scheduler.driver.draining import Draining
-from scheduler.driver.fleet import Event, Fleet, Lost, Worker
+from scheduler.driver.fleet import Event, Lost, Worker
 from scheduler.driver.heartbeat import Heartbeat
 from scheduler.driver.hold import Hold
 from scheduler.driver.intake import Intake
-from scheduler.driver.job_queue import JobQueue
 from scheduler.driver.settlement import Settlement
-from scheduler.driver.speed import Speed
 from worker.model.files import ModelError
 
 WAIT_SECONDS = 0.2
@@ -41,33 +36,14 @@ class DriverError(RuntimeError):
 class Driver:
     """Runs the jobs of one run to their end."""
 
-    def __init__(
-        self,
-        run: Run,
-        hold: Hold,
-        queue: JobQueue,
-        fleet: Fleet,
-        display: Display,
-        counters: DriverCounters,
-        *,
-        num_workers: int,
-        num_slots: int,
-        grace_seconds: float = 20.0,
-    ) -> None:
-        self._run = run
+    def __init__(self, context: Context, hold: Hold) -> None:
+        self._context = context
         self._hold = hold
-        self._queue = queue
-        self._fleet = fleet
-        self._display = display
-        self._counters = counters
-        self._num_workers = num_workers
-        self._grace_seconds = grace_seconds
-        self._dispatcher = Dispatcher(queue, fleet, CheckpointStore(run.store), display, num_workers, num_slots)
-        self._speed = Speed(time.monotonic())
-        self._settlement = Settlement(run, queue, counters, display)
-        self._intake = Intake(queue, fleet, self._settlement, display, self._speed, counters)
-        self._census = Census(counters, queue, fleet)
-        self._draining = Draining(fleet, display, grace_seconds)
+        self._run, self._queue, self._fleet = context.run, context.queue, context.fleet
+        self._settlement = Settlement(context)
+        self._intake = Intake(context, self._settlement)
+        self._dispatcher = Dispatcher(context)
+        self._census = Census(context)
         self._num_rejects = 0
         self._is_stopping = False
 
@@ -88,11 +64,11 @@ class Driver:
             self._hold.stop_beating()
             self._beat("running")
             epoch = self._hold.epoch
-            self._display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
+            self._context.display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
             while self._queue.num_unfinished and not self._is_stopping:
                 self._step()
             if self._queue.num_unfinished:
-                self._display.note(RunStopping())
+                self._context.display.note(RunStopping())
                 self._drain_all("driver_stopped")
             state = self._write_output()
         except ClusterLostError:
@@ -115,11 +91,12 @@ class Driver:
         now = time.monotonic()
         if self._heartbeat.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
-            self._settlement.take_cancel_requests({j for worker in self._fleet.workers for j in worker.job_ids})
-        self._draining.mark_leaving()
-        self._draining.go_on()
-        self._fleet.fill(min(self._num_workers, self._queue.num_unfinished), now)
-        self._dispatcher.order_move(self._speed.tokens_per_second(now))
+            self._settlement.take_cancel_requests()
+        for worker, seconds in self._fleet.leaving():
+            self._context.display.note(WorkerStopping(worker.id, "node_drained"))
+            worker.begin_drain("node_drained", min(self._context.grace_seconds, seconds))
+        self._fleet.fill(min(self._context.num_workers, self._queue.num_unfinished), now)
+        self._dispatcher.order_move(now)
         self._dispatcher.hand_out(now)
         events = self._fleet.wait(WAIT_SECONDS, now)
         for event in events:
@@ -130,10 +107,11 @@ class Driver:
 
     def _drain_all(self, reason: str) -> None:
         """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
-        self._draining.mark_all(reason)
-        last = time.monotonic() + self._grace_seconds + DRAIN_SLACK_SECONDS
-        while any(worker.job_ids for worker in self._fleet.workers) and (now := time.monotonic()) < last:
-            self._draining.go_on()
+        for worker in self._fleet.workers:
+            worker.begin_drain(reason, self._context.grace_seconds)
+        last = time.monotonic() + self._context.grace_seconds + DRAIN_SLACK_SECONDS
+        while self._queue.counts()["running"] and (now := time.monotonic()) < last:
+            self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):
                 self._intake.take_in(event)
             if self._heartbeat.is_due(now):
@@ -166,25 +144,24 @@ class Driver:
     def _beat(self, state: RunState) -> None:
         """Show how the run stands, here and in the run folder. Raises RunTakenError if the run is no longer ours."""
         self._hold.epoch.check()
-        queue, at_risk = self._queue, self._intake.tokens_at_risk()
+        at_risk = self._intake.tokens_at_risk()
         if state != "running":
-            queue.stop_running()
+            self._queue.stop_running()
         self._census.take(time.monotonic())
-        speed = self._speed.tokens_per_second(time.monotonic())
+        speed, counters = self._fleet.speed.tokens_per_second(time.monotonic()), self._context.counters
         workers = tuple(self._status(worker, worker.info) for worker in self._fleet.workers if worker.info is not None)
-        progress = self._heartbeat.beat(state, queue, at_risk, speed, workers, self._counters)
-        self._counters.eta_seconds = progress.eta_seconds
-        self._display.update(progress)
+        progress = self._heartbeat.beat(state, self._queue, at_risk, speed, workers, counters)
+        counters.eta_seconds = progress.eta_seconds
+        self._context.display.update(progress)
 
     def _status(self, worker: Worker, info: WorkerInfo) -> WorkerStatus:
-        records = [self._queue.record(job_id) for job_id in sorted(worker.job_ids)]
-        counters = self._counters.by_worker.get(worker.id)
+        counters = self._context.counters.by_worker.get(worker.id)
         return WorkerStatus(
             id=worker.id,
             host=info.host,
             pid=info.pid,
             node_id=info.node_id,
-            jobs=tuple(record.job.custom_id for record in records if record is not None),
+            jobs=tuple(record.job.custom_id for record in self._queue.held_by(worker.id)),
             metrics_address=info.metrics_address,
             tokens_per_second=round(worker.speed.tokens_per_second(time.monotonic()), 2),
             last_checkpoint=None if counters is None else counters.last_checkpoint,

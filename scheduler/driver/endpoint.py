@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jobs.run.run import Run
 from metrics import discovery
-from metrics.counters import DriverCounters
 from metrics.endpoint import METRICS_PATH, serve
 from metrics.exporter import DriverCollector, Labels, registry_of
-from scheduler.display.display import Display
 from scheduler.display.events import MetricsServed
+from scheduler.driver.context import Context
 from scheduler.driver.fleet import Fleet
 from worker.config import EngineConfig
 
 
 @contextmanager
-def served_metrics(
-    run: Run, fleet: Fleet, config: EngineConfig, counters: DriverCounters, port: int, display: Display
-) -> Iterator[None]:
+def served_metrics(context: Context, config: EngineConfig, port: int) -> Iterator[None]:
     """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
-    run_uri = run.store.uri if run.store.is_local else run.store.shown_uri  # an object store's may hold credentials
+    store, fleet = context.run.store, context.fleet
+    run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials
     pages = {discovery.PATH: lambda own_address: discovery.document([own_address, *_addresses(fleet)], run_uri)}
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
-    address, stop = serve(registry_of(DriverCollector(counters, labels)), port, pages)
-    display.note(MetricsServed(address, _discovery(address)))
+    address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages)
+    context.display.note(MetricsServed(address, _discovery(address)))
     try:
         yield
     finally:

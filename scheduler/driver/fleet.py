@@ -1,13 +1,13 @@
-"""The workers of a run: started, waited for, replaced when lost. Knows nothing of what a job is."""
+"""The workers of a run: started, waited for, replaced when lost. Which of them has which job, the queue knows."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jobs.storage.store import StoreError
 from scheduler.cluster import remote
 from scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from scheduler.driver.speed import Speed
@@ -25,15 +25,13 @@ LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of
 
 @dataclass(eq=False)
 class Worker:
-    """One worker and the jobs it has. `call` is its outstanding call; a worker without one is idle."""
+    """One worker and what it is to be told. `call` is its outstanding call; a worker without one is idle."""
 
     id: str
     actor: Any  # handle of a WorkerActor; Ray's types know handles of decorated classes only
     call: Any  # reference to a WorkerInfo or a WorkReport, or None
     info: WorkerInfo | None = None  # None until it has started
-    job_ids: set[str] = field(default_factory=set)
-    cancelled_ids: set[str] = field(default_factory=set)  # to be dropped at the next call
-    released_ids: set[str] = field(default_factory=set)  # to be handed back, until the next report
+    orders: Orders = field(default_factory=Orders)  # beside new jobs; they stand until its next report
     patience: float = math.inf  # until its call is answered; a start takes as long as it takes
     silent_since: float = 0.0  # on the fleet's clock
     drain_reason: str | None = None  # why it takes no more work: a word for the metrics
@@ -45,9 +43,22 @@ class Worker:
         return self.call is None
 
     @property
-    def takes_work(self) -> bool:
-        """Whether it has started, and is to go on."""
-        return self.info is not None and self.drain_reason is None
+    def state(self) -> str:
+        """A word for the metrics; one that is ready takes work."""
+        return "draining" if self.drain_reason else "ready" if self.info else "starting"
+
+    def cancel(self, job_ids: Iterable[str]) -> None:
+        """Have it drop jobs that are no longer its own."""
+        self.orders = replace(self.orders, cancelled=(*self.orders.cancelled, *job_ids))
+
+    def ask_back(self, job_id: str) -> None:
+        """Have it hand a job back."""
+        self.orders = replace(self.orders, released=(*self.orders.released, job_id))
+
+    def begin_drain(self, reason: str, seconds: float) -> None:
+        """Let it take no more work, and hand all jobs back within `seconds`; `reason` is a word for the metrics."""
+        if self.drain_reason is None:
+            self.drain_reason, self.drain_by = reason, time.monotonic() + seconds
 
 
 @dataclass(frozen=True)
@@ -64,22 +75,14 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that is gone: `reason` is a word for the metrics, `message` one line for the user."""
+    """A worker that is gone, as in `WorkerLostError`: a word for the metrics, and one line for the user."""
 
     worker: Worker
     reason: str
     message: str
 
 
-@dataclass(frozen=True)
-class StoreFailed:
-    """A worker that could not read or write the run folder, and is gone; `message` is one line for the user."""
-
-    worker: Worker
-    message: str
-
-
-Event = Started | Reported | Lost | StoreFailed
+Event = Started | Reported | Lost
 
 
 class Fleet:
@@ -96,11 +99,12 @@ class Fleet:
         self._num_created = 0
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a worker that starts sets it back
+        self.speed = Speed(time.monotonic())  # of all workers, the lost ones too
         self.workers: list[Worker] = []
 
     def fill(self, num_workers: int, now: float) -> None:
         """Start workers until there are `num_workers` that stay; after a failed start, wait longer each time."""
-        num_staying = sum(worker.drain_reason is None for worker in self.workers)
+        num_staying = sum(worker.state != "draining" for worker in self.workers)
         for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
             self._num_created += 1
             worker_id = f"w{self._num_created}"
@@ -121,7 +125,7 @@ class Fleet:
             return []
         self._cluster.watch.check()
         draining = self._cluster.watch.draining()
-        staying = [(worker, worker.info) for worker in self.workers if worker.info and worker.drain_reason is None]
+        staying = [(worker, worker.info) for worker in self.workers if worker.info and worker.state == "ready"]
         return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
 
     def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
@@ -129,8 +133,9 @@ class Fleet:
         is_longer = orders.assignments or orders.released
         self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
 
-    def drain(self, worker: Worker, seconds: float) -> None:
-        """Have an idle worker write its checkpoints, in at most `seconds`, and hand its jobs back."""
+    def drain(self, worker: Worker) -> None:
+        """Have an idle worker write its checkpoints, in the time that it is to drain in, and hand its jobs back."""
+        seconds = max(0.0, worker.drain_by - time.monotonic())
         self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
@@ -170,13 +175,13 @@ class Fleet:
             answer = remote.answer(call)
         except remote.WorkerLostError as error:
             return self._lose(worker, error, now)
-        except StoreError as error:
-            self.retire(worker)
-            return StoreFailed(worker, str(error))
         if isinstance(answer, WorkerInfo):
             worker.info = answer
             self.num_failed_starts = 0
             return Started(worker, answer)
+        worker.orders = Orders()
+        for speed in (self.speed, worker.speed):
+            speed.add(answer.num_generated_tokens, time.monotonic())
         return Reported(worker, answer)
 
     def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:

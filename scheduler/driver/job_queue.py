@@ -1,8 +1,8 @@
-"""Which job runs next, and when a job has had its chances. Plain bookkeeping, no Ray and no files."""
+"""Which job runs next, who has it, and when it has had its chances. Plain bookkeeping, no Ray and no files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
 
 from jobs.job import JobRecord
 from scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
@@ -28,6 +28,7 @@ class JobQueue:
         self._num_tokens_left = 0
         self._unfinished: dict[str, UnfinishedJob] = {}
         self._running: dict[str, UnfinishedJob] = {}
+        self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
         self._waiting = WaitingJobs()
 
     def add(self, record: JobRecord, num_generated_tokens: int = 0) -> None:
@@ -43,15 +44,22 @@ class JobQueue:
         self._num_ended[state] += 1
         self._num_generated_tokens += num_generated_tokens
 
-    def take(self, neighbours: Collection[str], now: float) -> JobRecord | None:
-        """Take the longest job that may run now beside `neighbours` (job ids), or None."""
-        if any(self._unfinished[job_id].runs_alone for job_id in neighbours if job_id in self._unfinished):
+    def take(self, worker_id: str, now: float) -> JobRecord | None:
+        """Give a worker the longest job that may run now beside those it has, or None."""
+        held = self._held[worker_id]
+        if any(self._running[job_id].runs_alone for job_id in held):
             return None
-        job = self._waiting.take(bool(neighbours), now)
+        job = self._waiting.take(bool(held), now)
         if job is None:
             return None
+        job.worker_id = worker_id
+        held.add(job.record.job_id)
         self._running[job.record.job_id] = job
         return job.record
+
+    def held_by(self, worker_id: str) -> list[JobRecord]:
+        """The jobs that a worker has: taken for it, and since then not put back or ended."""
+        return [self._running[job_id].record for job_id in sorted(self._held[worker_id])]
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
@@ -62,22 +70,22 @@ class JobQueue:
                 if job.ticket is not None:
                     self._waiting.put(job)
 
-    def finish(self, job_id: str, num_generated_tokens: int) -> bool:
-        """Note a result; False if the job had ended already."""
+    def finish(self, job_id: str, num_generated_tokens: int) -> None:
+        """Note a result."""
         if job := self._unfinished.get(job_id):
             self._set_tokens(job, num_generated_tokens)
-        return self._end(job_id, "finished")
+            self.drop(job_id, "finished")
 
-    def cancel(self, job_id: str) -> bool:
-        """Drop a job; False if it had ended already."""
-        return self._end(job_id, "cancelled")
-
-    def give_up(self, job_id: str) -> bool:
-        """Drop a job that has had its attempts; False if it had ended already."""
-        return self._end(job_id, "failed")
+    def drop(self, job_id: str, state: str) -> None:
+        """Have a job ended, if it had not already: `finished`, `failed` or `cancelled`."""
+        if job := self._unfinished.pop(job_id, None):
+            self._take_back(job)
+            self._waiting.drop(job)
+            self._num_tokens_left -= job.num_left
+            self._num_ended[state] += 1
 
     def lose(self, job_id: str, now: float) -> bool:
-        """Put a job back whose attempt was lost. Returns False if it has no attempt left: then call `give_up`."""
+        """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
         job = self._unfinished[job_id]
         job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
         job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
@@ -143,16 +151,10 @@ class JobQueue:
         self._num_tokens_left += job.num_left - num_left
 
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
-        self._running.pop(job.record.job_id, None)
+        self._take_back(job)
         job.not_before = not_before
         self._waiting.put(job)
 
-    def _end(self, job_id: str, state: str) -> bool:
-        job = self._unfinished.pop(job_id, None)
-        if job is None:
-            return False
-        self._running.pop(job_id, None)
-        self._waiting.drop(job)
-        self._num_tokens_left -= job.num_left
-        self._num_ended[state] += 1
-        return True
+    def _take_back(self, job: UnfinishedJob) -> None:
+        if self._running.pop(job.record.job_id, None):
+            self._held[job.worker_id].remove(job.record.job_id)

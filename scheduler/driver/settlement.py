@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 
 from jobs.checkpoints.store import CheckpointStore
 from jobs.run.results import error_line
-from jobs.run.run import Run
-from metrics.counters import DriverCounters
-from scheduler.display.display import Display
 from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
 from scheduler.driver.backlog import CANCELLED, cancel_job, num_completion_tokens
-from scheduler.driver.job_queue import JobQueue
+from scheduler.driver.context import Context
+from scheduler.driver.fleet import Worker
 
 
 class Settlement:
     """Writes what became of jobs, and keeps queue, counters and display in step with it."""
 
-    def __init__(self, run: Run, queue: JobQueue, counters: DriverCounters, display: Display) -> None:
-        self._run = run
-        self._queue = queue
-        self._counters = counters
-        self._display = display
-        self._checkpoints = CheckpointStore(run.store)
+    def __init__(self, context: Context) -> None:
+        self._run, self._queue = context.run, context.queue
+        self._counters, self._display = context.counters, context.display
+        self._checkpoints = CheckpointStore(context.run.store)
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
@@ -55,20 +50,20 @@ class Settlement:
         num_tokens = self._queue.num_reported_tokens(job_id)
         self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=False))
 
-    def take_cancel_requests(self, held: Collection[str]) -> None:
-        """Cancel what users asked for, except `held` jobs: those wait for their worker's next report."""
+    def take_cancel_requests(self) -> None:
+        """Cancel what users asked for, except jobs that a worker has: those wait for its next report."""
         is_whole_run, requested = self._run.cancel_requests()
         unfinished = set(self._queue.unfinished())
         self._cancelling = unfinished if is_whole_run else requested & unfinished
-        for job_id in self._cancelling.difference(held):
+        for job_id in self._cancelling.difference(record.job_id for record, _ in self._queue.running()):
             self._cancel(job_id)
 
-    def cancel_held(self, job_ids: Collection[str]) -> set[str]:
-        """Cancel those of a worker's jobs that are to be cancelled; returns them, for the worker to drop."""
-        cancelled = self._cancelling.intersection(job_ids)
+    def cancel_held(self, worker: Worker) -> None:
+        """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
+        cancelled = self._cancelling.intersection(record.job_id for record in self._queue.held_by(worker.id))
         for job_id in cancelled:
             self._cancel(job_id)
-        return cancelled
+        worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Count a job whose result is in the run folder."""
@@ -89,7 +84,7 @@ class Settlement:
     def _cancel(self, job_id: str) -> None:
         if record := self._queue.record(job_id):
             cancel_job(self._run, record)
-            self._queue.cancel(job_id)
+            self._queue.drop(job_id, "cancelled")
             self._counters.count_finished(CANCELLED)
             self._display.note(JobCancelled(record.job.custom_id))
 
@@ -97,6 +92,6 @@ class Settlement:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
         if record := self._queue.record(job_id):
             self._run.write_error(job_id, error_line(record, code, message))
-            self._queue.give_up(job_id)
+            self._queue.drop(job_id, "failed")
             self._counters.count_finished("failed")
             self._display.note(JobGivenUp(record.job.custom_id, message))

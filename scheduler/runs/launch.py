@@ -19,6 +19,7 @@ from scheduler.cluster.watch import ClusterLostError
 from scheduler.display.display import Display
 from scheduler.display.job_events import LineDamaged
 from scheduler.driver.backlog import count_jobs, load_queue
+from scheduler.driver.context import Context
 from scheduler.driver.driver import Driver, DriverError
 from scheduler.driver.endpoint import served_metrics
 from scheduler.driver.fleet import DEFAULT_TIMEOUT, Fleet
@@ -110,11 +111,8 @@ def _drive(
     )
     with contextlib.ExitStack() as stack:
         fleet = Fleet(spec, cluster, _worker_timeout(options))
-        if options.metrics_port is not None:
-            stack.enter_context(served_metrics(run, fleet, config, counters, options.metrics_port, display))
-        driver = Driver(
+        context = Context(
             run,
-            hold,
             queue,
             fleet,
             display,
@@ -123,6 +121,9 @@ def _drive(
             num_slots=options.num_slots,
             grace_seconds=options.grace_seconds,
         )
+        if options.metrics_port is not None:
+            stack.enter_context(served_metrics(context, config, options.metrics_port))
+        driver = Driver(context, hold)
         stack.enter_context(held(driver.request_stop))
         return driver.run()
 

@@ -22,9 +22,8 @@ from scheduler.cluster.cluster import Cluster
 from scheduler.driver.census import Census
 from scheduler.driver.endpoint import served_metrics
 from scheduler.driver.fleet import Fleet, Worker
-from scheduler.driver.job_queue import JobQueue
 from tests.jobs.run.run_parts import MANIFEST
-from tests.scheduler.driver.driver_parts import RecordingDisplay
+from tests.scheduler.driver.driver_parts import RecordingDisplay, make_context
 from tests.worker.session.session_parts import claimed, record, session, to_the_end, until
 from worker.config import EngineConfig
 from worker.session.work import Orders
@@ -112,9 +111,9 @@ def test_no_time_is_left_to_tell_before_there_is_a_speed() -> None:
 
 
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (4, "gpu")])
-def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: int, device: str) -> None:
+def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: int, device: str, tmp_path: Path) -> None:
     counters, fleet = DriverCounters(), make_fleet(num_gpus)
-    census = Census(counters, JobQueue(max_attempts=5), fleet)
+    census = Census(make_context(Run.create_or_open(str(tmp_path), MANIFEST), fleet, counters=counters))
     fleet.workers = [started(1), started(2, "node_drained"), Worker("w3", actor=None, call=None)]
     census.take(now=100.0)
     assert counters.workers == {"starting": 1, "ready": 1, "draining": 1}
@@ -142,7 +141,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
         assert group["labels"] == {"run": str(tmp_path / "run")}
         return list(group["targets"])
 
-    with served_metrics(run, fleet, EngineConfig(), DriverCounters(), 0, display):
+    with served_metrics(make_context(run, fleet, display=display), EngineConfig(), 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         assert display.notes[0].endswith(f"http://{address}/sd")
         assert targets() == [address]  # no worker yet; the driver's own is always there
@@ -157,7 +156,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
 def test_the_discovery_names_an_object_store_without_its_credentials(tmp_path: Path) -> None:
     run, display = Run.create_or_open(str(tmp_path / "run"), MANIFEST), RecordingDisplay()
     run.store = Store("s3://KEYID:s3cr%2Ft@bucket/run?region=us-east-1", NO_RETRIES)
-    with served_metrics(run, make_fleet(), EngineConfig(), DriverCounters(), 0, display):
+    with served_metrics(make_context(run, make_fleet(), display=display), EngineConfig(), 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         with urllib.request.urlopen(f"http://{address}/sd", timeout=5) as page:
             [group] = json.load(page)

@@ -18,9 +18,11 @@ from scheduler.cluster.actors import WorkerSpec
 from scheduler.cluster.cluster import Cluster, connect
 from scheduler.display.events import Event
 from scheduler.driver.backlog import load_queue
+from scheduler.driver.context import Context
 from scheduler.driver.driver import Driver
 from scheduler.driver.fleet import DEFAULT_TIMEOUT, Fleet
 from scheduler.driver.hold import Hold
+from scheduler.driver.job_queue import JobQueue
 from tests import ROOT
 from worker.config import EngineConfig
 
@@ -78,6 +80,29 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = 7) -> Run:
     return run
 
 
+def make_context(
+    run: Run,
+    fleet: Fleet,
+    queue: JobQueue | None = None,
+    display: RecordingDisplay | None = None,
+    counters: DriverCounters | None = None,
+    *,
+    workers: int = 1,
+    slots: int = 1,
+    grace: float = 20.0,
+) -> Context:
+    return Context(
+        run,
+        queue or JobQueue(max_attempts=5),
+        fleet,
+        display or RecordingDisplay(),
+        counters or DriverCounters(),
+        num_workers=workers,
+        num_slots=slots,
+        grace_seconds=grace,
+    )
+
+
 def make_driver(
     run: Run,
     cluster: Cluster,
@@ -95,17 +120,9 @@ def make_driver(
     spec = WorkerSpec(
         EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
     )
-    return Driver(
-        run,
-        Hold(run, may_take_over),
-        load_queue(run, attempts),
-        Fleet(spec, cluster, worker_timeout),
-        display,
-        counters or DriverCounters(),
-        num_workers=workers,
-        num_slots=slots,
-        grace_seconds=grace,
-    )
+    hold, fleet = Hold(run, may_take_over), Fleet(spec, cluster, worker_timeout)
+    queue = load_queue(run, attempts)
+    return Driver(make_context(run, fleet, queue, display, counters, workers=workers, slots=slots, grace=grace), hold)
 
 
 def job_id(run: Run, custom_id: str) -> str:

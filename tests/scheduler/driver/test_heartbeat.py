@@ -19,7 +19,7 @@ CLAIM = DriverClaim(host="here", pid=7, driver_id="d", started=1000.0)
 def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> None:
     run, queue = make_run(tmp_path / "run", {"a": 300}), JobQueue(5)
     queue.add(make_record("a"))
-    queue.take([], 0.0)
+    queue.take("w1", 0.0)
     queue.progress(make_record("a").job_id, 3)
     progress = Heartbeat(run, 4, CLAIM).beat("running", queue, {"a": 3}, 2.0, (), DriverCounters())
     assert run.progress() == progress
@@ -32,7 +32,7 @@ def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> N
 def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: Path) -> None:
     run, queue, counters = make_run(tmp_path / "run", {"a": 300}), JobQueue(5), DriverCounters()
     queue.add(make_record("a"))
-    queue.take([], 0.0)
+    queue.take("w1", 0.0)
     first = Heartbeat(run, 1, CLAIM).beat("running", queue, {}, 0.0, (), counters)
     assert first.mean_acceptance_length is None  # no step yet
     counters.take_in("w1", EngineCounters(num_steps=10, num_drafts=10, num_accepted_tokens=5, num_resumes={"kv": 1}))

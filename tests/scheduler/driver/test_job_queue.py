@@ -16,28 +16,38 @@ def record(custom_id: str, max_tokens: int, line_number: int = 1) -> JobRecord:
     return JobRecord(custom_id, job, line_number, 10)
 
 
-def take(queue: JobQueue, neighbours: list[str], now: float) -> str | None:
-    taken = queue.take(neighbours, now)
+def take(queue: JobQueue, worker_id: str, now: float) -> str | None:
+    taken = queue.take(worker_id, now)
     return taken.job_id if taken else None
+
+
+def held(queue: JobQueue, worker_id: str) -> list[str]:
+    return [record.job_id for record in queue.held_by(worker_id)]
+
+
+def give_other(queue: JobQueue, worker_id: str, now: float) -> None:
+    """Let a worker have a job, so that the next one it takes has a neighbour."""
+    queue.add(record("other", 1000))
+    assert take(queue, worker_id, now) == "other"
 
 
 def test_the_longest_job_is_taken_first_and_equals_in_file_order() -> None:
     queue = JobQueue(max_attempts=5)
     for line_number, (name, max_tokens) in enumerate([("b", 50), ("a", 50), ("long", 200)], start=1):
         queue.add(record(name, max_tokens, line_number))
-    assert [take(queue, [], 0.0) for _ in range(4)] == ["long", "b", "a", None]
+    assert [take(queue, "w1", 0.0) for _ in range(4)] == ["long", "b", "a", None]
 
 
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
     queue = JobQueue(max_attempts=3)
     queue.add(record("a", 100))
-    assert queue.take([], 0.0)
+    assert queue.take("w1", 0.0)
     assert queue.lose("a", 100.0)
-    assert queue.take([], 100.4) is None
-    assert queue.take([], 100.5)
+    assert queue.take("w1", 100.4) is None
+    assert queue.take("w1", 100.5)
     assert queue.lose("a", 200.0)
-    assert queue.take([], 200.9) is None
-    assert queue.take([], 201.0)
+    assert queue.take("w1", 200.9) is None
+    assert queue.take("w1", 201.0)
     assert not queue.lose("a", 300.0)
 
 
@@ -45,10 +55,10 @@ def test_a_job_that_moves_on_between_losses_is_never_given_up() -> None:
     queue = JobQueue(max_attempts=2)
     queue.add(record("a", 1000), num_generated_tokens=100)
     for num_tokens in range(110, 1000, 10):
-        assert queue.take([], 1e9)
+        assert queue.take("w1", 1e9)
         queue.progress("a", num_tokens)
         assert queue.lose("a", 0.0)
-    queue.take([], 1e9)
+    queue.take("w1", 1e9)
     queue.progress("a", 995)  # less than a hundredth of the job
     assert not queue.lose("a", 0.0)
 
@@ -59,60 +69,68 @@ def test_a_job_lost_twice_without_progress_runs_alone() -> None:
     queue.add(record("good", 100))
     taken = []
     for now in (0.0, 10.0):
-        taken += [take(queue, [], now), take(queue, ["suspect"], now)]
+        taken += [take(queue, "w1", now), take(queue, "w1", now)]
         queue.progress("good", int(now) + 10)
         queue.lose("suspect", now)
         queue.lose("good", now)
     assert taken == ["suspect", "good"] * 2  # one loss alone makes no suspect
-    assert take(queue, ["other"], 20.0) == "good"  # the longer suspect is passed over beside a neighbour
-    assert take(queue, [], 20.0) == "suspect"
+    give_other(queue, "w2", 20.0)
+    assert take(queue, "w2", 20.0) == "good"  # the longer suspect is passed over beside a neighbour
+    assert take(queue, "w1", 20.0) == "suspect"
     queue.add(record("new", 10))
-    assert queue.take(["suspect"], 20.0) is None
+    assert queue.take("w1", 20.0) is None
     queue.progress("suspect", 50)
-    assert take(queue, ["suspect"], 20.0) == "new"
+    assert take(queue, "w1", 20.0) == "new"
+    assert (held(queue, "w1"), held(queue, "w2")) == (["new", "suspect"], ["good", "other"])
 
 
 def test_a_released_job_is_at_hand_at_once_and_without_a_strike() -> None:
     queue = JobQueue(max_attempts=1)
     queue.add(record("a", 100))
     for _ in range(3):
-        assert take(queue, [], 0.0) == "a"
+        assert take(queue, "w1", 0.0) == "a"
         queue.progress("a", 0)
         queue.release("a")
         assert queue.counts()["running"] == 0
-    assert take(queue, ["other"], 0.0) == "a"  # not a suspect either
+    give_other(queue, "w2", 0.0)
+    assert take(queue, "w2", 0.0) == "a"  # not a suspect either
     queue.release("a")
     queue.release("a")  # waiting already
     queue.release("unknown")
-    assert [take(queue, [], 0.0) for _ in range(2)] == ["a", None]
+    assert held(queue, "w2") == ["other"]
+    assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", None]
     assert not queue.lose("a", 0.0)  # a real loss still counts
     queue.release("a")  # and is waited for
-    assert queue.take([], 0.4) is None
+    assert queue.take("w1", 0.4) is None
 
 
 def test_a_suspect_that_proves_itself_late_may_have_neighbours_again() -> None:
     queue = JobQueue(max_attempts=5)
     queue.add(record("a", 100))
     for now in (0.0, 10.0):
-        queue.take([], now)
+        queue.take("w1", now)
         queue.lose("a", now)
-    assert take(queue, ["other"], 20.0) is None
+    give_other(queue, "w2", 20.0)
+    assert take(queue, "w2", 20.0) is None
     queue.progress("a", 50)  # the report of an attempt that was believed lost
-    assert take(queue, ["other"], 20.0) == "a"
-    assert take(queue, [], 20.0) is None
+    assert take(queue, "w2", 20.0) == "a"
+    assert take(queue, "w1", 20.0) is None
 
 
 def test_a_job_that_ended_while_it_waited_is_not_taken() -> None:
     queue = JobQueue(max_attempts=5)
     for name in ("a", "b", "c", "d"):
         queue.add(record(name, 100))
-    assert take(queue, [], 0.0) == "a"
+    assert take(queue, "w1", 0.0) == "a"
     queue.lose("a", 0.0)
-    assert queue.finish("a", 30)
-    assert queue.cancel("b")
-    assert queue.give_up("c")
-    assert not queue.cancel("c")
-    assert [take(queue, [], 100.0) for _ in range(2)] == ["d", None]
+    queue.finish("a", 30)
+    queue.drop("b", "cancelled")
+    queue.drop("c", "failed")
+    queue.drop("c", "cancelled")  # it has ended already
+    queue.finish("c", 100)
+    assert [take(queue, "w1", 100.0) for _ in range(2)] == ["d", None]
+    assert queue.counts() == {"pending": 0, "running": 1, "finished": 1, "failed": 1, "cancelled": 1}
+    assert queue.num_generated_tokens == 30
 
 
 def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
@@ -123,13 +141,15 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
     tokens, num_left, running = dict.fromkeys(left, 0), {n: r.job.sampling.max_tokens for n, r in left.items()}, set()
     for job in left.values():
         queue.add(job)
-    for _ in range(1500):
+    holders: dict[str, str] = {}
+    for step in range(1500):
         name, event = rng.choice(sorted(tokens)), rng.choice(["take", "take", "progress", "lose", "release", "finish"])
         if event == "take":
             waiting = [n for n in left if n not in running]
             longest = max(waiting, key=lambda n: (left[n].job.sampling.max_tokens, -left[n].line_number), default=None)
-            assert take(queue, [], 0.0) == longest
+            assert take(queue, f"w{step}", 0.0) == longest
             running |= {longest} if longest else set()
+            holders |= {longest: f"w{step}"} if longest else {}
         elif event == "progress" and name in left:
             tokens[name] = rng.randrange(left[name].job.sampling.max_tokens + 1)
             queue.progress(name, tokens[name])
@@ -140,6 +160,7 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
             tokens[name] = rng.randrange(left.pop(name).job.sampling.max_tokens + 1)
             queue.finish(name, tokens[name])
             running.discard(name)
+        assert held(queue, holders.get(name, "")) == [name] * (name in running)
         assert queue.unfinished() == list(left)
         assert queue.num_generated_tokens == sum(tokens.values())
         assert queue.num_tokens_left == sum(num_left[n] - tokens[n] for n in left)

@@ -227,7 +227,7 @@ def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkey
     cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0)
     fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster)
     fleet.fill(2, 0.0)
-    fleet.workers[0].drain_reason = "node_drained"
+    fleet.workers[0].begin_drain("node_drained", 20.0)
     fleet.fill(2, 0.0)
     fleet.fill(2, 0.0)
     assert [worker.id for worker in fleet.workers] == ["w1", "w2", "w3"]

@@ -1,0 +1,25 @@
+"""What the parts of a driver share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jobs.run.run import Run
+from metrics.counters import DriverCounters
+from scheduler.display.display import Display
+from scheduler.driver.fleet import Fleet
+from scheduler.driver.job_queue import JobQueue
+
+
+@dataclass(frozen=True)
+class Context:
+    """A run that is driven: its jobs, its workers, and where it is told what happens."""
+
+    run: Run
+    queue: JobQueue
+    fleet: Fleet
+    display: Display
+    counters: DriverCounters
+    num_workers: int
+    num_slots: int  # jobs that a worker runs at a time
+    grace_seconds: float  # that a worker has to write its checkpoints before it ends
