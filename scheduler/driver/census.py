@@ -1,26 +1,61 @@
-"""Counts that the driver takes at every beat: jobs and workers by state, and the time that workers were held."""
+"""What the driver counts at every beat: jobs and workers by state, and the time that workers were held."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from jobs.run.records import WorkerStatus
+from scheduler.cluster.actors import WorkerInfo
 from scheduler.driver.context import Context
+from scheduler.driver.fleet import Worker
 
 
 class Census:
-    """Keeps the driver's counters in step with its queue and its fleet."""
+    """Keeps the driver's counters in step with its queue and its fleet, and says what a beat tells of them."""
 
     def __init__(self, context: Context) -> None:
-        self._counters, self._queue, self._fleet = context.counters, context.queue, context.fleet
+        self._context = context
+        self._num_rejects = len(context.run.rejects())
         self._last: float | None = None
 
-    def take(self, now: float) -> None:
-        """Count how things stand `now`, in `time.monotonic()` seconds."""
-        counters = self._counters
-        counters.jobs = self._queue.counts()
-        states = [worker.state for worker in self._fleet.workers]
+    def take(self, now: float) -> dict[str, Any]:
+        """Count how things stand `now` (`time.monotonic()` seconds); returns it for a beat, by names of `Progress`."""
+        queue, fleet, counters = self._context.queue, self._context.fleet, self._context.counters
+        counters.jobs = queue.counts()
+        states = [worker.state for worker in fleet.workers]
         counters.workers = {state: states.count(state) for state in ("starting", "ready", "draining")}
-        device = "gpu" if self._fleet.num_gpus_per_worker() else "cpu"
-        # not those that start: they may wait for a node
-        held = counters.workers["ready"] + counters.workers["draining"]
-        seconds = 0.0 if self._last is None else held * (now - self._last)
+        device = "gpu" if fleet.num_gpus_per_worker() else "cpu"
+        num_held = counters.workers["ready"] + counters.workers["draining"]  # those that start may wait for a node
+        seconds = 0.0 if self._last is None else num_held * (now - self._last)
         counters.worker_seconds[device] = counters.worker_seconds.get(device, 0.0) + seconds
         self._last = now
+        speed = fleet.speed.tokens_per_second(now)
+        counters.eta_seconds = round(queue.num_tokens_left / speed, 1) if speed > 0 else None
+        totals = counters.totals()
+        return {
+            "jobs": counters.jobs,
+            "max_tokens": {record.job.custom_id: record.job.sampling.max_tokens for record, _ in queue.running()},
+            "num_generated_tokens": queue.num_generated_tokens,
+            "num_tokens_left": queue.num_tokens_left,
+            "tokens_per_second": round(speed, 2),
+            "eta_seconds": counters.eta_seconds,
+            "workers": tuple(self._status(worker, worker.info, now) for worker in fleet.workers if worker.info),
+            "num_rejects": self._num_rejects,
+            "num_starting_workers": states.count("starting"),
+            "num_preemptions": counters.num_preemptions,
+            "num_resumes": totals.num_resumes,
+            "mean_acceptance_length": round(totals.mean_acceptance_length, 3) if totals.num_steps else None,
+        }
+
+    def _status(self, worker: Worker, info: WorkerInfo, now: float) -> WorkerStatus:
+        counters = self._context.counters.by_worker.get(worker.id)
+        return WorkerStatus(
+            id=worker.id,
+            host=info.host,
+            pid=info.pid,
+            node_id=info.node_id,
+            jobs=tuple(record.job.custom_id for record in self._context.queue.held_by(worker.id)),
+            metrics_address=info.metrics_address,
+            tokens_per_second=round(worker.speed.tokens_per_second(now), 2),
+            last_checkpoint=None if counters is None else counters.last_checkpoint,
+        )

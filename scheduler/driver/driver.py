@@ -9,16 +9,14 @@ import contextlib
 import time
 
 from jobs.run.records import RunState
-from jobs.run.run import Run, RunError, WorkerStatus
+from jobs.run.run import Run, RunError
 from jobs.storage.store import Store, StoreError
-from scheduler.cluster.actors import WorkerInfo
 from scheduler.cluster.watch import ClusterLostError
 from scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from scheduler.driver.census import Census
 from scheduler.driver.context import Context
 from scheduler.driver.dispatch import Dispatcher
-from scheduler.driver.fleet import Event, Lost, Worker
-from scheduler.driver.heartbeat import Heartbeat
+from scheduler.driver.fleet import Event, Lost
 from scheduler.driver.hold import Hold
 from scheduler.driver.intake import Intake
 from scheduler.driver.settlement import Settlement
@@ -44,7 +42,6 @@ class Driver:
         self._intake = Intake(context, self._settlement)
         self._dispatcher = Dispatcher(context)
         self._census = Census(context)
-        self._num_rejects = 0
         self._is_stopping = False
 
     def request_stop(self) -> None:
@@ -57,8 +54,6 @@ class Driver:
         Raises DriverError, RunTakenError, ClusterLostError, ModelError where a worker can't load the model, and
         StoreError when the store has failed for good.
         """
-        self._num_rejects = len(self._run.rejects())
-        self._reach_through(self._run)
         state: RunState = "interrupted"
         try:
             self._hold.stop_beating()
@@ -75,7 +70,8 @@ class Driver:
             self._drain_all("cluster_lost")  # workers are called directly, not through the cluster's head
             raise
         except StoreError:
-            self._reach_through(Run(Store(self._run.store.uri), self._run.manifest))  # was tried again for long enough
+            run = Run(Store(self._run.store.uri), self._run.manifest)  # it was tried again for long enough
+            self._hold.go_on_through(run)
             raise
         finally:
             self._fleet.stop()
@@ -83,13 +79,9 @@ class Driver:
                 self._beat(state)
         return state
 
-    def _reach_through(self, run: Run) -> None:
-        self._hold.go_on_through(run)
-        self._heartbeat = Heartbeat(run, self._hold.epoch.number, self._hold.epoch.claim, self._num_rejects)
-
     def _step(self) -> None:
         now = time.monotonic()
-        if self._heartbeat.is_due(now):  # first of all: it fails where the run is no longer ours
+        if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
             self._settlement.take_cancel_requests()
         for worker, seconds in self._fleet.leaving():
@@ -114,7 +106,7 @@ class Driver:
             self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):
                 self._intake.take_in(event)
-            if self._heartbeat.is_due(now):
+            if self._hold.is_due(now):
                 self._beat("running")
 
     def _refuse_endless_starts(self, events: list[Event]) -> None:
@@ -147,22 +139,5 @@ class Driver:
         at_risk = self._intake.tokens_at_risk()
         if state != "running":
             self._queue.stop_running()
-        self._census.take(time.monotonic())
-        speed, counters = self._fleet.speed.tokens_per_second(time.monotonic()), self._context.counters
-        workers = tuple(self._status(worker, worker.info) for worker in self._fleet.workers if worker.info is not None)
-        progress = self._heartbeat.beat(state, self._queue, at_risk, speed, workers, counters)
-        counters.eta_seconds = progress.eta_seconds
-        self._context.display.update(progress)
-
-    def _status(self, worker: Worker, info: WorkerInfo) -> WorkerStatus:
-        counters = self._context.counters.by_worker.get(worker.id)
-        return WorkerStatus(
-            id=worker.id,
-            host=info.host,
-            pid=info.pid,
-            node_id=info.node_id,
-            jobs=tuple(record.job.custom_id for record in self._queue.held_by(worker.id)),
-            metrics_address=info.metrics_address,
-            tokens_per_second=round(worker.speed.tokens_per_second(time.monotonic()), 2),
-            last_checkpoint=None if counters is None else counters.last_checkpoint,
-        )
+        figures = self._census.take(time.monotonic())
+        self._context.display.update(self._hold.beat(state=state, running=at_risk, **figures))

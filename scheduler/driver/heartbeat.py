@@ -1,16 +1,14 @@
-"""The driver's sign of life in the run folder, and how others read it."""
+"""The driver's sign of life in the run folder: how often it comes, and how others read it."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, Literal
 
-from jobs.run.records import DriverClaim, ProcessKey, RunState
-from jobs.run.run import Progress, Run, WorkerStatus
+from jobs.run.records import ProcessKey, RunState
+from jobs.run.run import Progress, Run
 from jobs.storage.store import Store
-from metrics.counters import DriverCounters
 from scheduler.driver.backlog import count_jobs
-from scheduler.driver.job_queue import JobQueue
 from scheduler.process.identity import is_gone
 
 BEAT_SECONDS = 1.0
@@ -18,72 +16,18 @@ BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time
 STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
 STALE_SECONDS_OBJECT_STORE = 30.0
 
+AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # of a beat
+KEPT = (  # of the beat of a driver that is no more
+    *("driver_host", "driver_pid", "driver_process", "epoch", "started", "updated"),
+    *("running", "num_generated_tokens", "num_rejects"),
+)
+
 Liveness = Literal["alive", "silent", "gone"]
 
 
-class Heartbeat:
-    """Writes `progress.json` for the driver that holds the run by the claim number `epoch`."""
-
-    def __init__(self, run: Run, epoch: int, claim: DriverClaim, num_rejects: int = 0) -> None:
-        self._run = run
-        self._epoch = epoch
-        self._claim = claim
-        self._num_rejects = num_rejects
-        self._seconds = BEAT_SECONDS if run.store.is_local else BEAT_SECONDS_OBJECT_STORE
-        self._next_beat = 0.0
-
-    def is_due(self, now: float) -> bool:
-        """Whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
-        return now >= self._next_beat
-
-    def beat(
-        self,
-        state: RunState,
-        queue: JobQueue,
-        running: dict[str, int],
-        speed: float,
-        workers: tuple[WorkerStatus, ...],
-        counters: DriverCounters,
-    ) -> Progress:
-        """Write one beat and return it; `running` as in `Progress`, `speed` in tokens per second."""
-        self._next_beat = time.monotonic() + self._seconds
-        progress = Progress(
-            state=state,
-            updated=time.time(),
-            started=self._claim.started,
-            running=running,
-            tokens_per_second=round(speed, 2),
-            eta_seconds=round(queue.num_tokens_left / speed, 1) if speed > 0 else None,
-            workers=workers,
-            num_rejects=self._num_rejects,
-            driver_host=self._claim.host,
-            driver_pid=self._claim.pid,
-            driver_process=self._claim.process,
-            epoch=self._epoch,
-            **_queued(queue),
-            **_counted(counters),
-        )
-        self._run.write_progress(progress)
-        return progress
-
-
-def _queued(queue: JobQueue) -> dict[str, Any]:
-    return {
-        "jobs": queue.counts(),
-        "max_tokens": {record.job.custom_id: record.job.sampling.max_tokens for record, _ in queue.running()},
-        "num_generated_tokens": queue.num_generated_tokens,
-        "num_tokens_left": queue.num_tokens_left,
-    }
-
-
-def _counted(counters: DriverCounters) -> dict[str, Any]:
-    totals = counters.totals()
-    return {
-        "num_starting_workers": counters.workers.get("starting", 0),
-        "num_preemptions": counters.num_preemptions,
-        "num_resumes": totals.num_resumes,
-        "mean_acceptance_length": round(totals.mean_acceptance_length, 3) if totals.num_steps else None,
-    }
+def beat_seconds(store: Store) -> float:
+    """The time between two beats."""
+    return BEAT_SECONDS if store.is_local else BEAT_SECONDS_OBJECT_STORE
 
 
 def liveness(run: Run, progress: Progress | None) -> Liveness:
@@ -124,22 +68,8 @@ def with_counts(run: Run, progress: Progress) -> Progress:
 
 def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progress:
     """The beat of a driver that is no more, with the run's state and its jobs as they are now."""
-    return Progress(
-        state=state,
-        updated=progress.updated,
-        started=progress.started,
-        jobs=jobs,
-        running=progress.running,
-        num_generated_tokens=progress.num_generated_tokens,
-        tokens_per_second=0.0,
-        eta_seconds=None,
-        workers=(),
-        num_rejects=progress.num_rejects,
-        driver_host=progress.driver_host,
-        driver_pid=progress.driver_pid,
-        driver_process=progress.driver_process,
-        epoch=progress.epoch,
-    )
+    kept = {name: getattr(progress, name) for name in KEPT}
+    return Progress(state=state, jobs=jobs, **kept, **AT_REST)
 
 
 def _not_yet_run(run: Run) -> Progress:
@@ -150,9 +80,7 @@ def _not_yet_run(run: Run) -> Progress:
         started=created,
         jobs=count_jobs(run),
         num_generated_tokens=0,
-        tokens_per_second=0.0,
-        eta_seconds=None,
-        workers=(),
         driver_host="",
         driver_pid=0,
+        **AT_REST,
     )

@@ -1,7 +1,7 @@
 """A command's hold on a run: from before the first change that it makes there to after the last.
 
-While the driver's loop is not at work yet, or no more, a thread keeps the heartbeat young, so that other commands see
-who is at work, and ask it to cancel jobs where they would else do so themselves.
+The heartbeat says so: the driver's loop writes it, and while that is not at work yet, or no more, a thread keeps it
+young, so that other commands see who is at work, and ask it to cancel jobs where they would else do so themselves.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jobs.run.records import Progress, RunState
 from jobs.run.run import Run, RunError
 from jobs.storage.store import StoreError
 from scheduler.driver.backlog import count_jobs
-from scheduler.driver.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, stopped
+from scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
 from scheduler.driver.takeover import Epoch
 
 
@@ -34,8 +34,9 @@ class Hold:
         run.delete_leftovers()
         if forgets_cancel:
             run.clear_cancel()  # before others see who is to be asked
-        self._beat = self._first_beat(run.progress())
-        run.write_progress(self._beat)
+        before = run.progress()  # nothing is counted yet; what the last driver knew of its running jobs stays known
+        running, num_tokens = ({}, 0) if before is None else (before.running, before.num_generated_tokens)
+        self.beat(state="running", jobs={}, running=running, num_generated_tokens=num_tokens, **AT_REST)
         self._begin_beating()
 
     def __enter__(self) -> Self:
@@ -43,15 +44,34 @@ class Hold:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         self.stop_beating()
-        with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
-            self.epoch.check()
-            newest = self.epoch.run.progress()
-            if newest is None or newest.state == "running":
+        if self._newest.state == "running":
+            with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
                 self.end("interrupted")
 
     def go_on_through(self, run: Run) -> None:
         """From now on, take another way to the run's store."""
         self.epoch = self.epoch.through(run)
+
+    def is_due(self, now: float) -> bool:
+        """Whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
+        return now >= self._next_beat
+
+    def beat(self, **figures: Any) -> Progress:
+        """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
+        claim, run = self.epoch.claim, self.epoch.run
+        self._next_beat = time.monotonic() + beat_seconds(run.store)
+        beat = Progress(
+            updated=time.time(),
+            started=claim.started,
+            driver_host=claim.host,
+            driver_pid=claim.pid,
+            driver_process=claim.process,
+            epoch=self.epoch.number,
+            **figures,
+        )
+        run.write_progress(beat)
+        self._newest = beat
+        return beat
 
     def end(self, state: RunState) -> None:
         """Say that nobody is at work any more, and how the run stands. Raises RunTakenError, StoreError."""
@@ -59,8 +79,9 @@ class Hold:
         self.epoch.check()
         run = self.epoch.run
         changes = {"updated": time.time(), "num_rejects": len(run.rejects())}
-        newest = (run.progress() or self._beat).model_copy(update=changes)
-        run.write_progress(stopped(newest, state, count_jobs(run)))
+        newest = stopped(self._newest.model_copy(update=changes), state, count_jobs(run))
+        run.write_progress(newest)
+        self._newest = newest
 
     def stop_beating(self) -> None:
         """Leave the heartbeat to the driver's loop."""
@@ -70,7 +91,6 @@ class Hold:
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
         """Keep the heartbeat young within the block."""
-        self._beat = self.epoch.run.progress() or self._beat
         self._begin_beating()
         try:
             yield
@@ -83,28 +103,8 @@ class Hold:
         self._thread.start()
 
     def _keep_young(self) -> None:
-        seconds = BEAT_SECONDS if self._run.store.is_local else BEAT_SECONDS_OBJECT_STORE
         epoch = self.epoch.through(self._run)
-        while not self._ended.wait(seconds):
+        while not self._ended.wait(beat_seconds(self._run.store)):
             with contextlib.suppress(StoreError, RunError):  # the next beat comes soon; who goes on checks the epoch
                 epoch.check()
-                self._run.write_progress(self._beat.model_copy(update={"updated": time.time()}))
-
-    def _first_beat(self, before: Progress | None) -> Progress:
-        """Nothing is counted yet; what the last driver knew of its running jobs stays known."""
-        claim = self.epoch.claim
-        return Progress(
-            state="running",
-            updated=time.time(),
-            started=claim.started,
-            jobs={},
-            running={} if before is None else before.running,
-            num_generated_tokens=0 if before is None else before.num_generated_tokens,
-            tokens_per_second=0.0,
-            eta_seconds=None,
-            workers=(),
-            driver_host=claim.host,
-            driver_pid=claim.pid,
-            driver_process=claim.process,
-            epoch=self.epoch.number,
-        )
+                self._run.write_progress(self._newest.model_copy(update={"updated": time.time()}))

@@ -6,14 +6,24 @@ import os
 import time
 from pathlib import Path
 
-from jobs.run.records import DriverClaim
+from jobs.input.reader import Reject
+from jobs.run.run import Run
 from metrics.counters import DriverCounters, EngineCounters
-from scheduler.driver.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, Heartbeat, current_progress
+from scheduler.cluster.actors import WorkerSpec
+from scheduler.cluster.cluster import Cluster
+from scheduler.driver.census import Census
+from scheduler.driver.fleet import Fleet, Worker
+from scheduler.driver.heartbeat import AT_REST, BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, current_progress
+from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
+from scheduler.driver.speed import Speed
 from tests.jobs.run.run_parts import make_record
-from tests.scheduler.driver.driver_parts import make_run
+from tests.scheduler.driver.driver_parts import make_context, make_run
+from worker.config import EngineConfig
 
-CLAIM = DriverClaim(host="here", pid=7, driver_id="d", started=1000.0)
+
+def make_fleet(run: Run) -> Fleet:
+    return Fleet(WorkerSpec(EngineConfig(), run.store.uri), Cluster(is_embedded=True, num_gpus=0, watch=None))
 
 
 def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> None:
@@ -21,25 +31,37 @@ def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> N
     queue.add(make_record("a"))
     queue.take("w1", 0.0)
     queue.progress(make_record("a").job_id, 3)
-    progress = Heartbeat(run, 4, CLAIM).beat("running", queue, {"a": 3}, 2.0, (), DriverCounters())
-    assert run.progress() == progress
-    assert (progress.epoch, progress.driver_host, progress.driver_pid, progress.started) == (4, "here", 7, 1000.0)
+    context = make_context(run, make_fleet(run), queue)
+    now = time.monotonic()
+    context.fleet.speed = Speed(now - 2.0)
+    context.fleet.speed.add(4, now)
+    with Hold(run) as hold:
+        hold.stop_beating()
+        progress = hold.beat(state="running", running={"a": 3}, **Census(context).take(now))
+        assert run.progress() == progress
+        claim = hold.epoch.claim
+    assert (progress.epoch, progress.driver_host, progress.driver_pid) == (1, claim.host, claim.pid)
+    assert (progress.started, progress.driver_process) == (claim.started, claim.process)
     assert progress.running == {"a": 3}
     assert progress.num_generated_tokens == 3
-    assert progress.eta_seconds == 1.0  # two of five tokens left
+    assert progress.tokens_per_second == 2.0
+    assert progress.eta_seconds == context.counters.eta_seconds == 1.0  # two of five tokens left
 
 
 def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: Path) -> None:
     run, queue, counters = make_run(tmp_path / "run", {"a": 300}), JobQueue(5), DriverCounters()
     queue.add(make_record("a"))
     queue.take("w1", 0.0)
-    first = Heartbeat(run, 1, CLAIM).beat("running", queue, {}, 0.0, (), counters)
-    assert first.mean_acceptance_length is None  # no step yet
+    run.write_rejects([Reject(line_number, None, "odd") for line_number in range(1, 5)])
+    context = make_context(run, make_fleet(run), queue, counters=counters)
+    census = Census(context)
+    assert census.take(0.0)["mean_acceptance_length"] is None  # no step yet
     counters.take_in("w1", EngineCounters(num_steps=10, num_drafts=10, num_accepted_tokens=5, num_resumes={"kv": 1}))
     counters.take_in("w2", EngineCounters(num_steps=10, num_drafts=30, num_accepted_tokens=35, num_resumes={"kv": 2}))
     counters.count_preemption("worker_died")
-    counters.workers = {"starting": 3}
-    progress = Heartbeat(run, 1, CLAIM, num_rejects=4).beat("running", queue, {}, 0.0, (), counters)
+    context.fleet.workers = [Worker(f"w{number}", actor=None, call=None) for number in range(3)]
+    with Hold(run) as hold:
+        progress = hold.beat(state="running", running={}, **census.take(0.0))
     assert progress.mean_acceptance_length == 2.0  # 40 tokens accepted in 40 drafts
     assert progress.num_resumes == {"kv": 3}
     assert progress.num_preemptions == {"worker_died": 1}
@@ -49,13 +71,12 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
 
 def test_an_object_store_gets_fewer_beats(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": 300})
-    for is_local, seconds in ((True, BEAT_SECONDS), (False, BEAT_SECONDS_OBJECT_STORE)):
-        run.store.is_local = is_local
-        heartbeat = Heartbeat(run, 1, CLAIM)
-        assert heartbeat.is_due(time.monotonic())
-        heartbeat.beat("running", JobQueue(5), {}, 0.0, (), DriverCounters())
-        assert not heartbeat.is_due(time.monotonic() + 0.9 * seconds)
-        assert heartbeat.is_due(time.monotonic() + 1.1 * seconds)
+    with Hold(run) as hold:
+        for is_local, seconds in ((True, BEAT_SECONDS), (False, BEAT_SECONDS_OBJECT_STORE)):
+            run.store.is_local = is_local
+            hold.beat(state="running", jobs={}, num_generated_tokens=0, **AT_REST)
+            assert not hold.is_due(time.monotonic() + 0.9 * seconds)
+            assert hold.is_due(time.monotonic() + 1.1 * seconds)
 
 
 def test_a_stale_heartbeat_is_shown_as_interrupted(tmp_path: Path) -> None:
