@@ -24,8 +24,8 @@ class JobQueue:
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
-        self._num_generated_tokens = 0
-        self._num_tokens_left = 0
+        self.num_generated_tokens = 0  # of all jobs so far, the finished ones included
+        self.num_tokens_left = 0  # if every job runs to its max_tokens
         self._unfinished: dict[str, UnfinishedJob] = {}
         self._running: dict[str, UnfinishedJob] = {}
         self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
@@ -35,14 +35,14 @@ class JobQueue:
         """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
         job = UnfinishedJob(record, num_generated_tokens, num_generated_tokens)
         self._unfinished[record.job_id] = job
-        self._num_generated_tokens += num_generated_tokens
-        self._num_tokens_left += job.num_left
+        self.num_generated_tokens += num_generated_tokens
+        self.num_tokens_left += job.num_left
         self._waiting.put(job)
 
     def add_ended(self, state: str, num_generated_tokens: int) -> None:
         """Count a job that an earlier driver saw end."""
         self._num_ended[state] += 1
-        self._num_generated_tokens += num_generated_tokens
+        self.num_generated_tokens += num_generated_tokens
 
     def take(self, worker_id: str, now: float) -> JobRecord | None:
         """Give a worker the longest job that may run now beside those it has, or None."""
@@ -81,7 +81,7 @@ class JobQueue:
         if job := self._unfinished.pop(job_id, None):
             self._take_back(job)
             self._waiting.drop(job)
-            self._num_tokens_left -= job.num_left
+            self.num_tokens_left -= job.num_left
             self._num_ended[state] += 1
 
     def lose(self, job_id: str, now: float) -> bool:
@@ -125,16 +125,6 @@ class JobQueue:
         """The number of jobs still to do."""
         return len(self._unfinished)
 
-    @property
-    def num_generated_tokens(self) -> int:
-        """Tokens of all jobs so far, the finished ones included."""
-        return self._num_generated_tokens
-
-    @property
-    def num_tokens_left(self) -> int:
-        """Tokens still to generate if every job runs to its max_tokens."""
-        return self._num_tokens_left
-
     def counts(self) -> dict[str, int]:
         """Number of jobs by state."""
         num_running = len(self._running)
@@ -146,9 +136,9 @@ class JobQueue:
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
         num_left = job.num_left
-        self._num_generated_tokens += num_generated_tokens - job.num_generated_tokens
+        self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
-        self._num_tokens_left += job.num_left - num_left
+        self.num_tokens_left += job.num_left - num_left
 
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
         self._take_back(job)
