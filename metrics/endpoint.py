@@ -13,6 +13,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from jobs.errors import UserError
+
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -26,7 +28,7 @@ MAX_CONNECTIONS = 16
 CLIENT_SECONDS = 10.0  # for a client to send or take the next bytes
 
 
-class MetricsError(RuntimeError):
+class MetricsError(UserError):
     """The endpoint cannot be served."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import click
 
+from jobs.errors import UserError
 from scheduler.chaos.command import chaos
 from scheduler.commands.bench import bench
 from scheduler.commands.nightly import nightly
@@ -25,21 +26,6 @@ USER_ERROR = 2
 MAX_LINE = 4000  # characters of an error
 
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
-
-USER_ERRORS = (  # their text is one line for the user
-    ("jobs.input.input_file", "InputFileError"),
-    ("jobs.run.run", "RunError"),
-    ("jobs.storage.store", "StoreError"),
-    ("metrics.endpoint", "MetricsError"),
-    ("scheduler.chaos.options", "ChaosError"),
-    ("scheduler.cluster.cluster", "ClusterError"),
-    ("scheduler.driver.driver", "DriverError"),
-    ("scheduler.runs.submission", "StrictError"),
-    ("worker.bench.engine", "BenchError"),
-    ("worker.caches.room", "KVRoomError"),
-    ("worker.model.files", "ModelError"),
-    ("worker.training.corpus", "CorpusError"),
-)
 
 
 class OneLineErrors(click.Group):
@@ -59,7 +45,7 @@ class OneLineErrors(click.Group):
             if _is_output_error(error):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is yet to be flushed
                 _fail(f"cannot write to standard output: {os.strerror(error.errno or 0)}")
-            if not _is_user_error(error):
+            if not isinstance(error, UserError):
                 raise
             _fail(str(error))
         sys.exit(code if isinstance(code, int) else 0)
@@ -95,12 +81,6 @@ def _prepare_streams() -> None:
 def _is_output_error(error: Exception) -> TypeGuard[OSError]:
     """Whether standard output can't be written to; other files' errors have a name, or are told of where they are."""
     return isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS
-
-
-def _is_user_error(error: Exception) -> bool:
-    """Looks only into modules that are there already: to import all of them would cost a second."""
-    modules = ((sys.modules.get(module), name) for module, name in USER_ERRORS)
-    return any(module is not None and isinstance(error, getattr(module, name)) for module, name in modules)
 
 
 def _fail(message: str) -> NoReturn:

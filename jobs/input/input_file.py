@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from io import BufferedReader
 from typing import Any, cast
 
+from jobs.errors import UserError
+
 STANDARD_INPUT = "-"
 CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes, none of which are UTF-8 text
 
@@ -21,8 +23,8 @@ KINDS = {
 }
 
 
-class InputFileError(ValueError):
-    """The job file as a whole can't be read; the text is one line for the user."""
+class InputFileError(UserError):
+    """The job file as a whole can't be read."""
 
 
 def shown_input(path: str) -> str:

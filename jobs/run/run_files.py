@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from jobs.errors import UserError
 from jobs.input.reasons import reasons
 from jobs.run.records import RUN_VERSION
 from jobs.storage.store import Store
@@ -19,8 +20,8 @@ Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
 
-class RunError(RuntimeError):
-    """The folder holds no run, or one that does not fit; the text is one line for the user."""
+class RunError(UserError):
+    """The folder holds no run, or one that does not fit."""
 
 
 def pretty(model: BaseModel) -> bytes:

@@ -7,6 +7,7 @@ import errno
 from collections.abc import Callable
 from typing import IO, BinaryIO, TypeVar
 
+from jobs.errors import UserError
 from jobs.storage.local_folder import COPY_BYTES, Folder, LocalFolder
 from jobs.storage.object_folder import ObjectFolder
 from jobs.storage.object_stores import open_place
@@ -18,8 +19,8 @@ Result = TypeVar("Result")
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-class StoreError(RuntimeError):
-    """A file of the run could not be read or written; the text is one line for the user, without credentials."""
+class StoreError(UserError):
+    """A file of the run could not be read or written, which is told without credentials."""
 
 
 class Store:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.errors import UserError
 from scheduler.demo.prompts import PROMPTS
 
 WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
@@ -19,8 +20,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must
 )
 
 
-class ChaosError(RuntimeError):
-    """The chaos run can't start or go on; the text is one line for the user."""
+class ChaosError(UserError):
+    """The chaos run can't start or go on."""
 
 
 @dataclass(frozen=True)

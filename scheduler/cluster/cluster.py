@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jobs.errors import UserError
 from scheduler.cluster.embedded_ray import EmbeddedRay
 from scheduler.cluster.watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
 from scheduler.process.interruption import INTERRUPTED, call_interruptibly
@@ -23,8 +24,8 @@ OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve
 CONNECT_SECONDS = 10.0
 
 
-class ClusterError(RuntimeError):
-    """Ray cannot be started or reached; the text is one line for the user."""
+class ClusterError(UserError):
+    """Ray cannot be started or reached."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 
+from jobs.errors import UserError
 from jobs.run.records import RunState
 from jobs.run.run import Run, RunError
 from jobs.storage.store import Store, StoreError
@@ -27,8 +28,8 @@ DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
 MAX_FAILED_STARTS = 3
 
 
-class DriverError(RuntimeError):
-    """The run can't go on; the text is one line for the user."""
+class DriverError(UserError):
+    """The run can't go on."""
 
 
 class Driver:

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jobs.errors import UserError
 from jobs.input.reader import Reject
 from jobs.job import Job, JobRecord
 from jobs.run.run import Run, RunError, RunManifest
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_file
 from scheduler.runs.settings import Settings, kept_or_new_manifest, with_model
-from worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
+from worker.caches.room import KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
 from worker.model.files import ModelFiles, locate_model
 from worker.model.text import TextCodec
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class StrictError(ValueError):
+class StrictError(UserError):
     """A file with rejects was submitted with `--strict`."""
 
     def __init__(self, path: str, rejects: Sequence[Reject]) -> None:
@@ -83,7 +84,7 @@ def make_records(
             _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
             if room is not None:
                 room.refuse_too_long(num_prompt_tokens + job.sampling.max_tokens)
-        except ValueError as error:
+        except (ValueError, KVRoomError) as error:
             rejects.append(Reject(line_number, job.custom_id, str(error)))
         else:
             records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))

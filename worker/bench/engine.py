@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from jobs.errors import UserError
 from worker.engine import Engine
 from worker.sequence import Sequence
 from worker.verification import Verification
 
 
-class BenchError(ValueError):
-    """A benchmark that cannot be run as asked. The message is one line for the user."""
+class BenchError(UserError):
+    """A benchmark that cannot be run as asked."""
 
 
 class BenchEngine(Engine):

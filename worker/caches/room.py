@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.errors import UserError
+
 MEMORY = "the memory of this machine"
 GB = 1e9
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
 
-class KVRoomError(ValueError):
-    """A key-value cache has no place. The message is one line for the user."""
+class KVRoomError(UserError):
+    """A key-value cache has no place."""
 
 
 def check_folder(kv_offload: str | None) -> None:

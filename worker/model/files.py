@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.errors import UserError
 from worker.model.faults import GENERATION_FILE, INDEX_FILE, config_fault, folder_fault, weights_fault
 from worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 
@@ -29,8 +30,8 @@ TEXT_FILES = (
 DRAFT_FOLDER = "draft"  # may lie beside the weights too: a small model with the same vocabulary
 
 
-class ModelError(ValueError):
-    """A model that cannot be found, read or used. The message is one line for the user."""
+class ModelError(UserError):
+    """A model that cannot be found, read or used."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from jobs.errors import UserError
 
-class CorpusError(ValueError):
+
+class CorpusError(UserError):
     """The data folder holds no readable books."""
 
 

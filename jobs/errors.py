@@ -1,0 +1,7 @@
+"""The base of all errors that a user can mend."""
+
+from __future__ import annotations
+
+
+class UserError(RuntimeError):
+    """Its text is one line for the user: what was wrong, where, what was expected, what to do next."""
