@@ -10,13 +10,17 @@ from typing import Any, NoReturn, TypeGuard
 import click
 
 from jobs.errors import UserError
-from scheduler.chaos.command import chaos
 from scheduler.commands.bench import bench
+from scheduler.commands.cancel import cancel
+from scheduler.commands.chaos import chaos
+from scheduler.commands.doctor import doctor
 from scheduler.commands.nightly import nightly
-from scheduler.commands.read import results, status, tail
 from scheduler.commands.report import report
-from scheduler.commands.run import cancel, resume, submit
-from scheduler.commands.tools import doctor
+from scheduler.commands.results import results
+from scheduler.commands.resume import resume
+from scheduler.commands.status import status
+from scheduler.commands.submit import submit
+from scheduler.commands.tail import tail
 from scheduler.commands.train import train
 from scheduler.display.summary import printable
 from scheduler.process.interruption import INTERRUPTED

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from scheduler.commands.bench_options import JSON, PLOT, SEED
-from scheduler.commands.model_options import DEVICE, DRAFT_MODEL, DTYPE, MODEL, THREADS, num_cores
+from scheduler.commands.model_options import DEVICE, DRAFT_MODEL, DTYPE, JSON, MODEL, PLOT, SEED, THREADS, num_cores
 from worker.bench.griffin.catalogue import GRIFFIN_TABLES
 from worker.bench.tokenswift.catalogue import ABLATIONS
 from worker.bench.triforce.catalogue import PROMPT_TABLES

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from scheduler.commands.ablation import ablation
-from scheduler.commands.bench_options import JSON, PLOT, SEED
-from scheduler.commands.model_options import DEVICE, DRAFT_MODEL, DTYPE, MODEL, THREADS, num_cores
+from scheduler.commands.model_options import DEVICE, DRAFT_MODEL, DTYPE, JSON, MODEL, PLOT, SEED, THREADS, num_cores
 from worker.drafters.names import DEFAULT_ENGINE
 
 

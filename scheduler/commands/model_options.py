@@ -1,4 +1,4 @@
-"""The options of commands that load a model in this process."""
+"""The options of commands that load a model in this process, and of those that measure."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ DRAFT_MODEL = click.option(
     help="Folder with the engine's trained parts. [default: beside the model's weights]",
 )
 THREADS = click.option("--threads", type=click.IntRange(1, MAX_THREADS), help="CPU threads. [default: all cores]")
+
+JSON = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures."
+)
+PLOT = click.option(
+    "--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the curves."
+)
+SEED = click.option("--seed", type=int, default=0, show_default=True)
 
 
 def num_cores() -> int:

@@ -1,4 +1,4 @@
-"""`swiftbatch nightly`: every job file of a folder, each as a run of its own. What was run before is skipped."""
+"""The command `nightly`: every job file of a folder, each as a run of its own. What was run before is skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.commands.run import SOME_FAILED, submit
+from scheduler.commands.launching import SOME_FAILED
+from scheduler.commands.submit import submit
 from scheduler.display.summary import printable
 from scheduler.process.interruption import INTERRUPTED
 from scheduler.process.streams import Lines

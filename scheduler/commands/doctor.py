@@ -1,4 +1,4 @@
-"""The command that looks at this machine: doctor."""
+"""The command `doctor`: what this machine makes of a model."""
 
 from __future__ import annotations
 

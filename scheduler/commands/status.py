@@ -1,8 +1,7 @@
-"""Commands that read a run: status, tail, results."""
+"""The command `status`."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -23,76 +22,16 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
       swiftbatch status my-run --watch
     """
     from jobs.run.run import Run
+    from scheduler.display.summary import damage_lines
     from scheduler.driver.heartbeat import current_progress
 
     run = Run.open(run_uri)
     if is_watching:
         _watch_status(run, as_json)
-        return
-    progress = current_progress(run)
-    if as_json:
-        click.echo(progress.model_dump_json(indent=2))
+    elif as_json:
+        click.echo(current_progress(run).model_dump_json(indent=2))
     else:
-        _show_status(run, progress)
-    _tell_damage(run)
-
-
-@click.command()
-@click.argument("run_uri", metavar="RUN")
-@click.argument("custom_id")
-@click.option("--follow", is_flag=True, help="Go on printing until the job ends.")
-def tail(run_uri: str, custom_id: str, follow: bool) -> None:
-    """Print what a job has written so far, up to its last checkpoint.
-
-    \b
-    Example:
-      swiftbatch tail my-run story-7 --follow
-    """
-    from jobs.run.run import Run
-    from scheduler.display.summary import harmless
-    from scheduler.runs.tailing import follow_text
-
-    for piece in follow_text(Run.open(run_uri), custom_id, follow):
-        click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
-    click.echo()
-
-
-@click.command()
-@click.argument("run_uri", metavar="RUN")
-@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
-@click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
-def results(run_uri: str, kind: str, output: str | None) -> None:
-    """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.
-
-    \b
-    Example:
-      swiftbatch results my-run --format parquet --output answers.parquet
-    """
-    from jobs.input.json_lines import dump_line
-    from jobs.run.output import write_table
-    from jobs.run.run import Run
-
-    if kind == "parquet" and output is None and sys.stdout.isatty():
-        raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
-    run = Run.open(run_uri)
-    lines = (line for _, line in run.output_lines() if line is not None)
-    try:
-        with click.open_file(output or "-", "wb") as file:
-            if kind == "parquet":
-                write_table(file, lines)
-            else:
-                for line in lines:
-                    file.write(dump_line(line))
-    except OSError as error:
-        if output is None:  # a reader that has seen enough, as in `| head`
-            raise
-        raise click.FileError(output, error.strerror) from None
-    _tell_damage(run)
-
-
-def _tell_damage(run: Run) -> None:
-    from scheduler.display.summary import damage_lines
-
+        _show_status(run, current_progress(run))
     for line in damage_lines(run):
         click.echo(line, err=True)
 
@@ -107,7 +46,6 @@ def _watch_status(run: Run, as_json: bool) -> None:
         progress = watch(run, display)
     if not as_json:
         _show_what_next(run, progress)
-    _tell_damage(run)
 
 
 def _show_run(run: Run) -> None:

@@ -1,0 +1,22 @@
+"""The command `cancel`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.argument("custom_id", required=False)
+def cancel(run_uri: str, custom_id: str | None) -> None:
+    """Cancel a run, or one job of it. Finished results stay; partial text stays readable with `tail`.
+
+    \b
+    Example:
+      swiftbatch cancel my-run story-7
+    """
+    from jobs.run.run import Run
+    from scheduler.display.summary import printable
+    from scheduler.runs.cancellation import cancel_jobs
+
+    click.echo(printable(cancel_jobs(Run.open(run_uri), custom_id)))

@@ -1,0 +1,41 @@
+"""What `submit` and `resume` do alike: run what is unfinished, and say how the run stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from scheduler.process.interruption import INTERRUPTED
+
+if TYPE_CHECKING:
+    from jobs.run.run import Run
+    from scheduler.display.display import Display
+    from scheduler.driver.hold import Hold
+    from scheduler.runs.launch import LaunchOptions, Outcome
+
+SOME_FAILED = 1
+START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
+
+
+def launch_shown(hold: Hold, num_jobs: int, options: LaunchOptions, display: Display) -> Outcome:
+    """As `launch`, after a word about the run."""
+    from scheduler.display.events import RunOpened
+    from scheduler.runs.launch import launch
+
+    run = hold.epoch.run
+    display.note(RunOpened(run.store.shown_uri, run.manifest.run_id, num_jobs))
+    return launch(hold, options, display)
+
+
+def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
+    """Tell how the run stands, and exit with what that means."""
+    from scheduler.display.events import RunEnded
+
+    place = run.store.shown_uri
+    outputs = (f"{place}/output.jsonl", f"{place}/output.parquet")
+    display.note(RunEnded(place, outcome.state, outcome.jobs, outputs))
+    if outcome.state == "interrupted":
+        click.get_current_context().exit(INTERRUPTED)
+    if outcome.num_without_result or num_rejects:
+        click.get_current_context().exit(SOME_FAILED)

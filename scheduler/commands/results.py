@@ -1,0 +1,42 @@
+"""The command `results`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
+def results(run_uri: str, kind: str, output: str | None) -> None:
+    """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.
+
+    \b
+    Example:
+      swiftbatch results my-run --format parquet --output answers.parquet
+    """
+    from jobs.input.json_lines import dump_line
+    from jobs.run.output import write_table
+    from jobs.run.run import Run
+    from scheduler.display.summary import damage_lines
+
+    if kind == "parquet" and output is None and sys.stdout.isatty():
+        raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
+    run = Run.open(run_uri)
+    lines = (line for _, line in run.output_lines() if line is not None)
+    try:
+        with click.open_file(output or "-", "wb") as file:
+            if kind == "parquet":
+                write_table(file, lines)
+            else:
+                for line in lines:
+                    file.write(dump_line(line))
+    except OSError as error:
+        if output is None:  # a reader that has seen enough, as in `| head`
+            raise
+        raise click.FileError(output, error.strerror) from None
+    for problem in damage_lines(run):
+        click.echo(problem, err=True)

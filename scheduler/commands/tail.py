@@ -1,0 +1,27 @@
+"""The command `tail`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.argument("custom_id")
+@click.option("--follow", is_flag=True, help="Go on printing until the job ends.")
+def tail(run_uri: str, custom_id: str, follow: bool) -> None:
+    """Print what a job has written so far, up to its last checkpoint.
+
+    \b
+    Example:
+      swiftbatch tail my-run story-7 --follow
+    """
+    from jobs.run.run import Run
+    from scheduler.display.summary import harmless
+    from scheduler.runs.tailing import follow_text
+
+    for piece in follow_text(Run.open(run_uri), custom_id, follow):
+        click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
+    click.echo()

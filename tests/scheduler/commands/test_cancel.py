@@ -1,0 +1,42 @@
+"""What `cancel` does with a driver and without one."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from jobs.run.run import Run
+from scheduler.driver.heartbeat import current_progress
+from tests.scheduler.commands.command_parts import finish, invoke, refusal
+
+
+def test_cancel_without_a_driver_takes_effect_at_once(run: Run) -> None:
+    finish(run, "b", "text of b")
+    assert "cancelled job a" in invoke("cancel", run.store.uri, "a").output
+    assert "ended already" in invoke("cancel", run.store.uri, "b").output
+    assert "no job 'z'" in refusal("cancel", run.store.uri, "z")
+    assert "cancelled 1 jobs" in invoke("cancel", run.store.uri).output
+    status = json.loads(invoke("status", run.store.uri, "--json").output)
+    assert status["state"] == "cancelled"
+    assert status["jobs"] == {"pending": 0, "running": 0, "finished": 1, "failed": 0, "cancelled": 2}
+    lines = [json.loads(line) for line in invoke("results", run.store.uri).output.splitlines()]
+    assert [(line["custom_id"], line["error"] and line["error"]["code"]) for line in lines] == [
+        ("a", "cancelled"),
+        ("b", None),
+        ("c", "cancelled"),
+    ]
+
+
+def test_cancel_with_a_driver_only_asks_it(run: Run) -> None:
+    alive = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time(),
+    }
+    run.write_progress(current_progress(run).model_copy(update=alive))
+    assert "asked the driver" in invoke("cancel", run.store.uri, "a").output
+    assert run.cancel_requests() == (False, {run.jobs()[0].job_id})
+    assert not run.failed()
+    assert "held by another driver" in refusal("resume", run.store.uri)

@@ -1,0 +1,33 @@
+"""What `results` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pyarrow import parquet
+
+from jobs.run.run import Run
+from tests.scheduler.commands.command_parts import finish, invoke, refusal
+
+
+def test_results_reads_and_writes_nothing_into_the_run(run: Run, tmp_path: Path) -> None:
+    finish(run, "a", "text of a")
+    run.store.write("output.jsonl", b"what the driver wrote\n")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert json.loads(invoke("results", run.store.uri).stdout)["custom_id"] == "a"
+    assert invoke("results", run.store.uri, "--format", "parquet", "--output", str(tmp_path / "t")).exit_code == 0
+    assert len(parquet.read_table(tmp_path / "t")) == 1
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+    assert run.store.read("output.jsonl") == b"what the driver wrote\n"
+
+
+def test_results_come_in_input_order_in_both_formats(run: Run, tmp_path: Path) -> None:
+    finish(run, "c", "text of c")
+    finish(run, "a", "text of a")
+    lines = [json.loads(line) for line in invoke("results", run.store.uri).output.splitlines()]
+    assert [line["custom_id"] for line in lines] == ["a", "c"]
+    target = tmp_path / "answers.parquet"
+    assert invoke("results", run.store.uri, "--format", "parquet", "--output", str(target)).exit_code == 0
+    assert parquet.read_table(target)["text"].to_pylist() == ["text of a", "text of c"]
+    assert "/proc/x" in refusal("results", run.store.uri, "--output", "/proc/x")

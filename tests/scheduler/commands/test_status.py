@@ -1,0 +1,51 @@
+"""What `status` shows of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+from jobs.run.run import Run, WorkerStatus
+from scheduler.driver.backlog import count_jobs
+from scheduler.driver.heartbeat import current_progress
+from tests.scheduler.commands.command_parts import finish, invoke
+
+
+def test_a_clock_that_went_back_makes_no_negative_time(run: Run) -> None:
+    for record in run.jobs():
+        finish(run, record.job.custom_id, "text")
+    back = {"state": "finished", "updated": 5.0, "started": 90_000.0, "jobs": count_jobs(run)}
+    run.write_progress(current_progress(run).model_copy(update=back))
+    assert "took 0:00:00" in invoke("status", run.store.uri).stdout
+
+
+def test_status_json_has_the_promised_fields(run: Run) -> None:
+    finish(run, "b", "text of b")
+    result = invoke("status", run.store.uri, "--json")
+    assert result.exit_code == 0
+    status = json.loads(result.output)
+    assert status["state"] == "interrupted"
+    assert status["jobs"] == {"pending": 2, "running": 0, "finished": 1, "failed": 0, "cancelled": 0}
+    assert {"num_generated_tokens", "tokens_per_second", "eta_seconds", "workers"} <= set(status)
+    text = invoke("status", run.store.uri).output
+    assert "swiftbatch resume" in text
+
+
+def test_status_shows_each_running_job_with_its_tokens(run: Run) -> None:
+    worker = WorkerStatus(id="w1", host="here", pid=7, jobs=("a", "c"), metrics_address="http://here:9")
+    beat = current_progress(run).model_copy(
+        update={
+            "state": "running",
+            "updated": time.time(),
+            "driver_host": socket.gethostname(),
+            "driver_pid": os.getpid(),
+            "workers": (worker,),
+            "running": {"a": 12_345},
+        }
+    )
+    run.write_progress(beat)
+    text = invoke("status", run.store.uri).output
+    assert "w1 on here, process 7: a (12,345 tokens), c, metrics at http://here:9" in text
+    assert json.loads(invoke("status", run.store.uri, "--json").output)["running"] == {"a": 12_345}

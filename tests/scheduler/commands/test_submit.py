@@ -1,0 +1,195 @@
+"""What `submit` and `resume` take in and what they refuse, before anything runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jobs.run.run import Run
+from scheduler.runs.settings import Settings
+from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
+from tests.scheduler.commands.submit_parts import submit_file
+from worker.config import EngineConfig
+from worker.drafters.names import ENGINE_NAMES
+from worker.exactness.doctor import diagnose
+from worker.model.files import locate_model
+from worker.model.text import TextCodec
+
+
+def test_bad_job_files_are_refused_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
+    run, model = str(tmp_path / "run"), str(tiny_model)
+    empty = write_jobs(tmp_path / "empty.jsonl")
+    assert "holds no jobs" in refusal("submit", empty, "--run", run, "--model", model)
+    assert "Is a directory" in refusal("submit", str(tmp_path), "--run", run, "--model", model)
+    assert "No such file" in refusal("submit", str(tmp_path / "absent"), "--run", run, "--model", model)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unwritable_run_folder_is_refused_in_one_line(tmp_path: Path, tiny_model: Path, jobs_file: str) -> None:
+    for place in (f"{jobs_file}/run", "/proc/run"):
+        assert place in refusal("submit", jobs_file, "--run", place, "--model", str(tiny_model))
+    assert "expected a path" in refusal("submit", jobs_file, "--run", "ftp://host/run", "--model", str(tiny_model))
+
+
+def test_unknown_engine_names_the_known_ones(tmp_path: Path, jobs_file: str) -> None:
+    line = refusal("submit", jobs_file, "--run", str(tmp_path / "run"), "--engine", "warp")
+    assert "warp" in line
+    assert all(name in line for name in ENGINE_NAMES)
+
+
+def test_an_unknown_model_is_refused_in_one_line(tmp_path: Path, jobs_file: str) -> None:
+    for model in ("./absent", "nobody/nothing", "absent"):
+        assert model in refusal("submit", jobs_file, "--run", str(tmp_path / "run"), "--model", model)
+    assert "config.json" in refusal("submit", jobs_file, "--run", str(tmp_path / "run"), "--model", str(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_manifest_is_not_overwritten(run: Run, jobs_file: str, tiny_model: Path) -> None:
+    manifest = Path(run.store.uri) / "run.json"
+    manifest.write_text("{torn")
+    assert "run.json" in refusal("submit", jobs_file, "--run", run.store.uri, "--model", str(tiny_model))
+    assert manifest.read_text() == "{torn"
+
+
+def test_bad_lines_are_shown_and_kept_and_stop_no_other_job(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_jobs(
+        tmp_path / "jobs.jsonl",
+        job("good"),
+        "{broken",
+        job("too-long", max_tokens=5000),
+        job("good"),
+        job("odd", colour="red"),
+        job("../../etc/x"),
+    )
+    submission = submit_file(path, str(tmp_path / "run"), Settings(model=str(tiny_model)), False)
+    assert [record.job.custom_id for record in submission.run.jobs()] == ["good", "../../etc/x"]
+    rejects = submission.run.rejects()
+    assert [reject.line_number for reject in rejects] == [2, 3, 4, 5]
+    num_prompt_tokens = submission.records[0].num_prompt_tokens
+    assert f"prompt ({num_prompt_tokens} tokens) and max_tokens (5000)" in rejects[1].reason
+    assert f"need {num_prompt_tokens + 5000} positions, expected at most the model's 4096" in rejects[1].reason
+
+
+def test_a_job_that_fills_the_positions_to_the_last_is_taken(tmp_path: Path, tiny_model: Path) -> None:
+    num_prompt_tokens = len(TextCodec(locate_model(str(tiny_model))).encode("the quick brown fox"))
+    path = write_jobs(
+        tmp_path / "jobs.jsonl", job("fits", 4096 - num_prompt_tokens), job("not", 4097 - num_prompt_tokens)
+    )
+    submission = submit_file(path, str(tmp_path / "run"), Settings(model=str(tiny_model)), False)
+    assert [record.job.custom_id for record in submission.records] == ["fits"]
+    assert [reject.custom_id for reject in submission.rejects] == ["not"]
+
+
+def test_a_file_of_rejects_only_ends_with_exit_code_1_and_their_reasons(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_jobs(tmp_path / "jobs.jsonl", *(job(f"j{i}", max_tokens=-1) for i in range(8)))
+    result = invoke("submit", path, "--run", str(tmp_path / "run"), "--model", str(tiny_model))
+    assert result.exit_code == 1
+    assert "rejected line 1 (j0): field 'max_tokens': found -1" in result.stderr
+    assert "and 3 more rejected lines" in result.stderr
+    assert len(Run.open(str(tmp_path / "run")).rejects()) == 8
+    assert "run finished; jobs: none" in result.stdout
+    status = invoke("status", str(tmp_path / "run"))
+    assert "finished; jobs: none" in status.stdout
+    assert "rejected: 8 lines" in status.stdout
+    assert "resume" not in status.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+        *("tokenizer.model", "additional_chat_templates/tools.jinja", "tokenizer_config.json", "config.json"),
+    ],
+)
+def test_a_changed_file_of_the_model_s_text_is_another_model(
+    tmp_path: Path, tiny_model: Path, jobs_file: str, name: str
+) -> None:
+    model, place = tmp_path / "model", str(tmp_path / "run")
+    shutil.copytree(tiny_model, model)
+    (model / name).parent.mkdir(exist_ok=True)
+    if not (model / name).exists():
+        (model / name).write_text("{}")
+    run = submit_file(jobs_file, place, Settings(model=str(model))).run
+    parts_fit = locate_model(str(model)).fingerprint
+    before = (model / name).read_text()
+    (model / name).write_text(f"{before} ")
+    for command in (["resume", place], ["submit", jobs_file, "--run", place]):
+        line = refusal(*command)
+        assert f"the run at {place} was made with model {model}" in line
+        assert "use the same one, or another run folder" in line
+    if name not in ("tokenizer_config.json", "config.json"):
+        assert locate_model(str(model)).fingerprint == parts_fit  # drafts do not depend on it
+        older = run.manifest.model_copy(update={"text_fingerprint": None})
+        run.store.write("run.json", older.model_dump_json().encode())  # as an older version wrote it
+        assert submit_file(jobs_file, place, Settings()).records
+        run.store.write("run.json", run.manifest.model_dump_json().encode())
+    (model / name).write_text(before)
+    assert submit_file(jobs_file, place, Settings()).records
+
+
+def test_strict_refuses_the_whole_file_and_makes_no_run(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_jobs(tmp_path / "jobs.jsonl", job("good"), job("bad", max_tokens=0))
+    line = refusal("submit", path, "--run", str(tmp_path / "run"), "--model", str(tiny_model), "--strict")
+    assert "line 2" in line
+    assert "max_tokens" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_were_cut_off_are_refused_in_one_line_before_anything_is_run(
+    tmp_path: Path, tiny_model: Path, jobs_file: str
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    for args in (["doctor"], ["submit", jobs_file, "--run", str(tmp_path / "run")]):
+        line = refusal(*args, "--model", str(model))
+        assert f"{weights} is damaged or cut off" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_new_run_records_what_doctor_found_here(
+    tmp_path: Path, tiny_model: Path, jobs_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = Settings(model=str(tiny_model), dtype="float32", num_threads=1)
+    assert submit_file(jobs_file, str(tmp_path / "before"), settings, False).run.manifest.exactness == "not probed"
+    diagnosis = diagnose(EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1), num_rows=40)
+    assert submit_file(jobs_file, str(tmp_path / "after"), settings, False).run.manifest.exactness == diagnosis.verdict
+    other = Settings(model=str(tiny_model), dtype="float32", num_threads=2)
+    assert submit_file(jobs_file, str(tmp_path / "other"), other, False).run.manifest.exactness == "not probed"
+
+
+def test_what_belongs_to_a_run_cannot_change_under_it(run: Run, jobs_file: str, tiny_model: Path) -> None:
+    place, model = run.store.uri, str(tiny_model)
+    assert "was made with seed 0, found 5" in refusal(
+        "submit", jobs_file, "--run", place, "--model", model, "--seed", "5"
+    )
+    assert "model" in refusal("submit", jobs_file, "--run", place, "--model", "embedded")
+    assert "dtype" in refusal("submit", jobs_file, "--run", place, "--dtype", "float32")
+    again = submit_file(jobs_file, place, Settings(), False)
+    assert again.run.manifest == run.manifest
+    assert again.run.jobs() == run.jobs()
+
+
+def test_a_changed_job_under_a_known_custom_id_is_rejected(run: Run, tmp_path: Path) -> None:
+    path = write_jobs(tmp_path / "more.jsonl", job("a", max_tokens=21), job("b"), job("d"))
+    submission = submit_file(path, run.store.uri, Settings(), False)
+    assert [record.job.custom_id for record in submission.run.jobs()] == ["a", "b", "c", "d"]
+    assert [(reject.line_number, reject.custom_id) for reject in submission.rejects] == [(1, "a")]
+
+
+def test_a_model_folder_is_found_by_workers_in_other_folders(
+    tmp_path: Path, tiny_model: Path, jobs_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    submission = submit_file(jobs_file, str(tmp_path / "run"), Settings(model=tiny_model.name), False)
+    assert submission.run.manifest.model == str(tiny_model)
+    assert submit_file(jobs_file, str(tmp_path / "run"), Settings(model=tiny_model.name), False).rejects == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "host:many", "no.such.host.invalid:6379"])
+def test_an_unreachable_cluster_is_refused_in_one_line(address: str, run: Run) -> None:
+    assert address in refusal("resume", run.store.uri, "--address", address)

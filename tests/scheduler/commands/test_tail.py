@@ -1,0 +1,54 @@
+"""What `tail` prints of a job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Run
+from scheduler.driver.heartbeat import current_progress
+from scheduler.runs.tailing import follow_text
+from tests.scheduler.commands.command_parts import finish, invoke, refusal
+from worker.model.files import locate_model
+from worker.model.text import TextCodec
+
+
+def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finished_one(
+    run: Run, tiny_model: Path
+) -> None:
+    record = run.jobs()[0]
+    codec = TextCodec(locate_model(str(tiny_model)))
+    checkpoints = CheckpointStore(run.store)
+    token_ids = np.array(codec.encode("jumps over the lazy dog"), dtype=np.uint32)
+    assert invoke("tail", run.store.uri, "a").output == "\n"
+    checkpoints.write_tokens(record.job_id, checkpoints.claim(record.job_id, "w1"), token_ids)
+    assert invoke("tail", run.store.uri, "a").output == "jumps over the lazy dog\n"
+    finish(run, "a", "the whole text")
+    assert invoke("tail", run.store.uri, "a", "--follow").output == "the whole text\n"
+    assert "no job 'z'" in refusal("tail", run.store.uri, "z")
+
+
+def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> None:
+    alive = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time(),
+    }
+    run.write_progress(current_progress(run).model_copy(update=alive))
+    record = run.jobs()[0]
+    checkpoints = CheckpointStore(run.store)
+    attempt = checkpoints.claim(record.job_id, "w1")
+    token_ids = np.array(TextCodec(locate_model(str(tiny_model))).encode("jumps over the lazy dog"), dtype=np.uint32)
+    pieces = []
+    for number, piece in enumerate(follow_text(run, "a", follow=True)):
+        pieces.append(piece)
+        if number == 0:
+            checkpoints.write_tokens(record.job_id, attempt, token_ids)
+        elif number == 1:
+            finish(run, "a", "jumps over the lazy dog. The end.")
+    assert pieces == ["", "jumps over the lazy dog", ". The end."]
