@@ -55,7 +55,7 @@ class OneLineErrors(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="swiftbatch")
 def main() -> None:
     """Run many long text generation jobs and get exactly the tokens that plain sampling would give.

@@ -1,29 +1,41 @@
-"""What a worker needs to know to decode. Needs no torch: the driver makes it, the workers read it."""
+"""What a worker needs to know to decode, each default once. Light: the command line shows them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from jobs.run.dtypes import Device, Dtype
 from worker.drafters.names import DEFAULT_ENGINE
 
+CheckpointKind = Literal["tokens", "state"]
 
-class EngineConfig(BaseModel):
-    """Model, numerics and engine of one worker; the same for all workers of a run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+@dataclass(frozen=True)
+class Computation:
+    """What decides a run's bytes, and how they are drafted: recorded in `run.json` and the same for all workers."""
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
     draft_model: str | None = None  # folder with the engine's trained parts; None: they lie beside the model's weights
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
-    num_slots: int = Field(default=1, ge=1)
-    checkpoint: Literal["tokens", "state"] = "state"  # what is written: token logs alone, or the caches as well
-    checkpoint_tokens: int = Field(default=1024, ge=1)  # of one job, between two states
-    checkpoint_seconds: float = Field(default=5.0, gt=0)  # between two token logs
-    grace_seconds: float = Field(default=20.0, ge=0)  # to write checkpoints in, after SIGTERM
-    store_retry_seconds: float = Field(default=120.0, ge=0)  # for which a failing store is tried again
+    dtype: Dtype = "bfloat16"
+    device: Device = "auto"
+    num_threads: int = 1
+    seed: int = 0  # that of a job which gives none follows from it
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """How checkpoints are kept; it may differ from one resume to the next."""
+
+    checkpoint: CheckpointKind = "state"  # what is written: token logs alone, or the caches as well
+    checkpoint_tokens: int = 1024  # of one job, between two states
+    checkpoint_seconds: float = 5.0  # between two token logs
+    grace_seconds: float = 20.0  # to write checkpoints in, after SIGTERM
+    store_retry_seconds: float = 120.0  # for which a failing store is tried again
+
+
+@dataclass(frozen=True)
+class EngineConfig(Computation, CheckpointSettings):
+    """What a worker is started with."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jobs.checkpoints.timeline import Moment
+from jobs.run.dtypes import Device, Dtype
 
 RUN_VERSION = 1
 
@@ -38,8 +39,8 @@ class RunManifest(BaseModel):
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: beside the model's weights
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
-    dtype: str
-    device: str
+    dtype: Dtype
+    device: Device
     num_threads: int = Field(ge=1)
     seed: int
     versions: dict[str, str]

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from scheduler.commands.model_options import DEVICE, DRAFT_MODEL, DTYPE, JSON, MODEL, PLOT, SEED, THREADS, num_cores
-from worker.bench.griffin.catalogue import GRIFFIN_TABLES
+from scheduler.commands.model_options import COMPUTING, DRAFT_MODEL, JSON, MODEL, PLOT, SEED, checked, say
+from worker.bench.griffin.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
 from worker.bench.tokenswift.catalogue import ABLATIONS
 from worker.bench.triforce.catalogue import PROMPT_TABLES
 
@@ -31,51 +31,40 @@ def ablation() -> None:
     "--engine",
     type=click.Choice(["tokenswift-paper", "tokenswift"]),
     default="tokenswift-paper",
-    show_default=True,
     help="What the arms change: K = 1 and whole trees, or as many rounds and nodes as pay.",
 )
-@click.option("--tokens", "num_tokens", type=int, default=20_000, show_default=True, help="To generate with each arm.")
+@click.option("--tokens", "num_tokens", type=int, default=20_000, help="To generate with each arm.")
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
 @JSON
-@DTYPE
-@DEVICE
-@THREADS
-def tokenswift(threads: int | None, **options: Any) -> None:
+@COMPUTING
+def tokenswift(**options: Any) -> None:
     """Repeat an ablation of the TokenSwift paper; its five lengths are fifths of `--tokens`.
 
     \b
     Example:
       swiftbatch bench ablation tokenswift --table 5 --tokens 20000 --json table5.json
     """
-    from pydantic import ValidationError
     from rich.console import Console
 
-    from jobs.input.reasons import reasons
     from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
 
-    try:
-        ablation_options = AblationOptions.model_validate(options | {"num_threads": threads or num_cores()})
-    except ValidationError as error:
-        raise click.UsageError(reasons(error, AblationOptions)) from None
-    Console().print(run_ablation(ablation_options, lambda line: click.echo(line, err=True)))
+    Console().print(run_ablation(checked(AblationOptions, options), say))
 
 
 @ablation.command()
 @MODEL
 @DRAFT_MODEL
 @click.option("--table", type=click.Choice(list(PROMPT_TABLES)), required=True, help="Table or figure of the paper.")
-@click.option("--prefill", type=int, default=32_768, show_default=True, help="Tokens of text to go on from.")
-@click.option("--tokens", "num_tokens", type=int, default=256, show_default=True, help="To generate with each arm.")
+@click.option("--prefill", type=int, default=32_768, help="Tokens of text to go on from.")
+@click.option("--tokens", "num_tokens", type=int, default=256, help="To generate with each arm.")
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Whole books to read.")
 @click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches there.")
 @JSON
 @PLOT
-@DTYPE
-@DEVICE
-@THREADS
-def triforce(threads: int | None, **options: Any) -> None:
+@COMPUTING
+def triforce(**options: Any) -> None:
     """Repeat a table or figure of the TriForce paper, behind prompts of `--prefill` tokens (table 4: in all).
 
     Every arm goes on from the same prompt, next to plain decoding, and must say the same tokens.
@@ -84,17 +73,11 @@ def triforce(threads: int | None, **options: Any) -> None:
     Example:
       swiftbatch bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.json
     """
-    from pydantic import ValidationError
     from rich.console import Console
 
-    from jobs.input.reasons import reasons
     from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
 
-    try:
-        ablation_options = PromptAblationOptions.model_validate(options | {"num_threads": threads or num_cores()})
-    except ValidationError as error:
-        raise click.UsageError(reasons(error, PromptAblationOptions)) from None
-    Console().print(run_prompt_ablation(ablation_options, lambda line: click.echo(line, err=True)))
+    Console().print(run_prompt_ablation(checked(PromptAblationOptions, options), say))
 
 
 @ablation.command()
@@ -104,18 +87,18 @@ def triforce(threads: int | None, **options: Any) -> None:
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for trainings.")
 @click.option("--steps", "num_steps", type=int, help="Of each training. [default: as `train griffin`]")
 @click.option("--own-texts", "num_own_texts", type=int, help="To learn from. [default: as `train griffin`]")
-@click.option("--seeds", "num_seeds", type=int, help="Trainings of each row of table order. [default: 3]")
+@click.option(
+    "--seeds", "num_seeds", type=int, help=f"Trainings of each row of table order. [default: {NUM_ORDER_SEEDS}]"
+)
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="Books to go on from; unseen ones.")
-@click.option("--prompts", "num_prompts", type=int, default=2, show_default=True, help="Stretches of the text.")
-@click.option("--prefill", type=int, default=2048, show_default=True, help="Tokens of each prompt.")
-@click.option("--tokens", "num_tokens", type=int, default=256, show_default=True, help="To generate behind each.")
+@click.option("--prompts", "num_prompts", type=int, default=2, help="Stretches of the text.")
+@click.option("--prefill", type=int, default=2048, help="Tokens of each prompt.")
+@click.option("--tokens", "num_tokens", type=int, default=256, help="To generate behind each.")
 @JSON
 @PLOT
-@DTYPE
-@DEVICE
-@THREADS
-def griffin(threads: int | None, **options: Any) -> None:
+@COMPUTING
+def griffin(**options: Any) -> None:
     """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.
 
     Trainings lie in --work, one folder each, and are used again by other tables and after a kill. Every arm goes on
@@ -125,15 +108,9 @@ def griffin(threads: int | None, **options: Any) -> None:
     Example:
       swiftbatch bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.json
     """
-    from pydantic import ValidationError
     from rich.console import Console
 
-    from jobs.input.reasons import reasons
     from worker.bench.griffin.ablation import GriffinAblationOptions, run_griffin_ablation
 
     given = {name: value for name, value in options.items() if value is not None}
-    try:
-        ablation_options = GriffinAblationOptions.model_validate(given | {"num_threads": threads or num_cores()})
-    except ValidationError as error:
-        raise click.UsageError(reasons(error, GriffinAblationOptions)) from None
-    Console().print(run_griffin_ablation(ablation_options, lambda line: click.echo(line, err=True)))
+    Console().print(run_griffin_ablation(checked(GriffinAblationOptions, given), say))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from scheduler.commands.model_options import DEVICE, DTYPE, MODEL, THREADS, num_cores
+from scheduler.commands.model_options import COMPUTING, MODEL
 
 
 @click.command()
 @MODEL
-@DTYPE
-@DEVICE
-@THREADS
+@COMPUTING
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for programs.")
-def doctor(model: str, dtype: str, device: str, threads: int | None, as_json: bool) -> None:
+def doctor(as_json: bool, **options: Any) -> None:
     """Probe whether speculative decoding gives the very same bits on this machine with this model.
 
     The verdict is `exact`, or `exact up to ties` where rounding differs. The forward is compared with that of
@@ -23,11 +23,10 @@ def doctor(model: str, dtype: str, device: str, threads: int | None, as_json: bo
     Example:
       swiftbatch doctor --model embedded
     """
-    from worker.config import EngineConfig
+    from worker.config import Computation
     from worker.exactness.doctor import diagnose
 
-    values = {"model": model, "dtype": dtype, "device": device, "num_threads": threads or num_cores()}
-    diagnosis = diagnose(EngineConfig.model_validate(values))
+    diagnosis = diagnose(Computation(**options))
     click.echo(diagnosis.model_dump_json(indent=2) if as_json else diagnosis.summary())
     if not diagnosis.agreement.agrees:
         click.get_current_context().exit(1)

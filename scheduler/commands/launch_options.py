@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from scheduler.commands.model_options import filled
+from scheduler.commands.model_options import all_of, filled
+from scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
+from worker.config import CheckpointKind, CheckpointSettings, Computation
 
 if TYPE_CHECKING:
     from scheduler.display.display import OutputMode
-    from scheduler.runs.launch import LaunchOptions
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_SECONDS = 1_000_000_000  # 31 years
 
@@ -29,10 +28,11 @@ class Seconds(click.FloatRange):
 
 
 SECONDS = Seconds(0, min_open=True)
+COUNT = click.IntRange(1)
 
-WORKERS = [
-    click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Worker processes."),
-    click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Jobs at a time per worker."),
+WORKERS = (
+    click.option("--workers", "num_workers", type=COUNT, default=Settings.num_workers, help="Worker processes."),
+    click.option("--slots", "num_slots", type=COUNT, default=Settings.num_slots, help="Jobs at a time per worker."),
     click.option(
         "--draft-model",
         type=click.Path(exists=True, file_okay=False),
@@ -48,68 +48,61 @@ WORKERS = [
     click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
     click.option(
         "--max-attempts",
-        type=click.IntRange(1),
-        default=5,
-        show_default=True,
+        type=COUNT,
+        default=Settings.max_attempts,
         help="Attempts in a row without progress before a job is given up.",
     ),
     click.option(
         "--worker-timeout",
         type=SECONDS,
-        help="Seconds without a report after which a worker is replaced. [default: 120, or 30 more than store retries]",
+        help="Seconds without a report after which a worker is replaced. "
+        f"[default: {WORKER_TIMEOUT:g}, or {STORE_SLACK_SECONDS:g} more than store retries]",
     ),
     click.option(
         "--metrics-port",
         type=click.IntRange(0, 65535),
         help="Serve metrics; here the driver's, and at /sd where to find the workers' (0: any port).",
     ),
-]
-CHECKPOINTS = [
+)
+CHECKPOINTS = (
     click.option(
         "--checkpoint",
-        type=click.Choice(["tokens", "state"]),
-        default="state",
-        show_default=True,
+        type=click.Choice(get_args(CheckpointKind)),
+        default=CheckpointSettings.checkpoint,
         help="`state` also keeps the caches: more to write, and a long job resumes in seconds.",
     ),
     click.option(
         "--checkpoint-tokens",
-        type=click.IntRange(1),
-        default=1024,
-        show_default=True,
+        type=COUNT,
+        default=CheckpointSettings.checkpoint_tokens,
         help="New tokens of a job between two checkpoints.",
     ),
     click.option(
         "--checkpoint-seconds",
         type=SECONDS,
-        default=5.0,
-        show_default=True,
+        default=CheckpointSettings.checkpoint_seconds,
         help="Work that a killed worker costs at most; longer spares an object store.",
     ),
     click.option(
         "--grace-seconds",
         type=Seconds(0),
-        default=20.0,
-        show_default=True,
+        default=CheckpointSettings.grace_seconds,
         help="Time to write checkpoints in after SIGTERM, Ctrl-C or a drain notice.",
     ),
-]
-RUN_FOLDER = [
     click.option(
         "--store-retry-seconds",
         type=Seconds(0),
-        default=120.0,
-        show_default=True,
+        default=CheckpointSettings.store_retry_seconds,
         help="How long a failing store is tried again before the run stops.",
     ),
+)
+OUTPUT = (
     click.option(
         "--takeover",
         "may_take_over",
         is_flag=True,
         help="Go on although a driver holds the run, if it has not been heard of for a while.",
     ),
-]
-OUTPUT = [
     click.option("--quiet", is_flag=True, help="Show only errors, and at the end one line."),
     click.option(
         "--json",
@@ -117,14 +110,10 @@ OUTPUT = [
         is_flag=True,
         help="Show events as JSON, one object a line; scheduler/display/EVENTS.md says which.",
     ),
-]
+)
 
-
-def launch_options(command: Command) -> Command:
-    """Add the options that submit and resume share."""
-    for option in reversed([*WORKERS, *CHECKPOINTS, *RUN_FOLDER, *OUTPUT]):
-        command = option(command)
-    return command
+launch_options = all_of(*WORKERS, *CHECKPOINTS, *OUTPUT)
+"""What `submit` and `resume` share."""
 
 
 def output_mode(quiet: bool, as_json: bool) -> OutputMode:
@@ -134,8 +123,9 @@ def output_mode(quiet: bool, as_json: bool) -> OutputMode:
     return "quiet" if quiet else "json" if as_json else "auto"
 
 
-def make_launch_options(workers: int, slots: int, **options: Any) -> LaunchOptions:
-    """The values of these options as `launch` takes them."""
-    from scheduler.runs.launch import LaunchOptions
-
-    return LaunchOptions(num_workers=workers, num_slots=slots, **options)
+def make_settings(**options: Any) -> Settings:
+    """The values of these options, and of those of `submit` or `resume` alone, by the names of the fields they set."""
+    named = {field.name: options.pop(field.name, None) for field in fields(Computation)}
+    checkpoints = {field.name: options.pop(field.name) for field in fields(CheckpointSettings)}
+    said = {name: value for name, value in named.items() if value is not None}
+    return Settings(said, CheckpointSettings(**checkpoints), **options)

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from jobs.run.run import Run
     from scheduler.display.display import Display
     from scheduler.driver.hold import Hold
-    from scheduler.runs.launch import LaunchOptions, Outcome
+    from scheduler.runs.launch import Outcome
+    from scheduler.runs.settings import Settings
 
 SOME_FAILED = 1
-START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
 
 
-def launch_shown(hold: Hold, num_jobs: int, options: LaunchOptions, display: Display) -> Outcome:
+def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display) -> Outcome:
     """As `launch`, after a word about the run."""
     from scheduler.display.events import RunOpened
     from scheduler.runs.launch import launch
 
     run = hold.epoch.run
     display.note(RunOpened(run.store.shown_uri, run.manifest.run_id, num_jobs))
-    return launch(hold, options, display)
+    return launch(hold, settings, display)
 
 
 def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:

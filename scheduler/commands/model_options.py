@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from jobs.run.dtypes import Device, Dtype
+from worker.config import Computation
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    Options = TypeVar("Options", bound=BaseModel)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 MAX_THREADS = 1024  # more than cores are slower, and millions end the process
+DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
+THREAD_COUNT = click.IntRange(1, MAX_THREADS)
 
 
 def filled(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -17,27 +32,50 @@ def filled(_context: click.Context, _parameter: click.Parameter, value: str | No
     return value
 
 
-DTYPE = click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
-DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-MODEL = click.option(
-    "--model", default="embedded", callback=filled, show_default=True, help="`embedded`, a folder, or a hub id."
-)
+def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """One decorator that adds all these options."""
+    return lambda command: functools.reduce(lambda done, option: option(done), reversed(options), command)
+
+
+def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
+    """As many threads as this process may use cores, where no number is given."""
+    return value or len(os.sched_getaffinity(0))
+
+
+MODEL = click.option("--model", default=Computation.model, callback=filled, help="`embedded`, a folder, or a hub id.")
 DRAFT_MODEL = click.option(
     "--draft-model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder with the engine's trained parts. [default: beside the model's weights]",
 )
-THREADS = click.option("--threads", type=click.IntRange(1, MAX_THREADS), help="CPU threads. [default: all cores]")
-
+COMPUTING = all_of(
+    click.option("--dtype", type=DTYPES, default=Computation.dtype),
+    click.option("--device", type=DEVICES, default=Computation.device),
+    click.option(
+        "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
+    ),
+)
 JSON = click.option(
     "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures."
 )
 PLOT = click.option(
     "--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the curves."
 )
-SEED = click.option("--seed", type=int, default=0, show_default=True)
+SEED = click.option("--seed", type=int, default=Computation.seed)
 
 
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def checked(model: type[Options], options: dict[str, Any]) -> Options:
+    """The options as a benchmark takes them. Raises click.UsageError, which names the field."""
+    from pydantic import ValidationError
+
+    from jobs.input.reasons import reasons
+
+    try:
+        return model.model_validate(options)
+    except ValidationError as error:
+        raise click.UsageError(reasons(error, model)) from None
+
+
+def say(line: str) -> None:
+    """Tell how far a benchmark is."""
+    click.echo(line, err=True)

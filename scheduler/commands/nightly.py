@@ -27,7 +27,6 @@ MARK = "job-file.json"
     "--if-busy",
     type=click.Choice(["refuse", "wait"]),
     default="refuse",
-    show_default=True,
     help="What to do while another `nightly` is at work on these runs.",
 )
 @click.pass_context

@@ -9,9 +9,7 @@ import click
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
-@click.option(
-    "--output", default="report.html", show_default=True, type=click.Path(dir_okay=False), help="Page to write."
-)
+@click.option("--output", default="report.html", type=click.Path(dir_okay=False), help="Page to write.")
 def report(run_uri: str, output: str) -> None:
     """Write a page about a run: speed, acceptance, workers, jobs, what failed and why.
 

@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
-@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--format", "kind", type=click.Choice(["jsonl", "parquet"]), default="jsonl")
 @click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
 def results(run_uri: str, kind: str, output: str | None) -> None:
     """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.commands.launch_options import launch_options, make_launch_options, output_mode
-from scheduler.commands.launching import START_RETRY_SECONDS, end, launch_shown
-from scheduler.commands.model_options import MAX_THREADS, filled
-from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
+from scheduler.commands.launch_options import launch_options, make_settings, output_mode
+from scheduler.commands.launching import end, launch_shown
+from scheduler.commands.model_options import DEVICES, DTYPES, THREAD_COUNT, filled
+from worker.config import Computation
+from worker.drafters.names import ENGINE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,20 +22,22 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("jobs", type=click.Path())
 @click.option("--run", "run_uri", required=True, help="Folder of the run: a path, s3:// or gs://. Made if absent.")
-@click.option("--model", callback=filled, help="`embedded`, a folder, or a hub id. [default: embedded]")
+@click.option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
 @click.option(
-    "--engine", type=click.Choice(ENGINE_NAMES), help=f"Changes speed, not output. [default: {DEFAULT_ENGINE}]"
+    "--engine", type=click.Choice(ENGINE_NAMES), help=f"Changes speed, not output. [default: {Computation.engine}]"
 )
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="[default: bfloat16]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="[default: auto]")
+@click.option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
+@click.option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
+@click.option("--threads", "num_threads", type=THREAD_COUNT, help="CPU threads per worker. [default: cores / workers]")
 @click.option(
-    "--threads", type=click.IntRange(1, MAX_THREADS), help="CPU threads per worker. [default: cores / workers]"
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help=f"For jobs without a seed of their own. [default: {Computation.seed}]",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="For jobs without a seed of their own. [default: 0]")
 @click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")
 @launch_options
 def submit(
-    jobs: str, run_uri: str, threads: int | None, strict: bool, quiet: bool, as_json: bool, **options: Any
+    jobs: str, run_uri: str, strict: bool, may_take_over: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Run the jobs of a JSONL file and wait for them. The same file again runs only what is missing.
 
@@ -49,28 +52,13 @@ def submit(
     Example:
       swiftbatch submit jobs.jsonl --run my-run --workers 2
     """
-    from jobs.storage.retries import Retries
     from scheduler.display.display import open_display
-    from scheduler.runs.settings import Settings
     from scheduler.runs.submission import submission
 
-    mode = output_mode(quiet, as_json)
-    settings = Settings(
-        **{name: options.pop(name) for name in ("model", "engine", "dtype", "device", "seed")},
-        draft_model=options["draft_model"],
-        kv_offload=options["kv_offload"],
-        num_threads=threads,
-        num_workers=options["workers"],
-        address=options["address"],
-        retries=Retries(min(START_RETRY_SECONDS, options["store_retry_seconds"])),
-    )
-    may_take_over = options.pop("may_take_over")
-    with (
-        open_display(mode) as display,
-        submission(jobs, run_uri, settings, strict, may_take_over) as submitted,
-    ):
+    mode, settings = output_mode(quiet, as_json), make_settings(**options)
+    with open_display(mode) as display, submission(jobs, run_uri, settings, strict, may_take_over) as submitted:
         _tell_rejects(display, submitted.rejects)
-        outcome = launch_shown(submitted.hold, len(submitted.records), make_launch_options(**options), display)
+        outcome = launch_shown(submitted.hold, len(submitted.records), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
 
 

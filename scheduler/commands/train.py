@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scheduler.commands.model_options import MODEL
+from worker.training import defaults
 
 if TYPE_CHECKING:
     from worker.training.griffin.recipe import GriffinRecipe
@@ -22,12 +23,12 @@ DATA = click.option(
 OUTPUT = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
 )
-SEED = click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+SEED = click.option("--seed", type=click.IntRange(0), default=defaults.SEED)
 
 
 def steps_option(default: int) -> Callable[[Command], Command]:
     """`--steps`, with what a training takes by default."""
-    return click.option("--steps", "num_steps", type=click.IntRange(1), default=default, show_default=True)
+    return click.option("--steps", "num_steps", type=click.IntRange(1), default=default)
 
 
 @click.group()
@@ -60,12 +61,13 @@ def target(data: Path, output: Path) -> None:
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(200)
+@steps_option(defaults.HEADS_STEPS)
 @click.option(
     "--own-texts",
     "num_own_texts",
     type=click.IntRange(0),
-    default=0,
+    default=defaults.HEADS_OWN_TEXTS,
+    show_default=False,
     help="Learn from so many texts of the model's own.",
 )
 @SEED
@@ -90,7 +92,7 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(1500)
+@steps_option(defaults.DRAFT_STEPS)
 @SEED
 def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
     """Train a small draft model for the engine `triforce`; the model itself stays as it is.
@@ -113,21 +115,25 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 @MODEL
 @DATA
 @OUTPUT
-@steps_option(3600)
+@steps_option(defaults.GRIFFIN_STEPS)
 @click.option(
     "--own-texts",
     "num_own_texts",
     type=click.IntRange(0),
-    default=448,
-    show_default=True,
+    default=defaults.GRIFFIN_OWN_TEXTS,
     help="Learn from so many texts of the model's own, beside the books.",
 )
-@click.option("--passes", "num_passes", type=click.IntRange(1), help="Forwards of a draft to train on. [default: 3]")
+@click.option(
+    "--passes",
+    "num_passes",
+    type=click.IntRange(1),
+    help=f"Forwards of a draft to train on. [default: {defaults.GRIFFIN_PASSES}]",
+)
 @click.option(
     "--top-k",
     "align_top_k",
     type=click.IntRange(0),
-    help="Tokens of an earlier pass that count as aligned; 0: no mask. [default: 3]",
+    help=f"Tokens of an earlier pass that count as aligned; 0: no mask. [default: {defaults.GRIFFIN_ALIGN_TOP_K}]",
 )
 @click.option("--no-token-alignment", is_flag=True, help="One pass and no mask, as EAGLE-2.")
 @click.option("--no-token-guided-fusion", is_flag=True, help="Features and tokens are fused once, as in EAGLE.")

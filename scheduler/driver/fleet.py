@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FIRST_RESTART_SECONDS = 1.0
 LONGEST_RESTART_SECONDS = 30.0
-DEFAULT_TIMEOUT = 120.0
 LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
@@ -91,7 +90,7 @@ class Fleet:
     A started worker that does not answer for `timeout` seconds is lost.
     """
 
-    def __init__(self, spec: WorkerSpec, cluster: Cluster, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, spec: WorkerSpec, cluster: Cluster, timeout: float) -> None:
         self._spec = spec
         self._cluster = cluster
         self._timeout = timeout

@@ -12,7 +12,8 @@ from jobs.job import Job, JobRecord
 from jobs.run.run import Run, RunError, RunManifest
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_file
-from scheduler.runs.settings import Settings, kept_or_new_manifest, with_model
+from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
+from scheduler.runs.settings import Settings
 from worker.caches.room import KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
 from worker.model.files import ModelFiles, locate_model
 from worker.model.text import TextCodec
@@ -44,7 +45,7 @@ class Submission:
 
 @contextmanager
 def submission(
-    path: str, run_uri: str, settings: Settings, is_strict: bool, may_take_over: bool = False
+    path: str, run_uri: str, settings: Settings, is_strict: bool = False, may_take_over: bool = False
 ) -> Iterator[Submission]:
     """Add the file's jobs to the run at `run_uri`, which is made if there is none. `path` may be a URI, too.
 
@@ -60,7 +61,7 @@ def submission(
     rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(path, rejects)
-    planned = Run.planned(run_uri, manifest, settings.retries)
+    planned = Run.planned(run_uri, manifest, settings.start_retries)
     with Hold(planned, may_take_over, forgets_cancel=True) as hold:
         run = planned.made()
         if run.manifest.run_id != manifest.run_id:
@@ -95,7 +96,7 @@ def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KV
     """Where this machine's workers keep caches; None where that can't be known here. Raises KVRoomError."""
     if settings.address is not None:
         return None
-    kv_offload = settings.kv_offload or manifest.kv_offload
+    kv_offload = computation_of(manifest, settings).kv_offload
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
     num_bytes = bytes_per_position(files.path, manifest.dtype)

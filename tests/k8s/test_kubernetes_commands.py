@@ -11,7 +11,7 @@ from jobs.input.reader import read_jobs
 from metrics import discovery
 from tests.k8s.kubernetes_parts import OVERLAYS, RAY, ROOT, Object, commands, one, pods, ray_containers, render
 from tests.readme.command_lines import options
-from worker.config import EngineConfig
+from worker.config import CheckpointSettings
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -61,15 +61,15 @@ def test_the_commands_ask_for_the_workers_that_the_cluster_can_have(objects: lis
     has_gpu = "nvidia.com/gpu" in requests
     for words in commands(objects).values():
         given = options(words)
-        assert given["workers"] == group["maxReplicas"]
+        assert given["num_workers"] == group["maxReplicas"]
         assert given["device"] == ("cuda" if has_gpu else "cpu")  # `auto` sees no GPU while no worker is up
-        assert given["threads"] <= int(requests["cpu"])
+        assert given["num_threads"] <= int(requests["cpu"])
         assert group["minReplicas"] == 0
 
 
 def test_a_worker_has_the_time_to_drain_before_it_is_killed(objects: list[Object]) -> None:
     graces = {options(words)["grace_seconds"] for words in commands(objects).values()}
-    assert graces == {EngineConfig().grace_seconds}
+    assert graces == {CheckpointSettings.grace_seconds}
     for where, pod in pods(objects).items():
         if "Group" in where:
             (container,) = pod["spec"]["containers"]

@@ -44,7 +44,7 @@ def counted(num_tokens: int) -> EngineCounters:
 
 def make_fleet(num_gpus: int = 0) -> Fleet:
     cluster = Cluster(is_embedded=True, num_gpus=num_gpus, watch=None)
-    return Fleet(WorkerSpec(EngineConfig(device="auto"), "run"), cluster)
+    return Fleet(WorkerSpec(EngineConfig(device="auto"), "run"), cluster, timeout=20)
 
 
 def started(number: int, drain_reason: str | None = None) -> Worker:

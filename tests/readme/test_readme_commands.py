@@ -90,7 +90,8 @@ def test_the_engines_of_submit_and_those_for_comparison_are_listed() -> None:
     assert isinstance(option.type, click.Choice)
     assert set(option.type.choices) - variants == engines
     assert len(engines) <= 8
-    DecodeBenchOptions(engines=tuple(engines | variants), positions=(64,))  # takes every name
+    named = {"engines": tuple(engines | variants), "positions": (64,), "num_tokens": 5, "seed": 0}
+    DecodeBenchOptions(**named, temperature=0.0, min_p=0.1, repetition_penalty=1.0)  # takes every name
 
 
 def test_a_command_with_a_wrong_option_is_refused() -> None:

@@ -26,7 +26,7 @@ from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.metrics.report_parts import timeline
 from tests.readme.command_lines import page, section, table
 from worker.caches.room import bytes_per_position
-from worker.config import EngineConfig
+from worker.config import CheckpointSettings
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.exactness.doctor import NUM_PROBED_ROWS
 from worker.model.files import EMBEDDED
@@ -145,11 +145,10 @@ def test_a_large_file_makes_the_requests_that_the_text_says(s3_uri: str, s3_prox
 
 def test_the_example_follows_from_the_table() -> None:
     """Requests and cost of an hour with the defaults, one run with one job at 30 tokens/s."""
-    config = EngineConfig()
     rates = {
         "heartbeat": 3600 / BEAT_SECONDS_OBJECT_STORE,
-        "token log": 3600 / config.checkpoint_seconds,
-        "state": 3600 * 30 / config.checkpoint_tokens,
+        "token log": 3600 / CheckpointSettings.checkpoint_seconds,
+        "state": 3600 * 30 / CheckpointSettings.checkpoint_tokens,
     }
     for name, rate in rates.items():
         (row,) = [row for row in table(SIZING, "what") if row[0].startswith(name)]

@@ -174,12 +174,25 @@ def test_whoever_loads_such_a_model_refuses_it(tiny_model: Path, tmp_path: Path)
 
 
 def decode_bench(**shared: Any) -> None:
-    run_decode_bench(DecodeBenchOptions(engines=("suffix",), positions=(40,), num_tokens=20, **shared))
+    run_decode_bench(
+        DecodeBenchOptions(
+            engines=("suffix",),
+            positions=(40,),
+            num_tokens=20,
+            temperature=0.0,
+            min_p=0.1,
+            repetition_penalty=1.0,
+            seed=0,
+            **shared,
+        )
+    )
 
 
 def long_bench(**shared: Any) -> None:
     sampling = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-    run_long_bench(LongBenchOptions(prefill=40, sampling=sampling, **shared))
+    run_long_bench(
+        LongBenchOptions(engine="token-recycling", prefill=40, every=20, plain_every=20, sampling=sampling, **shared)
+    )
 
 
 @pytest.mark.parametrize("benchmark", [decode_bench, long_bench])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.config import EngineConfig
+from worker.config import Computation
 from worker.drafters import DRAFTERS, create_drafter
 from worker.engine import Engine
 from worker.exactness.doctor import diagnose
@@ -39,6 +39,6 @@ def test_every_engine_decodes_on_cuda_as_plain_decoding_does(embedded_files: Mod
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_doctor_gives_a_verdict_on_cuda(dtype: str) -> None:
-    diagnosis = diagnose(EngineConfig.model_validate({"dtype": dtype, "device": "cuda"}))
+    diagnosis = diagnose(Computation(dtype=dtype, device="cuda"))
     assert diagnosis.device == "cuda"
     assert diagnosis.num_rows >= 2000

@@ -9,7 +9,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict
 
 from jobs.run.records import Exactness
-from worker.config import EngineConfig
+from worker.config import Computation
 from worker.exactness.agreement import Agreement, compare
 from worker.exactness.probe import probe_rows
 from worker.exactness.verdicts import keep_verdict, verdict_key
@@ -67,7 +67,7 @@ class Diagnosis(BaseModel):
         )
 
 
-def diagnose(config: EngineConfig, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
+def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
     """Compare `num_rows` random tree rows with plain decoding, bit by bit, and keep the verdict.
 
     Some hundred rows are compared with transformers' own forward, too.

@@ -23,6 +23,83 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     return Run.create_or_open(uri, MANIFEST)
 
 
+RUN_JSON = """{
+  "version": 1,
+  "run_id": "run-1",
+  "created": 1.5,
+  "model": "embedded",
+  "model_fingerprint": "f1",
+  "text_fingerprint": null,
+  "engine": "suffix",
+  "draft_model": null,
+  "kv_offload": null,
+  "dtype": "bfloat16",
+  "device": "cpu",
+  "num_threads": 1,
+  "seed": 7,
+  "versions": {
+    "torch": "2.13.0"
+  },
+  "exactness": "exact",
+  "cpu_capability": "AVX512"
+}
+"""
+PROGRESS_JSON = """{
+  "state": "running",
+  "updated": 2.0,
+  "started": 1.0,
+  "jobs": {
+    "pending": 1,
+    "running": 1
+  },
+  "running": {},
+  "max_tokens": {},
+  "num_generated_tokens": 10,
+  "num_tokens_left": 0,
+  "tokens_per_second": 2.5,
+  "eta_seconds": null,
+  "workers": [
+    {
+      "id": "w0",
+      "host": "here",
+      "pid": 12,
+      "node_id": "",
+      "jobs": [
+        "a"
+      ],
+      "metrics_address": null,
+      "tokens_per_second": 0.0,
+      "last_checkpoint": null
+    }
+  ],
+  "num_starting_workers": 0,
+  "num_preemptions": {},
+  "num_resumes": {},
+  "mean_acceptance_length": null,
+  "num_rejects": 0,
+  "driver_host": "here",
+  "driver_pid": 11,
+  "driver_process": null,
+  "epoch": 0
+}
+"""
+
+
+def test_the_files_of_a_run_are_what_they_were_to_the_byte(tmp_path: Path) -> None:
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run.write_progress(PROGRESS)
+    assert run.store.read("run.json") == RUN_JSON.encode()
+    assert run.store.read("progress.json") == PROGRESS_JSON.encode()
+    assert Run.open(run.store.uri).manifest == MANIFEST
+
+
+def test_a_damaged_field_of_the_manifest_is_named(tmp_path: Path) -> None:
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run.store.write("run.json", RUN_JSON.replace('"bfloat16"', '"int4"').encode())
+    with pytest.raises(RunError, match="field 'dtype': found \"int4\", expected 'bfloat16' or 'float32'"):
+        Run.open(run.store.uri)
+
+
 def test_a_run_is_opened_with_the_manifest_it_was_made_with(run: Run) -> None:
     again = Run.create_or_open(run.store.uri, MANIFEST.model_copy(update={"run_id": "run-2", "engine": "other"}))
     assert again.manifest == MANIFEST

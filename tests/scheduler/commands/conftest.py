@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from jobs.run.run import Run
-from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -20,4 +19,4 @@ def jobs_file(tmp_path: Path) -> str:
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path, jobs_file: str) -> Run:
     """A run with three jobs of which none has run."""
-    return submit_file(jobs_file, str(tmp_path / "run"), Settings(model=str(tiny_model)), False).run
+    return submit_file(jobs_file, str(tmp_path / "run"), model=str(tiny_model)).run

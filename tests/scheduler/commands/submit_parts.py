@@ -6,6 +6,7 @@ from scheduler.runs.settings import Settings
 from scheduler.runs.submission import Submission, submission
 
 
-def submit_file(path: str, run_uri: str, settings: Settings, is_strict: bool = False) -> Submission:
-    with submission(path, run_uri, settings, is_strict) as submitted:
+def submit_file(path: str, run_uri: str, is_strict: bool = False, **said: object) -> Submission:
+    """`said` names fields of `Computation`."""
+    with submission(path, run_uri, Settings(said), is_strict) as submitted:
         return submitted

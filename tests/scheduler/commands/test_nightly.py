@@ -24,7 +24,6 @@ from scheduler.cli import main
 from scheduler.commands import nightly as nightly_command
 from scheduler.runs.job_files import job_files
 from scheduler.runs.nightly_hold import FILE
-from scheduler.runs.settings import Settings
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -52,7 +51,7 @@ def nightly(inbox: Path | str, runs: Path | str, model: Path, *args: str) -> Res
 
 def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
     """Make the run of a job file and give each of its jobs a result, so that no worker is needed."""
-    run = submit_file(f"{inbox}/{path}", f"{runs}/{path}", Settings(model=str(model)), False).run
+    run = submit_file(f"{inbox}/{path}", f"{runs}/{path}", model=str(model)).run
     for record in run.jobs():
         ids = np.arange(3, dtype=np.uint32)
         text = f"text of {record.job.custom_id}"

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from jobs.run.run import Run
-from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from worker.config import EngineConfig
+from worker.config import Computation
 from worker.drafters.names import ENGINE_NAMES
 from worker.exactness.doctor import diagnose
 from worker.model.files import locate_model
@@ -64,7 +63,7 @@ def test_bad_lines_are_shown_and_kept_and_stop_no_other_job(tmp_path: Path, tiny
         job("odd", colour="red"),
         job("../../etc/x"),
     )
-    submission = submit_file(path, str(tmp_path / "run"), Settings(model=str(tiny_model)), False)
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     assert [record.job.custom_id for record in submission.run.jobs()] == ["good", "../../etc/x"]
     rejects = submission.run.rejects()
     assert [reject.line_number for reject in rejects] == [2, 3, 4, 5]
@@ -78,7 +77,7 @@ def test_a_job_that_fills_the_positions_to_the_last_is_taken(tmp_path: Path, tin
     path = write_jobs(
         tmp_path / "jobs.jsonl", job("fits", 4096 - num_prompt_tokens), job("not", 4097 - num_prompt_tokens)
     )
-    submission = submit_file(path, str(tmp_path / "run"), Settings(model=str(tiny_model)), False)
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     assert [record.job.custom_id for record in submission.records] == ["fits"]
     assert [reject.custom_id for reject in submission.rejects] == ["not"]
 
@@ -112,7 +111,7 @@ def test_a_changed_file_of_the_model_s_text_is_another_model(
     (model / name).parent.mkdir(exist_ok=True)
     if not (model / name).exists():
         (model / name).write_text("{}")
-    run = submit_file(jobs_file, place, Settings(model=str(model))).run
+    run = submit_file(jobs_file, place, model=str(model)).run
     parts_fit = locate_model(str(model)).fingerprint
     before = (model / name).read_text()
     (model / name).write_text(f"{before} ")
@@ -124,10 +123,10 @@ def test_a_changed_file_of_the_model_s_text_is_another_model(
         assert locate_model(str(model)).fingerprint == parts_fit  # drafts do not depend on it
         older = run.manifest.model_copy(update={"text_fingerprint": None})
         run.store.write("run.json", older.model_dump_json().encode())  # as an older version wrote it
-        assert submit_file(jobs_file, place, Settings()).records
+        assert submit_file(jobs_file, place).records
         run.store.write("run.json", run.manifest.model_dump_json().encode())
     (model / name).write_text(before)
-    assert submit_file(jobs_file, place, Settings()).records
+    assert submit_file(jobs_file, place).records
 
 
 def test_strict_refuses_the_whole_file_and_makes_no_run(tmp_path: Path, tiny_model: Path) -> None:
@@ -154,12 +153,15 @@ def test_a_new_run_records_what_doctor_found_here(
     tmp_path: Path, tiny_model: Path, jobs_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    settings = Settings(model=str(tiny_model), dtype="float32", num_threads=1)
-    assert submit_file(jobs_file, str(tmp_path / "before"), settings, False).run.manifest.exactness == "not probed"
-    diagnosis = diagnose(EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1), num_rows=40)
-    assert submit_file(jobs_file, str(tmp_path / "after"), settings, False).run.manifest.exactness == diagnosis.verdict
-    other = Settings(model=str(tiny_model), dtype="float32", num_threads=2)
-    assert submit_file(jobs_file, str(tmp_path / "other"), other, False).run.manifest.exactness == "not probed"
+
+    def exactness(name: str, num_threads: int) -> str:
+        said = {"model": str(tiny_model), "dtype": "float32", "num_threads": num_threads}
+        return submit_file(jobs_file, str(tmp_path / name), **said).run.manifest.exactness
+
+    assert exactness("before", 1) == "not probed"
+    diagnosis = diagnose(Computation(model=str(tiny_model), dtype="float32", num_threads=1), num_rows=40)
+    assert exactness("after", 1) == diagnosis.verdict
+    assert exactness("other", 2) == "not probed"
 
 
 def test_what_belongs_to_a_run_cannot_change_under_it(run: Run, jobs_file: str, tiny_model: Path) -> None:
@@ -169,14 +171,14 @@ def test_what_belongs_to_a_run_cannot_change_under_it(run: Run, jobs_file: str, 
     )
     assert "model" in refusal("submit", jobs_file, "--run", place, "--model", "embedded")
     assert "dtype" in refusal("submit", jobs_file, "--run", place, "--dtype", "float32")
-    again = submit_file(jobs_file, place, Settings(), False)
+    again = submit_file(jobs_file, place)
     assert again.run.manifest == run.manifest
     assert again.run.jobs() == run.jobs()
 
 
 def test_a_changed_job_under_a_known_custom_id_is_rejected(run: Run, tmp_path: Path) -> None:
     path = write_jobs(tmp_path / "more.jsonl", job("a", max_tokens=21), job("b"), job("d"))
-    submission = submit_file(path, run.store.uri, Settings(), False)
+    submission = submit_file(path, run.store.uri)
     assert [record.job.custom_id for record in submission.run.jobs()] == ["a", "b", "c", "d"]
     assert [(reject.line_number, reject.custom_id) for reject in submission.rejects] == [(1, "a")]
 
@@ -185,9 +187,9 @@ def test_a_model_folder_is_found_by_workers_in_other_folders(
     tmp_path: Path, tiny_model: Path, jobs_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_model.parent)
-    submission = submit_file(jobs_file, str(tmp_path / "run"), Settings(model=tiny_model.name), False)
+    submission = submit_file(jobs_file, str(tmp_path / "run"), model=tiny_model.name)
     assert submission.run.manifest.model == str(tiny_model)
-    assert submit_file(jobs_file, str(tmp_path / "run"), Settings(model=tiny_model.name), False).rejects == []
+    assert submit_file(jobs_file, str(tmp_path / "run"), model=tiny_model.name).rejects == []
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "host:many", "no.such.host.invalid:6379"])

@@ -20,7 +20,7 @@ from scheduler.display.events import Event
 from scheduler.driver.backlog import load_queue
 from scheduler.driver.context import Context
 from scheduler.driver.driver import Driver
-from scheduler.driver.fleet import DEFAULT_TIMEOUT, Fleet
+from scheduler.driver.fleet import Fleet
 from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
 from tests import ROOT
@@ -115,7 +115,7 @@ def make_driver(
     counters: DriverCounters | None = None,
     grace: float = 20.0,
     may_take_over: bool = False,
-    worker_timeout: float = DEFAULT_TIMEOUT,
+    worker_timeout: float = 120.0,
 ) -> Driver:
     spec = WorkerSpec(
         EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"

@@ -75,7 +75,7 @@ def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other
         jobs = tmp_path / f"{name}.jsonl"
         jobs.write_text(f'{{"custom_id": "{name}", "prompt": "x", "max_tokens": 5}}\n{name}\n')
         try:
-            with submission.submission(str(jobs), uri, Settings(num_threads=1), is_strict=False):
+            with submission.submission(str(jobs), uri, Settings({"num_threads": 1})):
                 both_done.wait()
             return name
         except RunTakenError:

@@ -108,7 +108,7 @@ def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
     key = own_key()
     assert key is not None
     patch.setattr(takeover, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
-    with submission.submission(path, uri, Settings(), is_strict=False):
+    with submission.submission(path, uri, Settings()):
         pass
 
 

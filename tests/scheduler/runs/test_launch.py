@@ -12,11 +12,11 @@ from jobs.run.run import Run
 from jobs.storage.store import StoreError
 from scheduler.cli import main
 from scheduler.cluster.watch import ClusterLostError
-from scheduler.commands.launch_options import make_launch_options
+from scheduler.commands.launch_options import make_settings
 from scheduler.driver.driver import DriverError
 from scheduler.driver.heartbeat import current_progress
 from scheduler.runs import launch
-from scheduler.runs.launch import LaunchOptions
+from scheduler.runs.settings import Settings
 from tests.scheduler.driver.driver_parts import make_run
 
 
@@ -32,18 +32,17 @@ def invoke(*args: str) -> tuple[int, str]:
 
 
 def test_a_run_goes_on_with_its_own_engine_unless_another_one_is_asked_for(run: Run) -> None:
-    assert launch._engine_config(run.manifest, LaunchOptions()).engine == "autoregressive"
-    config = launch._engine_config(run.manifest, LaunchOptions(engine="suffix"))
+    assert launch._engine_config(run.manifest, Settings()).engine == "autoregressive"
+    config = launch._engine_config(run.manifest, Settings({"engine": "suffix"}))
     assert config.engine == "suffix"
     assert (config.model, config.dtype, config.num_threads) == ("counting", "float32", 1)
 
 
 def test_the_options_reach_the_workers(run: Run) -> None:
     names = {"checkpoint": "tokens", "checkpoint_tokens": 7, "checkpoint_seconds": 0.5}
-    options = make_launch_options(workers=2, slots=3, grace_seconds=4.0, store_retry_seconds=9.0, **names)
-    assert options.num_workers == 2
-    config = launch._engine_config(run.manifest, options)
-    assert config.num_slots == 3
+    settings = make_settings(num_workers=2, num_slots=3, grace_seconds=4.0, store_retry_seconds=9.0, **names)
+    assert (settings.num_workers, settings.num_slots) == (2, 3)
+    config = launch._engine_config(run.manifest, settings)
     assert (config.grace_seconds, config.store_retry_seconds) == (4.0, 9.0)
     assert {name: getattr(config, name) for name in names} == names
 

@@ -31,9 +31,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def make_options(tiny_model: Path, **changes: object) -> DecodeBenchOptions:
-    return DecodeBenchOptions.model_validate(
-        {"model": str(tiny_model), "engines": ENGINES, "positions": (100, 40), "num_tokens": 30} | changes
-    )
+    fields = {"model": str(tiny_model), "engines": ENGINES, "positions": (100, 40), "num_tokens": 30}
+    sampling = {"temperature": 0.0, "min_p": 0.1, "repetition_penalty": 1.0, "seed": 0}
+    return DecodeBenchOptions.model_validate(fields | sampling | changes)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -94,7 +94,7 @@ def printed(table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("table", ABLATIONS)
 def test_every_arm_is_a_generation_that_can_run(table: str) -> None:
-    options = AblationOptions(table=table)
+    options = AblationOptions(table=table, engine="tokenswift-paper", num_tokens=20_000, seed=0)
     for arm in options.ablation.arms:
         long = options.arm_options(arm)
         assert long.record_stops() == LENGTHS
@@ -109,7 +109,7 @@ def test_every_arm_is_a_generation_that_can_run(table: str) -> None:
 
 @pytest.mark.parametrize("table", ABLATIONS)
 def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str) -> None:
-    options = AblationOptions(table=table)
+    options = AblationOptions(table=table, engine="tokenswift-paper", num_tokens=20_000, seed=0)
     arms = options.ablation.arms
     about = {
         "5": {"strategy"},
@@ -187,7 +187,9 @@ def test_an_ablation_runs_all_arms_on_the_same_text(model: Path, text: Path, tmp
 
 
 def test_an_ablation_beyond_the_model_is_refused_before_any_arm_runs(model: Path, text: Path) -> None:
-    options = AblationOptions(table="14", model=str(model), num_tokens=9000, text=text)
+    options = AblationOptions(
+        table="14", engine="tokenswift-paper", model=str(model), num_tokens=9000, seed=0, text=text
+    )
     with pytest.raises(BenchError, match=r"8192 \+ 9000 tokens"):
         run_ablation(options)
 

@@ -65,6 +65,8 @@ def make_options(folder: Path, tiny_model: Path) -> Callable[..., GriffinAblatio
             "num_tokens": NUM_TOKENS,
             "num_steps": 2,
             "num_own_texts": 2,
+            "num_prompts": 2,
+            "seed": 0,
         }
         return GriffinAblationOptions.model_validate(shared | fields)
 

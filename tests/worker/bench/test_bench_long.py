@@ -55,7 +55,8 @@ def make_options(tiny_model: Path, text: Path) -> Callable[..., LongBenchOptions
         num_tokens: int = NUM_TOKENS, sampling: dict[str, object] | None = None, **changes: object
     ) -> LongBenchOptions:
         drawn = {"max_tokens": num_tokens, "seed": 5, "ignore_eos": True} | (sampling or {})
-        fields = {"model": str(tiny_model), "text": text, "prefill": PREFILL, "every": 50, "plain_every": 30}
+        fields = {"model": str(tiny_model), "engine": "token-recycling", "text": text}
+        fields |= {"prefill": PREFILL, "every": 50, "plain_every": 30}
         return LongBenchOptions.model_validate(fields | {"sampling": drawn, "num_threads": 2} | changes)
 
     return make

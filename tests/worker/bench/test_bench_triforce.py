@@ -159,7 +159,14 @@ def test_rows_show_the_paper_s_measures() -> None:
 def test_a_run_shows_what_its_json_holds(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
     path, image = tmp_path / "table.json", tmp_path / "figure.png"
     extra = {"3": {"kv_offload": tmp_path}, "6a": {"plot_path": image}}.get(table, {})
-    fields = {"model": str(tiny_model), "table": table, "prefill": PREFILL, "num_tokens": NUM_TOKENS, "text": text}
+    fields = {
+        "model": str(tiny_model),
+        "table": table,
+        "prefill": PREFILL,
+        "num_tokens": NUM_TOKENS,
+        "seed": 0,
+        "text": text,
+    }
     options = PromptAblationOptions.model_validate(fields | {"json_path": path} | extra)
     lines = words(run_prompt_ablation(options))
     document = json.loads(path.read_text())
@@ -196,7 +203,9 @@ def test_sequences_of_a_batch_read_different_stretches(tiny_model: Path) -> None
 
 def test_long_prompts_have_fewer_tokens_of_plain_decoding(text: Path) -> None:
     def num_plain(prefill: int, num_tokens: int) -> int:
-        return PromptAblationOptions(table="2", prefill=prefill, num_tokens=num_tokens, text=text).num_plain_tokens
+        return PromptAblationOptions(
+            table="2", prefill=prefill, num_tokens=num_tokens, seed=0, text=text
+        ).num_plain_tokens
 
     assert num_plain(32_768, 256) == 256
     assert num_plain(100_000, 256) == 64

@@ -14,10 +14,8 @@ from jobs.run.run import Run
 from jobs.sampling import SamplingParams
 from scheduler.cli import main
 from scheduler.runs import launch
-from scheduler.runs.launch import LaunchOptions
 from scheduler.runs.settings import Settings
-from scheduler.runs.submission import Submission
-from tests.scheduler.commands.submit_parts import submit_file
+from scheduler.runs.submission import Submission, submission
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 from worker.caches.room import MEMORY, KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
 from worker.model.files import locate_model
@@ -43,8 +41,11 @@ def jobs_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def submitted(jobs_file: str, tmp_path: Path, **settings: object) -> Submission:
-    return submit_file(jobs_file, str(tmp_path / "run"), Settings(num_threads=1, **settings), False)  # type: ignore[arg-type]
+def submitted(jobs_file: str, tmp_path: Path, address: str | None = None, **said: object) -> Submission:
+    with submission(
+        jobs_file, str(tmp_path / "run"), Settings({"num_threads": 1, **said}, address=address)
+    ) as taken_in:
+        return taken_in
 
 
 def invoke(*args: str) -> tuple[int, str]:
@@ -151,12 +152,12 @@ def test_the_run_keeps_its_folder_and_a_resume_may_name_another(
     monkeypatch.chdir(tmp_path)
     manifest = submitted(jobs_file, tmp_path, model=str(tiny_model), kv_offload="kv").run.manifest
     assert manifest.kv_offload == str(tmp_path / "kv")
-    assert launch._engine_config(manifest, LaunchOptions()).kv_offload == str(tmp_path / "kv")
-    assert launch._engine_config(manifest, LaunchOptions(kv_offload="other")).kv_offload == str(tmp_path / "other")
+    assert launch._engine_config(manifest, Settings()).kv_offload == str(tmp_path / "kv")
+    assert launch._engine_config(manifest, Settings({"kv_offload": "other"})).kv_offload == str(tmp_path / "other")
     (tmp_path / "kv").rmdir()
     with pytest.raises(KVRoomError, match="kv: No such file"):
-        launch._engine_config(manifest, LaunchOptions())
-    assert launch._engine_config(manifest, LaunchOptions(address="head:6379")).kv_offload == manifest.kv_offload
+        launch._engine_config(manifest, Settings())
+    assert launch._engine_config(manifest, Settings(address="head:6379")).kv_offload == manifest.kv_offload
 
 
 def test_runs_made_before_have_no_folder(tmp_path: Path) -> None:

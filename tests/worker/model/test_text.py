@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from jobs.job import Job, Message
 from jobs.sampling import SamplingParams
 from scheduler.cli import main
-from scheduler.runs.settings import Settings
 from tests.scheduler.commands.submit_parts import submit_file
 from worker.model.files import ModelError, locate_model
 from worker.model.text import TextCodec
@@ -64,7 +63,7 @@ def test_a_line_that_the_chat_template_refuses_is_a_reject_in_its_words_and_the_
     ]
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    submission = submit_file(str(path), str(tmp_path / "run"), Settings(model=str(model)), False)
+    submission = submit_file(str(path), str(tmp_path / "run"), model=str(model))
     assert [record.job.custom_id for record in submission.run.jobs()] == ["a", "c"]
     (reject,) = submission.run.rejects()
     assert (reject.line_number, reject.custom_id) == (2, "b")

@@ -31,7 +31,7 @@ def make_run(folder: Path) -> Run:
 def session(run: Run, model: Path, metrics_port: int | None = None, **changes: Any) -> WorkerSession:
     """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
     fields = {"engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32, **changes}
-    config = EngineConfig(model=str(model), dtype="float32", num_threads=1, num_slots=3, **fields)
+    config = EngineConfig(model=str(model), dtype="float32", num_threads=1, **fields)
     return WorkerSession(config, run.store.uri, "w0", metrics_port)
 
 

@@ -10,43 +10,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from worker.bench.checkpoints.bench_worker import BenchWorker, Turn, make_run
 from worker.bench.engine import BenchError
+from worker.bench.options import BenchOptions, Positions
 from worker.bench.text import text_tokens
 from worker.config import EngineConfig
-from worker.drafters.names import DEFAULT_ENGINE
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
 
 MIB = 2**20
 
 
-class CheckpointBenchOptions(BaseModel):
+class CheckpointBenchOptions(BenchOptions):
     """What is to be measured: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = "embedded"
-    engine: str = DEFAULT_ENGINE
-    positions: tuple[int, ...]
-    checkpoint_tokens: int = Field(default=1024, ge=16)
-    num_rounds: int = Field(default=5, ge=1)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
+    engine: str
+    positions: Positions
+    checkpoint_tokens: int = Field(ge=16)
+    num_rounds: int = Field(ge=1)
     text: Path
-    json_path: Path | None = None
-
-    @field_validator("positions")
-    @classmethod
-    def _ascending_positions(cls, positions: tuple[int, ...]) -> tuple[int, ...]:
-        if not positions or min(positions) < 1:
-            raise ValueError(f"got {list(positions)}; expected at least one position, each 1 or more")
-        return tuple(sorted(set(positions)))
 
     def engine_config(self, checkpoint: Literal["tokens", "state"]) -> EngineConfig:
         """A worker's configuration with one of the two kinds of checkpoint."""

@@ -8,12 +8,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jobs.sampling import SamplingParams
 from worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
 from worker.bench.decode.records import DecodeRecord, make_records, write_json
 from worker.bench.engine import BenchError
+from worker.bench.options import BenchOptions, Positions
 from worker.bench.text import own_tokens, text_tokens
 from worker.caches.full import FullKVCache
 from worker.drafters import create_drafter
@@ -28,26 +29,19 @@ NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine h
 NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn across jobs start hot
 
 
-class DecodeBenchOptions(BaseModel):
+class DecodeBenchOptions(BenchOptions):
     """What is to be measured. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    model: str = "embedded"
     draft_model: Path | None = None
     engines: tuple[str, ...]
-    positions: tuple[int, ...]
-    num_tokens: int = Field(default=256, ge=NUM_ROUNDS)
-    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
-    min_p: float = Field(default=0.1, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
+    positions: Positions
+    num_tokens: int = Field(ge=NUM_ROUNDS)
+    temperature: float = Field(ge=0.0, le=100.0)
+    min_p: float = Field(ge=0.0, le=1.0)
+    repetition_penalty: float = Field(gt=0.0)
     text: Path | None = None
-    json_path: Path | None = None
     against: Literal["transformers"] | None = None
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(ge=0)
 
     @field_validator("engines")
     @classmethod
@@ -58,13 +52,6 @@ class DecodeBenchOptions(BaseModel):
                 f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(ENGINE_NAMES)}, each once"
             )
         return engines
-
-    @field_validator("positions")
-    @classmethod
-    def _ascending_positions(cls, positions: tuple[int, ...]) -> tuple[int, ...]:
-        if not positions or min(positions) < 1:
-            raise ValueError(f"got {list(positions)}; expected at least one position, each 1 or more")
-        return tuple(sorted(set(positions)))
 
     @model_validator(mode="after")
     def _greedy_against_transformers(self) -> DecodeBenchOptions:

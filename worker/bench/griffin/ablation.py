@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from rich.console import Group
 
 from worker.bench.engine import BenchError
-from worker.bench.griffin.catalogue import GRIFFIN_TABLES, MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
+from worker.bench.griffin.catalogue import (
+    GRIFFIN_TABLES,
+    MAX_FORWARDS,
+    NUM_ORDER_SEEDS,
+    TEMPERATURES,
+    GriffinTable,
+    Plan,
+)
 from worker.bench.griffin.figures import GriffinFigures
 from worker.bench.griffin.plot import plot
 from worker.bench.griffin.tables import ArmKey, Results, render, summary
 from worker.bench.griffin.variants import Training, train_variants
 from worker.bench.long.long import Report
 from worker.bench.long.records import write_json
+from worker.bench.options import BenchOptions
 from worker.bench.text import encode, read_text
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
@@ -28,32 +36,24 @@ from worker.target.target import TargetModel
 from worker.training.griffin.features import TEST
 from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 
-NUM_ORDER_SEEDS = 3
 OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER_OPTIONS}
 
 
-class GriffinAblationOptions(BaseModel):
+class GriffinAblationOptions(BenchOptions):
     """Which table, what its rows learn from, and how many tokens each arm generates behind how many prompts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = "embedded"
     table: str
     data: Path
     work: Path
     num_steps: int = Field(default=GRIFFIN_RECIPE.num_steps, ge=1)
     num_own_texts: int = Field(default=GRIFFIN_RECIPE.texts.num_own_texts, ge=0)
     num_seeds: int | None = Field(default=None, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(ge=0)
     text: Path | None = None
-    num_prompts: int = Field(default=2, ge=1)
-    prefill: int = Field(default=2048, ge=2)
-    num_tokens: int = Field(default=256, gt=MAX_FORWARDS + 1)  # more than the first step commits
-    json_path: Path | None = None
+    num_prompts: int = Field(ge=1)
+    prefill: int = Field(ge=2)
+    num_tokens: int = Field(gt=MAX_FORWARDS + 1)  # more than the first step commits
     plot_path: Path | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _only_where_they_belong(self) -> GriffinAblationOptions:

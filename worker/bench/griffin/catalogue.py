@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TEMPERATURES = (0.0, 1.0)
+NUM_ORDER_SEEDS = 3  # trainings of each row of table order
 MAX_FORWARDS = 6  # of a draft, as deep as the paper's trees
 
 Plan = Literal["own", "paper"]

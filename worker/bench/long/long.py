@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from jobs.sampling import SamplingParams
 from worker.bench.engine import BenchError
@@ -15,10 +14,11 @@ from worker.bench.long.generation import LongGeneration
 from worker.bench.long.plain_windows import PlainWindows
 from worker.bench.long.plot import plot
 from worker.bench.long.records import LongRecord, LongResult, write_json
+from worker.bench.options import BenchOptions
 from worker.bench.text import own_tokens, text_tokens
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
-from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
+from worker.drafters.names import ENGINE_NAMES
 from worker.model.files import ModelFiles, locate_model
 from worker.target.target import TargetModel
 
@@ -27,27 +27,20 @@ NUM_PLAIN_TOKENS = 24  # of one window
 Report = Callable[[str], None]
 
 
-class LongBenchOptions(BaseModel):
+class LongBenchOptions(BenchOptions):
     """What is to be measured: `sampling.max_tokens` tokens behind `prefill` tokens of text.
 
     A record every `every` tokens; every `plain_every` tokens plain decoding of
     `NUM_PLAIN_TOKENS`, which are counted neither as output nor in the time.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = "embedded"
     draft_model: Path | None = None
-    engine: str = DEFAULT_ENGINE
+    engine: str
     sampling: SamplingParams
-    prefill: int = Field(default=4096, ge=1)
-    every: int = Field(default=20_000, ge=1)
-    plain_every: int = Field(default=2500, ge=1)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
+    prefill: int = Field(ge=1)
+    every: int = Field(ge=1)
+    plain_every: int = Field(ge=1)
     text: Path | None = None
-    json_path: Path | None = None
     plot_path: Path | None = None
 
     @field_validator("engine")

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Group
 
 from jobs.sampling import SamplingParams
 from worker.bench.long.long import LongBenchOptions, Report, check_length, generate_long
 from worker.bench.long.records import LongResult, write_json
+from worker.bench.options import BenchOptions
 from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm
 from worker.bench.tokenswift.tables import render
 from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, TokenSwiftOptions, tokenswift
@@ -25,22 +26,15 @@ PLAIN_EVERY = 2500
 BASE_OPTIONS = {"tokenswift-paper": PAPER_OPTIONS, "tokenswift": TokenSwiftOptions()}
 
 
-class AblationOptions(BaseModel):
+class AblationOptions(BenchOptions):
     """Which table, and how many tokens each of its arms generates."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = "embedded"
     table: str
-    engine: Literal["tokenswift-paper", "tokenswift"] = "tokenswift-paper"
-    num_tokens: int = Field(default=20_000, ge=NUM_LENGTHS * BLOCK)  # more between two records than a step commits
-    seed: int = Field(default=0, ge=0)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
+    engine: Literal["tokenswift-paper", "tokenswift"]
+    num_tokens: int = Field(ge=NUM_LENGTHS * BLOCK)  # more between two records than a step commits
+    seed: int = Field(ge=0)
     text: Path | None = None
     draft_model: Path | None = None
-    json_path: Path | None = None
 
     @property
     def ablation(self) -> Ablation:

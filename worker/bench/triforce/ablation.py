@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from rich.console import Group
 
 from worker.bench.engine import BenchError
 from worker.bench.long.long import Report
 from worker.bench.long.records import write_json
+from worker.bench.options import BenchOptions
 from worker.bench.text import text_tokens
 from worker.bench.triforce.arm_drafters import new_drafter
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
@@ -40,24 +41,17 @@ from worker.target.tiles import TILE_ROWS
 MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
 
 
-class PromptAblationOptions(BaseModel):
+class PromptAblationOptions(BenchOptions):
     """Which table, how much is read before, and how many tokens each arm generates."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = "embedded"
     draft_model: Path | None = None
     table: str
-    prefill: int = Field(default=32_768, ge=MIN_PREFILL)
-    num_tokens: int = Field(default=256, gt=TILE_ROWS)  # more than the first step commits
-    seed: int = Field(default=0, ge=0)
+    prefill: int = Field(ge=MIN_PREFILL)
+    num_tokens: int = Field(gt=TILE_ROWS)  # more than the first step commits
+    seed: int = Field(ge=0)
     text: Path
     kv_offload: Path | None = None
-    json_path: Path | None = None
     plot_path: Path | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _only_where_they_belong(self) -> PromptAblationOptions:

@@ -8,12 +8,13 @@ from transformers import PreTrainedConfig
 
 from worker.drafters.griffin.model import Fusion, GriffinConfig
 from worker.drafters.griffin.window import NUM_SLOTS
+from worker.training import defaults
 from worker.training.heads.recipe import HeadRecipe
 
 JUMP_SHARE = 1 / 3  # of the windows: the first tokens of a text, then a stretch from further back
 FEATURE_WEIGHT = 0.1  # of the L1 distance of features beside the cross entropy of tokens (appendix C.1)
 
-TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=448)
+TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=defaults.GRIFFIN_OWN_TEXTS)
 """Sizes of the texts to learn from, and their seed: trainings with other seeds share them."""
 
 
@@ -21,13 +22,13 @@ TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=448)
 class GriffinRecipe:
     """The paper's settings (appendix C.3), but for the number of steps and what concerns windows and texts."""
 
-    num_steps: int = 3600
+    num_steps: int = defaults.GRIFFIN_STEPS
     num_step_windows: int = 4
     window_length: int = NUM_SLOTS  # rows: the most that the model sees in use
     own_share: float = 0.5  # of the windows: from the target's own texts, where there are any
-    num_passes: int = 3  # N, in the last steps
+    num_passes: int = defaults.GRIFFIN_PASSES  # N, in the last steps
     single_pass_share: float = 0.6  # of the steps: one pass; then in equal parts two, three, ... of them
-    align_top_k: int | None = 3  # of the alignment mask; None: no mask
+    align_top_k: int | None = defaults.GRIFFIN_ALIGN_TOP_K  # of the alignment mask; None: no mask
     base_learning_rate: float = 3e-5  # at the paper's 4,096 hidden numbers
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -37,7 +38,7 @@ class GriffinRecipe:
     has_token_enhanced_head: bool = True
     expansion_size: int | None = None  # of the second fusion; None: that of the target's feed-forward layers
     texts: HeadRecipe = TEXTS
-    seed: int = 0
+    seed: int = defaults.SEED
 
     def config(self, target: PreTrainedConfig) -> GriffinConfig:
         """The draft model's sizes for a target."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jobs.sampling import SamplingParams
+from worker.training.defaults import HEADS_OWN_TEXTS, HEADS_STEPS, SEED
 
 OWN_SAMPLING = {
     "T 1, min-p 0.1": SamplingParams(max_tokens=512, temperature=1.0, min_p=0.1),
@@ -23,17 +24,17 @@ class HeadRecipe:
     """Sizes and optimiser settings: the paper's (table 9), except `num_step_rows` and what concerns own texts."""
 
     num_heads: int = 3
-    num_steps: int = 200
+    num_steps: int = HEADS_STEPS
     num_step_rows: int = 4096  # of all texts, drawn for each step; the paper: 120 sequences of up to 8,192
     learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
     num_warmup_steps: int = 50
     num_book_tokens: int = 8192  # of each book, from its beginning
-    num_own_texts: int = 0  # to learn from instead of the books
+    num_own_texts: int = HEADS_OWN_TEXTS  # to learn from instead of the books
     num_prompt_tokens: int = 256  # of a book, behind which an own text is sampled
     num_own_tokens: int = 512  # of each own text
-    seed: int = 0
+    seed: int = SEED
 
     @property
     def num_needed_tokens(self) -> int:

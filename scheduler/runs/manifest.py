@@ -1,0 +1,122 @@
+"""What belongs to a run and stays the same over all its attempts: model, engine, numerics, seed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import secrets
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from jobs.run.run import Run, RunError, RunManifest
+from jobs.storage.uris import shown_uri
+from scheduler.runs.settings import Settings
+from worker.config import Computation
+from worker.exactness.verdicts import known_verdict, verdict_key
+from worker.model.files import ModelError, ModelFiles, locate_model
+
+FOLDERS = ("draft_model", "kv_offload")
+
+
+def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
+    """The manifest of the run there, checked against the settings; a new one, yet without fingerprint, for a new run.
+
+    Raises RunError if the settings differ from the run's, but for folders.
+    """
+    try:
+        manifest = Run.open(run_uri, settings.start_retries).manifest
+    except RunError:  # no run there, or one that can't be read: `Run.create_or_open` tells them apart
+        return _new_manifest(settings)
+    for name, value in settings.said.items():
+        found = _place(value) if name == "model" else value
+        if name not in FOLDERS and found != getattr(manifest, name):
+            raise RunError(
+                f"the run at {shown_uri(run_uri)} was made with {name} {getattr(manifest, name)}, found {found}; "
+                "leave the option away, or use another run folder"
+            )
+    return manifest
+
+
+def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
+    """What the run computes with; engine and folders may be others than those it was made with."""
+    computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
+    return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
+
+
+def with_absolute_folders(computation: Computation) -> Computation:
+    """Workers run in other folders."""
+    folders = {name: folder for name in FOLDERS if (folder := getattr(computation, name))}
+    return replace(computation, **{name: os.path.abspath(folder) for name, folder in folders.items()})
+
+
+def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
+    """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
+    from worker.target.hardware import hardware_of  # which needs torch; the tokenizer brings it in anyway
+
+    torch_version = manifest.versions["torch"]
+    key = verdict_key(
+        files.fingerprint,
+        manifest.dtype,
+        manifest.device,
+        manifest.num_threads,
+        hardware_of(manifest.device),
+        torch_version,
+    )
+    return manifest.model_copy(
+        update={
+            "model_fingerprint": files.fingerprint,
+            "text_fingerprint": files.text_fingerprint,
+            "exactness": known_verdict(key),
+        }
+    )
+
+
+def refuse_changed_model(run: Run) -> None:
+    """Raise RunError where the model's files here are not those that the run was made with.
+
+    Where there are none, the run may be at its end, or a cluster's workers may have them: those say if they do not.
+    """
+    with contextlib.suppress(ModelError):
+        files = locate_model(run.manifest.model)
+        run.refuse_other_model(files.fingerprint, files.text_fingerprint)
+
+
+def _new_manifest(settings: Settings) -> RunManifest:
+    import torch  # the tokenizer brings it in anyway
+
+    computation = with_absolute_folders(replace(Computation(), **settings.said))
+    has_own_gpu = settings.address is None and torch.cuda.is_available()
+    detected = "auto" if settings.address is not None else "cuda" if has_own_gpu else "cpu"
+    shared_cores = max(1, len(os.sched_getaffinity(0)) // settings.num_workers)
+    resolved = {
+        "model": _place(computation.model),
+        "device": detected if computation.device == "auto" else computation.device,
+        "num_threads": settings.said.get("num_threads", shared_cores),
+    }
+    return RunManifest(
+        run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
+        created=time.time(),
+        model_fingerprint="",
+        versions=_versions(),
+        exactness="not probed",
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        **asdict(computation) | resolved,
+    )
+
+
+def _place(model: str) -> str:
+    """A folder's absolute path, since workers run in other folders; any other name as it is."""
+    return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("swiftbatch", "torch", "transformers", "ray"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            continue
+    return versions

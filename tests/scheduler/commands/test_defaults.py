@@ -1,0 +1,79 @@
+"""A default stands once: with the field that an option sets, or with the option where the field has none."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+import pytest
+from pydantic import BaseModel
+
+from scheduler.chaos.options import ChaosOptions
+from scheduler.runs.settings import Settings
+from tests.scheduler.commands.command_parts import COMMANDS
+from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
+from worker.bench.decode.decode import DecodeBenchOptions
+from worker.bench.griffin.ablation import GriffinAblationOptions
+from worker.bench.long.long import LongBenchOptions
+from worker.bench.tokenswift.ablation import AblationOptions
+from worker.bench.triforce.ablation import PromptAblationOptions
+from worker.config import CheckpointSettings, Computation
+from worker.training.draft.recipe import DraftRecipe
+from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from worker.training.heads.recipe import HeadRecipe
+
+
+def defaults(*models: type) -> dict[str, Any]:
+    """The fields of models with their defaults; those that have none have to be given."""
+    found: dict[str, Any] = {}
+    for model in models:
+        if issubclass(model, BaseModel):
+            found |= {name: field.default for name, field in model.model_fields.items() if not field.is_required()}
+        else:
+            fields = dataclasses.fields(model)
+            found |= {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    return found
+
+
+LAUNCH = defaults(Computation, CheckpointSettings, Settings)
+FIELDS = {
+    "submit": LAUNCH,
+    "nightly": LAUNCH,
+    "resume": LAUNCH,
+    "doctor": defaults(Computation),
+    "chaos": defaults(ChaosOptions),
+    "bench decode": defaults(DecodeBenchOptions),
+    "bench checkpoints": defaults(CheckpointBenchOptions),
+    "bench long": defaults(LongBenchOptions),
+    "bench ablation tokenswift": defaults(AblationOptions),
+    "bench ablation triforce": defaults(PromptAblationOptions),
+    "bench ablation griffin": defaults(GriffinAblationOptions),
+    "train tokenswift": defaults(HeadRecipe),
+    "train draft": defaults(DraftRecipe) | {"seed": HeadRecipe().seed},
+    "train griffin": defaults(GriffinRecipe) | {"num_own_texts": GRIFFIN_RECIPE.texts.num_own_texts},
+}
+WITHOUT = {"status", "tail", "results", "report", "cancel", "train target"}  # they set no field
+
+LEAVES = {" ".join(path[1:]): command for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
+
+
+def test_every_command_is_looked_at() -> None:
+    assert LEAVES.keys() == FIELDS.keys() | WITHOUT
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_option_has_the_default_of_the_field_that_it_sets(name: str) -> None:
+    command, fields = LEAVES[name], FIELDS[name]
+    context = click.Context(command)
+    given = {option.name: option.get_default(context) for option in command.params if option.name in fields}
+    own = {field: default for field, default in given.items() if isinstance(default, str | int | float)}
+    assert own == {field: fields[field] for field in own}
+
+
+@pytest.mark.parametrize("name", ["submit", "resume", "train griffin"])
+def test_a_default_that_a_help_text_names_is_that_of_the_field(name: str) -> None:
+    texts = {option.name: option.help or "" for option in LEAVES[name].params if isinstance(option, click.Option)}
+    named = {field: text.partition("[default: ")[2].removesuffix("]") for field, text in texts.items()}
+    values = {field: value for field, value in named.items() if value and " " not in value and field in FIELDS[name]}
+    assert values == {field: str(FIELDS[name][field]) for field in values}

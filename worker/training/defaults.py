@@ -1,0 +1,12 @@
+"""What trainings take where nothing is said. Light: the command line shows them."""
+
+from __future__ import annotations
+
+HEADS_STEPS = 200
+HEADS_OWN_TEXTS = 0
+DRAFT_STEPS = 1500
+GRIFFIN_STEPS = 3600
+GRIFFIN_OWN_TEXTS = 448
+GRIFFIN_PASSES = 3
+GRIFFIN_ALIGN_TOP_K = 3
+SEED = 0
