@@ -15,18 +15,23 @@ MOST_FILES = {"tests": 30} | dict.fromkeys(ROOMS, 16)  # in a folder, `__init__.
 DRIVER = ("jobs", "metrics", "worker", "scheduler.cluster", "scheduler.display", "scheduler.process")
 MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that are not named here
     "jobs": (),
-    "metrics": (),
-    "metrics.report": ("jobs", "metrics"),
+    "metrics": ("jobs",),
     "worker": ("jobs", "metrics"),
     "scheduler.process": ("jobs",),
     "scheduler.display": ("jobs", "scheduler.process"),
     "scheduler.cluster": ("jobs", "worker", "scheduler.process"),
     "scheduler.driver": DRIVER,
     "scheduler.runs": (*DRIVER, "scheduler.driver"),
-    "scheduler.commands": (*DRIVER, "metrics.report", "scheduler.driver", "scheduler.runs"),
+    "scheduler.commands": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.chaos"),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
-    "scheduler": ("scheduler.chaos", "scheduler.commands", "scheduler.display", "scheduler.process"),  # the command
+    "scheduler": (
+        "jobs",
+        "scheduler.chaos",
+        "scheduler.commands",
+        "scheduler.display",
+        "scheduler.process",
+    ),  # the command
 }
 NOT_AT_IMPORT = ("TYPE_CHECKING", "__name__ == '__main__'")  # what stands under these is for mypy, or for a program
 

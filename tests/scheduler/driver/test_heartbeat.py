@@ -23,7 +23,9 @@ from worker.config import EngineConfig
 
 
 def make_fleet(run: Run) -> Fleet:
-    return Fleet(WorkerSpec(EngineConfig(), run.store.uri), Cluster(is_embedded=True, num_gpus=0, watch=None))
+    return Fleet(
+        WorkerSpec(EngineConfig(), run.store.uri), Cluster(is_embedded=True, num_gpus=0, watch=None), timeout=20
+    )
 
 
 def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> None:
