@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from metrics.counters import EngineCounters
-from worker.caches.full import FullKVCache
+from worker.caches.full import MAX_TREE_NODES, FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.budget import NodeBudget, measure_step_costs
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.stopping import ERROR, StopRule
@@ -62,8 +61,6 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.counters = counters or EngineCounters()
-        self.costs = measure_step_costs(target)
-        self._budget = NodeBudget(self.costs)
         self._decode = decode
         self._slots: dict[str, Slot] = {}
 
@@ -104,7 +101,7 @@ class Engine:
         if not ready:
             return []
         started = time.perf_counter()
-        trees = self.drafter.propose_all([self._request(slot, len(ready)) for slot in ready])
+        trees = self.drafter.propose([self._request(slot) for slot in ready])
         proposed = time.perf_counter()
         outputs = self._verify(ready, trees)
         self.target.synchronize()
@@ -128,10 +125,9 @@ class Engine:
             self.target.synchronize()
         self.counters.num_prefill_tokens += slot.cache.length - num_before
 
-    def _request(self, slot: Slot, num_ready: int) -> DraftRequest:
+    def _request(self, slot: Slot) -> DraftRequest:
         max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
-        max_nodes = self.drafter.num_nodes or self._budget.max_nodes(slot.cache.length, num_ready, self._overhead())
-        return DraftRequest(slot.sequence, max_nodes, max(0, max_depth))
+        return DraftRequest(slot.sequence, MAX_TREE_NODES, max(0, max_depth), self._overhead())
 
     def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[RowOutputs]:
         groups = [
@@ -149,7 +145,6 @@ class Engine:
         sequence.extend(committed)
         self.counters.num_generation_tokens += len(committed)
         self.counters.count_draft(len(tree), len(path))
-        self._budget.observe(len(tree), path)
         top_ids, top_logprobs = top_candidates(outputs.logits) if self.drafter.needs_top_k else (None, None)
         hidden = outputs.hidden[[0, *(node + 1 for node in path)]] if self.drafter.needs_hidden else None
         return Verification(path, committed, np.array([root_id, *tree.token_ids]), top_ids, top_logprobs, hidden)

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from scheduler.cli import main
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters import create_drafter
 from worker.drafters.names import ENGINE_NAMES
 from worker.drafters.parts import TRAINED_PARTS, check_parts
@@ -85,9 +86,9 @@ def test_a_damaged_part_is_named(tiny_model: Path, tmp_path: Path, content: byte
 def test_a_draft_model_s_folder_is_used(tiny_model: Path, tmp_path: Path) -> None:
     target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
     shutil.copy(tiny_model / HEADS_FILE, tmp_path)
-    create_drafter("tokenswift", target, tmp_path)
+    create_drafter("tokenswift", target, free_rows, tmp_path)
     with pytest.raises(ModelError, match="no such file"):
-        create_drafter("tokenswift", target, tmp_path / "elsewhere")
+        create_drafter("tokenswift", target, free_rows, tmp_path / "elsewhere")
 
 
 def test_a_run_without_its_engine_s_parts_ends_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:

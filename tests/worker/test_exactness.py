@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters import DRAFTERS, create_drafter
 from worker.engine import Engine
 from worker.model.text import TextCodec
@@ -35,7 +36,7 @@ def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
 ) -> list[list[int]]:
     """Run sequences to their end in one batch; returns their output ids."""
-    engine = Engine(target, create_drafter(engine_name, target))
+    engine = Engine(target, create_drafter(engine_name, target, free_rows))
     for sequence in sequences:
         engine.start(sequence)
         if drafter_state is not None:
@@ -103,7 +104,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_na
 
 
 def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
-    engine = Engine(plain.target, create_drafter("token-recycling", plain.target))
+    engine = Engine(plain.target, create_drafter("token-recycling", plain.target, free_rows))
     [first, *_] = plain.sequences("sampled")
     engine.start(first)
     while first.num_generated_tokens < 50:

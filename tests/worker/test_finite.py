@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
 from worker.bench.engine import BenchError
 from worker.bench.long.long import LongBenchOptions, run_long_bench
 from worker.bench.text import text_tokens
 from worker.drafters import create_drafter
-from worker.drafters.base import Drafter
+from worker.drafters.autoregressive import AutoregressiveDrafter
+from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.names import ENGINE_NAMES
 from worker.engine import Engine
 from worker.model.files import ModelError, locate_model
@@ -83,7 +86,7 @@ def clean(target: TargetModel) -> dict[float, dict[str, list[int]]]:
     return {
         temperature: {
             name: sequence.output_ids.tolist()
-            for name, sequence in decode(target, create_drafter("autoregressive", target), temperature).items()
+            for name, sequence in decode(target, AutoregressiveDrafter(), temperature).items()
         }
         for temperature in (0.0, 1.0)
     }
@@ -96,7 +99,7 @@ def test_every_engine_fails_the_same_job_at_the_same_position_and_no_other(
     mine, other = clean[temperature]["a"], clean[temperature]["b"]
     index = next(i for i in range(10, NUM_TOKENS) if mine[i] not in {*other, *mine[:i], *PROMPTS["a"], *PROMPTS["b"]})
     with spoilt(target, mine[index]):
-        sequences = decode(target, create_drafter(engine_name, target), temperature)
+        sequences = decode(target, create_drafter(engine_name, target, free_rows), temperature)
     position = len(PROMPTS["a"]) + index + 1
     assert f"logits for position {position} are not finite (NaN)" in (sequences["a"].error or "")
     assert sequences["a"].output_ids.tolist() == mine[: sequences["a"].num_generated_tokens]
@@ -112,8 +115,11 @@ class Always(Drafter):
         self._token_id, self._inner = token_id, inner
         self.start, self.stop, self.update, self.learn = inner.start, inner.stop, inner.update, inner.learn  # type: ignore[method-assign]
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        tree = self._inner.propose(sequence, max(0, max_nodes - 2), max_depth)
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        inner = self._inner.propose([replace(r, max_nodes=max(0, r.max_nodes - 2)) for r in requests])
+        return [self._extended(tree, r.max_depth) for tree, r in zip(inner, requests, strict=True)]
+
+    def _extended(self, tree: DraftTree, max_depth: int) -> DraftTree:
         if max_depth < 1 or self._token_id in tree.token_ids:
             return tree
         return DraftTree([*tree.token_ids, self._token_id], [*tree.parents, ROOT])
@@ -124,7 +130,7 @@ def test_nan_in_rows_that_are_verified_and_not_walked_harms_no_job(
 ) -> None:
     unused = next(iter(set(range(target.vocab_size)) - set(np.concatenate([*PROMPTS.values(), *clean[0.0].values()]))))
     with spoilt(target, unused):
-        sequences = decode(target, Always(unused, create_drafter("token-recycling", target)), 0.0)
+        sequences = decode(target, Always(unused, create_drafter("token-recycling", target, free_rows)), 0.0)
     assert {name: sequence.output_ids.tolist() for name, sequence in sequences.items()} == clean[0.0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters import create_drafter
 from worker.engine import Engine
 from worker.model.text import TextCodec
@@ -58,7 +59,7 @@ def test_engines_stop_at_the_same_token(target: TargetModel, embedded_files: obj
     for name in ("autoregressive", engine_name):
         params = SamplingParams(max_tokens=300, temperature=0.0, stop=(" the",), seed=0)
         sequence = Sequence("s", codec.encode("In the morning, when the boats came in,"), params, target.vocab_size)
-        engine = Engine(target, create_drafter(name, target), codec.decode)
+        engine = Engine(target, create_drafter(name, target, free_rows), codec.decode)
         engine.start(sequence)
         while sequence.finish_reason is None:
             engine.step()

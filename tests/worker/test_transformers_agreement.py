@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters import create_drafter
 from worker.engine import Engine
 from worker.model.files import ModelFiles
@@ -25,7 +26,7 @@ def test_greedy_float32_text_is_that_of_transformers_generate(
     prompt_ids = TextCodec(embedded_files).encode(PROMPT)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=0)
     sequence = Sequence("s", prompt_ids, params, target.vocab_size)
-    engine = Engine(target, create_drafter("token-recycling", target))
+    engine = Engine(target, create_drafter("token-recycling", target, free_rows))
     engine.start(sequence)
     while sequence.finish_reason is None:
         engine.step()

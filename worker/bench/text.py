@@ -14,6 +14,7 @@ from worker.bench.engine import BenchEngine, BenchError
 from worker.drafters import DEFAULT_ENGINE, create_drafter
 from worker.model.files import ModelFiles
 from worker.sequence import Sequence
+from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 
 PROMPT = (
@@ -83,7 +84,7 @@ def _continue(target: TargetModel, token_ids: list[int], num_tokens: int) -> lis
         max_tokens=num_tokens - len(token_ids), temperature=1.0, min_p=0.1, seed=SEED, ignore_eos=True
     )
     sequence = Sequence("bench-text", token_ids, sampling, target.vocab_size, target.device)
-    engine = BenchEngine(target, create_drafter(DEFAULT_ENGINE, target))
+    engine = BenchEngine(target, create_drafter(DEFAULT_ENGINE, target, step_costs_of(target)))
     engine.start(sequence)
     while sequence.finish_reason is None:
         engine.step()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from worker.drafters.base import Drafter
-from worker.sequence import Sequence
+from worker.drafters.base import Drafter, DraftRequest
 from worker.tree import DraftTree
 
 
 class AutoregressiveDrafter(Drafter):
     """Proposes nothing, so that every step is plain decoding."""
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return DraftTree()
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [DraftTree() for _ in requests]

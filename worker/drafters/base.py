@@ -15,11 +15,15 @@ from worker.verification import Verification
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A tree is wanted behind a sequence's end: at most `max_nodes` nodes, none deeper than `max_depth`."""
+    """A tree is wanted behind a sequence's end: at most `max_nodes` nodes, none deeper than `max_depth`.
+
+    How many pay is the drafter's to say.
+    """
 
     sequence: Sequence
     max_nodes: int
     max_depth: int
+    overhead: float = 0.0  # seconds that a step of the engine takes beside its forward, so far
 
 
 class Drafter(ABC):
@@ -30,7 +34,6 @@ class Drafter(ABC):
 
     needs_top_k: bool = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
     needs_hidden: bool = False  # whether `Verification.hidden` must be filled
-    num_nodes: int | None = None  # a tree size that belongs to the method; None: as many as pay
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:  # noqa: B027
         """Take in a new or resumed sequence, whose prompt and committed tokens are there already.
@@ -39,12 +42,8 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
-
-    def propose_all(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        """Propose for all sequences of a step; drafters that run a model do it for all at once."""
-        return [self.propose(request.sequence, request.max_nodes, request.max_depth) for request in requests]
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        """Propose for all sequences that share the coming forward. Trees may be empty. Changes no state."""
 
     def learn(  # noqa: B027
         self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray

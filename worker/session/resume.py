@@ -17,8 +17,8 @@ import numpy as np
 
 from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, StateManifest
 from worker.caches.full import FullKVCache
-from worker.drafters.budget import StepCosts
 from worker.sequence import Sequence
+from worker.target.step_costs import Costs
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Recovery:
 class Resumer:
     """Brings the sequences of one run back from its checkpoints."""
 
-    def __init__(self, checkpoints: CheckpointStore, costs: StepCosts) -> None:
+    def __init__(self, checkpoints: CheckpointStore, costs: Costs) -> None:
         self._checkpoints = checkpoints
         self._costs = costs
 
@@ -118,7 +118,7 @@ class Resumer:
         if manifest.num_positions > length:
             return False
         load_seconds = sum(entry.size for entry in manifest.segments) / bytes_per_second
-        return self._costs.replay_seconds(0, manifest.num_positions) < load_seconds
+        return self._costs().replay_seconds(0, manifest.num_positions) < load_seconds
 
 
 def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:

@@ -32,6 +32,7 @@ from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from worker.stopping import cut_at_stop
 from worker.target.finite import NOT_FINITE
+from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,10 @@ class WorkerSession:
         self._codec = TextCodec(files)
         target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
         self.numerics = describe_numerics(target, config.num_threads)
-        drafter = create_drafter(config.engine, target, config.draft_model)
+        costs = step_costs_of(target)
+        drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.decode, counters)
-        self._resumer = Resumer(self._checkpoints, self.engine.costs)
+        self._resumer = Resumer(self._checkpoints, costs)
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._must_drain = False

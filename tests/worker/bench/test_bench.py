@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.bench.decode.contestants import EngineContestant
 from worker.bench.decode.decode import DecodeBenchOptions, fill, run_decode_bench
 from worker.bench.decode.records import render
@@ -58,7 +59,7 @@ def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_m
         fill(target, cache, text, [])
         sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
         sequence = Sequence("a", text, sampling, target.vocab_size)
-        contestant = EngineContestant("suffix", target, create_drafter("suffix", target), sequence, cache)
+        contestant = EngineContestant("suffix", target, create_drafter("suffix", target, free_rows), sequence, cache)
         for num_tokens in (15, 40):
             contestant.generate_to(num_tokens)
             if left_behind is not None:

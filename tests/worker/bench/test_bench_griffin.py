@@ -22,7 +22,7 @@ from worker.bench.griffin.catalogue import TEMPERATURES
 from worker.bench.griffin.figures import GriffinFigures
 from worker.bench.text import encode, read_text
 from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter
+from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions
 from worker.model.files import ModelError, locate_model
 from worker.sequence import Sequence
@@ -174,8 +174,8 @@ class Vandal(Drafter):
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._cache = cache
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return DraftTree()
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [DraftTree() for _ in requests]
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         if sequence.num_generated_tokens > 4:

@@ -25,7 +25,7 @@ from worker.bench.long.records import LongResult
 from worker.bench.long.table import render
 from worker.bench.text import text_tokens
 from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter
+from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.tokenswift.heads import save_heads
 from worker.engine import Engine
 from worker.model.files import locate_model
@@ -65,13 +65,14 @@ def make_options(tiny_model: Path, text: Path) -> Callable[..., LongBenchOptions
 class Oracle(Drafter):
     """Knows what comes and drafts it, or always something else; a wrong node stands beside every node."""
 
-    num_nodes = 6
-
     def __init__(self, token_ids: np.ndarray, is_right: bool) -> None:
         self._token_ids = token_ids  # [length], prompt and output
         self._change = 0 if is_right else 1
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [self._tree(request.sequence, request.max_depth) for request in requests]
+
+    def _tree(self, sequence: Sequence, max_depth: int) -> DraftTree:
         tree = DraftTree()
         parent = ROOT
         for coming in self._token_ids[len(sequence) :][: min(3, max_depth)].tolist():

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.worker.bench.bench_parts import words
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.bench.griffin.catalogue import GRIFFIN_TABLES, Variant
 from worker.bench.griffin.figures import GriffinFigures, predicted_speedup
 from worker.bench.griffin.tables import ArmKey, Results, render
@@ -18,7 +19,7 @@ from worker.bench.griffin.variants import Training, recipe_of
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
 from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter
+from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, griffin
 from worker.drafters.griffin.model import GriffinModel
 from worker.model.files import locate_model
@@ -135,12 +136,13 @@ def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None
 class Oracle(Drafter):
     """Knows what comes and drafts three tokens of it."""
 
-    num_nodes = 3
-
     def __init__(self, output_ids: np.ndarray) -> None:
         self._output_ids = output_ids  # [num_generated]
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [self._chain(request.sequence, request.max_depth) for request in requests]
+
+    def _chain(self, sequence: Sequence, max_depth: int) -> DraftTree:
         coming = self._output_ids[sequence.num_generated_tokens :][: min(3, max_depth)]
         return DraftTree.chain(coming.tolist())
 
@@ -168,7 +170,9 @@ def test_tau_is_tokens_over_steps_of_all_prompts_behind_their_first_steps(tiny_t
 def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_steps(
     tiny_target: TargetModel, tiny_model: Path
 ) -> None:
-    generation, plain = arms_behind(tiny_target, 0).run(griffin(tiny_target, tiny_model, GRIFFIN_PAPER_OPTIONS), 1.0)
+    generation, plain = arms_behind(tiny_target, 0).run(
+        griffin(tiny_target, free_rows, tiny_model, GRIFFIN_PAPER_OPTIONS), 1.0
+    )
     figures = GriffinFigures.of([(generation, plain)])
     assert 50 < figures.nodes_per_step <= 60
     assert 5 < figures.levels_per_step <= 6

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from worker.bench.engine import BenchError
 from worker.bench.triforce.arm_drafters import new_drafter
 from worker.bench.triforce.arms import PromptArms
@@ -24,7 +25,7 @@ from worker.bench.triforce.prompts import Prompt, ReadPrompt, read_prompt
 from worker.caches.full import FullKVCache
 from worker.caches.offloaded import OffloadedKVCache
 from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter
+from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.triforce.triforce import hierarchy
 from worker.engine import Engine
 from worker.model.files import locate_model
@@ -67,13 +68,14 @@ def make_read(tiny_target: TargetModel) -> Callable[..., list[ReadPrompt]]:
 class Oracle(Drafter):
     """Knows what comes and drafts three tokens of it, or always others."""
 
-    num_nodes = 3
-
     def __init__(self, output_ids: np.ndarray, is_right: bool = True) -> None:
         self._output_ids = output_ids  # [num_generated]
         self._is_right = is_right
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [self._chain(request.sequence, request.max_depth) for request in requests]
+
+    def _chain(self, sequence: Sequence, max_depth: int) -> DraftTree:
         coming = self._output_ids[sequence.num_generated_tokens :][: min(3, max_depth)]
         return DraftTree.chain([t if self._is_right else (t + 1) % 200 for t in coming.tolist()])
 
@@ -86,8 +88,8 @@ class Vandal(Drafter):
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._cache = cache
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return DraftTree()
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [DraftTree() for _ in requests]
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         if sequence.num_generated_tokens >= self.first_damaged:
@@ -128,7 +130,7 @@ def test_arms_say_what_the_engine_says_alone_whoever_else_used_the_cache(
     arms = arms_behind(read, tiny_target, num_plain_tokens=35)
     plans: tuple[Plan, ...] = ("own", "paper", "naive")
     digests = {
-        run(arms, new_drafter(tiny_target, arm, None)).tokens_sha256
+        run(arms, new_drafter(tiny_target, free_rows, arm, None)).tokens_sha256
         for arm in [replace(ARM, plan=plan) for plan in plans]
     }
     assert digests == {hashlib.sha256(np.concatenate(expected).astype("<u4").tobytes()).hexdigest()}
@@ -185,10 +187,10 @@ def test_times_begin_behind_the_first_step(
     oracle = Oracle(plain_ids(read, tiny_target)[0])
     clock, propose, num_drafts = time.perf_counter, oracle.propose, 0
 
-    def propose_late_at_first(sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def propose_late_at_first(requests: list[DraftRequest]) -> list[DraftTree]:
         nonlocal num_drafts
         num_drafts += 1
-        return propose(sequence, max_nodes, max_depth)
+        return propose(requests)
 
     monkeypatch.setattr(oracle, "propose", propose_late_at_first)
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + (100_000.0 if num_drafts else 0.0))
@@ -203,7 +205,7 @@ def test_the_middle_level_is_what_the_partial_cache_agrees_with(
 ) -> None:
     arms = arms_behind(make_read(), tiny_target)
     whole = replace(ARM, plan="paper", options={"budget": 4096})
-    figures = run(arms, new_drafter(tiny_target, whole, None))
+    figures = run(arms, new_drafter(tiny_target, free_rows, whole, None))
     assert figures.acceptance is not None
     assert figures.acceptance > 0.9  # the partial cache holds everything; what differs is rounding
     assert figures.middle_acceptance is not None
@@ -216,14 +218,14 @@ def test_the_naive_policy_asks_no_partial_cache(
     tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
 ) -> None:
     arm = replace(ARM, plan="naive")
-    figures = run(arms_behind(make_read(), tiny_target), new_drafter(tiny_target, arm, None))
+    figures = run(arms_behind(make_read(), tiny_target), new_drafter(tiny_target, free_rows, arm, None))
     assert (figures.rounds_per_step, figures.middle_acceptance) == (0.0, None)
     assert figures.drafted_per_step > 0.5
     assert figures.draft_ms["check"] == figures.draft_ms["follow"] == 0.0 < figures.draft_ms["propose"]
 
 
 def test_plans_are_the_paper_s_or_as_many_as_pay(tiny_target: TargetModel) -> None:
-    own, paper, naive = (new_drafter(tiny_target, Arm(plan=plan), None) for plan in get_args(Plan))
+    own, paper, naive = (new_drafter(tiny_target, free_rows, Arm(plan=plan), None) for plan in get_args(Plan))
     assert paper._planner.plan(1000, 1, 40) == hierarchy(2, 6, 1)
     assert naive._planner.plan(1000, 1, 40).num_rounds == 0
     assert type(own._planner) is not type(naive._planner)
@@ -247,7 +249,7 @@ def test_a_cache_outside_the_device_says_the_same(
     copies = [prompt.copy_to(outside, NUM_TOKENS) for prompt in read]
     assert isinstance(copies[0].cache, OffloadedKVCache)
     figures = [
-        run(arms_behind(prompts, target), new_drafter(target, ARM, None))
+        run(arms_behind(prompts, target), new_drafter(target, free_rows, ARM, None))
         for target, prompts in ((tiny_target, read), (outside, copies))
     ]
     assert figures[0].tokens_sha256 == figures[1].tokens_sha256

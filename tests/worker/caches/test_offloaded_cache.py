@@ -18,6 +18,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, shape, use_small_blocks, write
+from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from worker.bench.memory import peak_bytes, reset_peak
 from worker.caches import hosts as cache_hosts
@@ -26,10 +27,10 @@ from worker.caches.hosts import FileHost
 from worker.caches.offloaded import OffloadedKVCache
 from worker.caches.room import KVRoomError
 from worker.drafters import create_drafter
-from worker.drafters.budget import StepCosts, measure_step_costs
 from worker.engine import Engine
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
+from worker.target.step_costs import StepCosts, measure_step_costs
 from worker.target.target import TargetModel
 
 SETTINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.1}}
@@ -49,7 +50,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(target: TargetModel, engine_name: str, setting: str) -> list[list[int]]:
     """Two jobs at a time, over several blocks."""
-    engine, codec = Engine(target, create_drafter(engine_name, target)), TextCodec(target.files)
+    engine, codec = Engine(target, create_drafter(engine_name, target, free_rows)), TextCodec(target.files)
     sequences = []
     for i in range(2):
         sampling = SamplingParams(max_tokens=60, seed=i, ignore_eos=True, **SETTINGS[setting])

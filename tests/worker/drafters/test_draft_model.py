@@ -12,8 +12,7 @@ import torch
 from jobs.sampling import SamplingParams
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.two_level.draft import Draft
-from worker.drafters.two_level.plan import DraftPlan
+from worker.drafters.two_level.draft import Draft, DraftPlan
 from worker.drafters.two_level.proposer import Proposal
 from worker.model.files import DRAFT_FOLDER, ModelError, locate_model
 from worker.sampling import TokenSampler
@@ -58,7 +57,7 @@ def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int
 
 
 def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> Proposal:
-    return proposer.propose(draft_of(sequence), num_nodes, 20)
+    return proposer.propose([draft_of(sequence)], [(num_nodes, 20)])[0]
 
 
 @pytest.mark.parametrize("length", [5, 100, 2 * WINDOW - 3, 2 * WINDOW, 5 * WINDOW - 2, 1700])
@@ -111,7 +110,7 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
     group_counts: list[int] = []
     verify = model.verify
     monkeypatch.setattr(model, "verify", lambda groups: group_counts.append(len(groups)) or verify(groups))
-    proposals = together.propose_all([draft_of(sequence) for sequence in sequences], [(6, 20)] * 3)
+    proposals = together.propose([draft_of(sequence) for sequence in sequences], [(6, 20)] * 3)
     assert [proposal.tree for proposal in proposals] == alone
     assert group_counts[-5:] == [3] * 5
 
@@ -133,7 +132,7 @@ def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
     proposer.start(sequence)
     draft = draft_of(sequence)
     for max_nodes, max_depth in ((0, 5), (5, 0), (1, 3), (5, 2), (5, 9)):
-        tree = proposer.propose(draft, max_nodes, max_depth).tree
+        tree = proposer.propose([draft], [(max_nodes, max_depth)])[0].tree
         assert len(tree) == min(max_nodes, 2 * max_depth)
         assert max(tree.depths(), default=0) <= max_depth
 

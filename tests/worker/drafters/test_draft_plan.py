@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.drafters.budget import ROW_COUNTS, StepCosts
 from worker.drafters.tokenswift.tokenswift import whole_trees
+from worker.drafters.two_level.draft import Round
 from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
+from worker.drafters.two_level.whole_draft import WholeDraft
+from worker.target.step_costs import ROW_COUNTS, StepCosts
+from worker.tree import DraftTree
 
 BUDGET = 2048
 LENGTHS = (64, 8192, 49_152)
@@ -25,9 +28,9 @@ def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float 
     random = np.random.default_rng(0)
     for _ in range(400):
         num_accepted = int(np.argmin([*(random.random(31) < acceptance), False]))
-        planner.observe_chain(31, list(range(num_accepted)))
-        planner.observe_tree(5, [0] if random.random() < tree_acceptance else [])
-        planner.observe_round(2, 0.005)
+        path = [0] if random.random() < tree_acceptance else []
+        chain = WholeDraft(DraftTree.chain([0] * 31), [], 31, [Round(5, path, 0.005)])
+        planner.observe(chain, list(range(num_accepted)))
     return planner
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.drafters import DRAFTERS, create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
@@ -51,7 +52,7 @@ class Generation:
         drafter.start(self.sequence, self.cache)
 
     def step(self, drafter: Drafter, max_nodes: int = 8) -> Verification:
-        tree = drafter.propose(self.sequence, max_nodes, max_tree_depth(self.cache.length))
+        tree = proposed(drafter, self.sequence, max_nodes, max_tree_depth(self.cache.length))
         rows = tree_rows(self.cache, int(self.sequence.token_ids[-1]), tree)
         [outputs] = self._target.verify([rows])
         path, committed = walk(tree, outputs.logits, self._sampler.draw)
@@ -84,7 +85,7 @@ class TestEveryDrafter:
     """The contract of worker/drafters/base.py."""
 
     def warm(self, target: TargetModel, name: str, params: SamplingParams) -> tuple[Drafter, Generation]:
-        drafter = create_drafter(name, target)
+        drafter = create_drafter(name, target, free_rows)
         generation = Generation(target, drafter, PROMPT, params)
         for _ in range(30):
             generation.step(drafter)
@@ -96,15 +97,15 @@ class TestEveryDrafter:
         drafter, generation = self.warm(tiny_target, name, params)
         for max_nodes in (0, 1, 2, 7, 31, 79):
             for max_depth in (0, 1, 2, 5, 63):
-                tree = drafter.propose(generation.sequence, max_nodes, max_depth)
+                tree = proposed(drafter, generation.sequence, max_nodes, max_depth)
                 check_structure(tree, max_nodes, max_depth, tiny_target.vocab_size)
 
     def test_proposing_changes_nothing(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
         drafter, generation = self.warm(tiny_target, name, params)
         before = {key: array.copy() for key, array in drafter.state(generation.sequence).items()}
-        first = drafter.propose(generation.sequence, 12, 6)
-        drafter.propose(generation.sequence, 3, 2)
-        assert drafter.propose(generation.sequence, 12, 6) == first
+        first = proposed(drafter, generation.sequence, 12, 6)
+        proposed(drafter, generation.sequence, 3, 2)
+        assert proposed(drafter, generation.sequence, 12, 6) == first
         after = drafter.state(generation.sequence)
         assert before.keys() == after.keys()
         assert all(np.array_equal(before[key], after[key]) for key in before)
@@ -113,10 +114,10 @@ class TestEveryDrafter:
     def test_degenerate_prompts(
         self, tiny_target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
     ) -> None:
-        drafter = create_drafter(name, tiny_target)
+        drafter = create_drafter(name, tiny_target, free_rows)
         generation = Generation(tiny_target, drafter, prompt, params)
         for _ in range(20):
-            check_structure(drafter.propose(generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
+            check_structure(proposed(drafter, generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
             generation.step(drafter)
 
     def test_state_goes_into_a_fresh_drafter(
@@ -125,47 +126,47 @@ class TestEveryDrafter:
         ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
         monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
         drafter, generation = self.warm(tiny_target, name, params)
-        fresh = create_drafter(name, tiny_target)
+        fresh = create_drafter(name, tiny_target, free_rows)
         fresh.start(generation.sequence, generation.cache)
         state = drafter.state(generation.sequence)
         fresh.restore(generation.sequence, {key: array.copy() for key, array in state.items()})
         for _ in range(5):
-            assert fresh.propose(generation.sequence, 8, 6) == drafter.propose(generation.sequence, 8, 6)
+            assert proposed(fresh, generation.sequence, 8, 6) == proposed(drafter, generation.sequence, 8, 6)
             # both have to propose what is verified: they learn from what became of it
-            fresh.propose(generation.sequence, 8, max_tree_depth(generation.cache.length))
+            proposed(fresh, generation.sequence, 8, max_tree_depth(generation.cache.length))
             fresh.update(generation.sequence, generation.step(drafter))
 
     def test_state_is_a_copy(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
         drafter, generation = self.warm(tiny_target, name, params)
-        expected = drafter.propose(generation.sequence, 15, 6)
+        expected = proposed(drafter, generation.sequence, 15, 6)
         for array in drafter.state(generation.sequence).values():
             array[:] = 0
-        assert drafter.propose(generation.sequence, 15, 6) == expected
+        assert proposed(drafter, generation.sequence, 15, 6) == expected
 
     def test_sequences_do_not_mix(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
-        drafter = create_drafter(name, tiny_target)
+        drafter = create_drafter(name, tiny_target, free_rows)
         prompts = {"one": [1, 2, 3], "two": [4, 5, 6]}
         generations = [Generation(tiny_target, drafter, prompt, params, n) for n, prompt in prompts.items()]
         for _ in range(15):
             for generation in generations:
                 generation.step(drafter, 6)
         drafter.stop(generations[0].sequence)
-        check_structure(drafter.propose(generations[1].sequence, 6, 5), 6, 5, tiny_target.vocab_size)
+        check_structure(proposed(drafter, generations[1].sequence, 6, 5), 6, 5, tiny_target.vocab_size)
 
     def test_a_sequence_may_come_back_after_it_was_stopped(
         self, tiny_target: TargetModel, name: str, params: SamplingParams
     ) -> None:
         drafter, generation = self.warm(tiny_target, name, params)
-        expected = drafter.propose(generation.sequence, 8, 5)
+        expected = proposed(drafter, generation.sequence, 8, 5)
         drafter.stop(generation.sequence)
         drafter.start(generation.sequence, generation.cache)
-        assert drafter.propose(generation.sequence, 8, 5) == expected
+        assert proposed(drafter, generation.sequence, 8, 5) == expected
 
     def test_the_text_is_the_same_as_without_drafts(
         self, tiny_target: TargetModel, name: str, params: SamplingParams
     ) -> None:
         _, generation = self.warm(tiny_target, name, params)
-        plain_drafter = create_drafter("autoregressive", tiny_target)
+        plain_drafter = create_drafter("autoregressive", tiny_target, free_rows)
         plain = Generation(tiny_target, plain_drafter, PROMPT, params)
         for _ in range(60):
             plain.step(plain_drafter)
@@ -180,4 +181,4 @@ def test_the_catalogue_and_the_names_agree() -> None:
 
 def test_an_unknown_engine_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
-        create_drafter("medusa", NO_TARGET)
+        create_drafter("medusa", NO_TARGET, free_rows)

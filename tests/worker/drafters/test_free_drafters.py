@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
@@ -39,7 +40,7 @@ class TableTarget:
 
     def step(self, drafter: Drafter, sequence: Sequence, max_nodes: int) -> Verification:
         max_depth = max(sequence.num_remaining_tokens - 1, 0)
-        tree = drafter.propose(sequence, max_nodes, max_depth)
+        tree = proposed(drafter, sequence, max_nodes, max_depth)
         verification = self.verify(sequence, tree, TokenSampler(sequence, VOCAB))
         sequence.extend(verification.committed_ids)
         drafter.update(sequence, verification)
@@ -69,7 +70,7 @@ def generate(drafter: Drafter, sequence: Sequence, num_steps: int, max_nodes: in
 
 
 def warm(name: str, params: SamplingParams = PARAMS, num_steps: int = 30) -> tuple[Drafter, Sequence]:
-    drafter, sequence = create_drafter(name, TABLE), new_sequence(params=params)
+    drafter, sequence = create_drafter(name, TABLE, free_rows), new_sequence(params=params)
     drafter.start(sequence, NO_CACHE)
     generate(drafter, sequence, num_steps)
     return drafter, sequence
@@ -80,7 +81,7 @@ def mean_acceptance_length(verifications: list[Verification]) -> float:
 
 
 def test_autoregressive_proposes_nothing() -> None:
-    assert len(create_drafter("autoregressive", TABLE).propose(new_sequence(), 8, 8)) == 0
+    assert len(proposed(create_drafter("autoregressive", TABLE, free_rows), new_sequence(), 8, 8)) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,17 +95,17 @@ def test_autoregressive_proposes_nothing() -> None:
     ],
 )
 def test_prompt_lookup_copies_from_the_longest_and_latest_match(prompt: list[int], expected: list[int]) -> None:
-    drafter, sequence = create_drafter("prompt-lookup", TABLE), new_sequence(prompt)
+    drafter, sequence = create_drafter("prompt-lookup", TABLE, free_rows), new_sequence(prompt)
     drafter.start(sequence, NO_CACHE)
-    assert drafter.propose(sequence, 4, 9) == DraftTree.chain(expected)
+    assert proposed(drafter, sequence, 4, 9) == DraftTree.chain(expected)
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix"])
 def test_a_repeated_text_is_drafted_as_one_path(name: str) -> None:
     text = [10, 20, 30, 40, 50, 60, 11, 21]
-    drafter, sequence = create_drafter(name, TABLE), new_sequence(text * 4 + text[:3], GREEDY)
+    drafter, sequence = create_drafter(name, TABLE, free_rows), new_sequence(text * 4 + text[:3], GREEDY)
     drafter.start(sequence, NO_CACHE)
-    assert drafter.propose(sequence, 5, 9) == DraftTree.chain([40, 50, 60, 11, 21])
+    assert proposed(drafter, sequence, 5, 9) == DraftTree.chain([40, 50, 60, 11, 21])
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix"])
@@ -114,7 +115,7 @@ def test_a_long_prompt_is_taken_in_at_constant_cost_per_token(name: str) -> None
     for length in (10_000, 40_000):
         sequence = new_sequence(tokens[:length])
         started = time.process_time()
-        create_drafter(name, TABLE).start(sequence, NO_CACHE)
+        create_drafter(name, TABLE, free_rows).start(sequence, NO_CACHE)
         seconds.append(time.process_time() - started)
     assert seconds[1] < 4 * 2.5 * seconds[0]
 
@@ -125,7 +126,7 @@ def test_recycling_starts_hot_with_the_next_job(params: SamplingParams) -> None:
     drafter.stop(first)
     second = new_sequence([8, 17], params, "b")
     drafter.start(second, NO_CACHE)
-    cold_drafter, cold = create_drafter("token-recycling", TABLE), new_sequence([8, 17], params, "b")
+    cold_drafter, cold = create_drafter("token-recycling", TABLE, free_rows), new_sequence([8, 17], params, "b")
     cold_drafter.start(cold, NO_CACHE)
     hot = mean_acceptance_length(generate(drafter, second, 10))
     assert hot > mean_acceptance_length(generate(cold_drafter, cold, 10)) + 1
@@ -142,12 +143,12 @@ def test_drafting_with_the_noise_accepts_more() -> None:
 
 
 def test_the_most_recent_row_of_a_token_stays() -> None:
-    drafter, sequence = create_drafter("token-recycling", TABLE), new_sequence([4, 9], GREEDY)
+    drafter, sequence = create_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9], GREEDY)
     top_ids = np.arange(3 * TOP_K).reshape(3, TOP_K)
     top_logprobs = np.tile(np.log(np.linspace(0.3, 0.01, TOP_K, dtype=np.float32)), (3, 1))
     sequence.extend([9])
     drafter.update(sequence, Verification([], [9], np.array([9, 5, 9]), top_ids, top_logprobs))
-    assert drafter.propose(sequence, 3, 1) == DraftTree([16, 17, 18], [ROOT] * 3)
+    assert proposed(drafter, sequence, 3, 1) == DraftTree([16, 17, 18], [ROOT] * 3)
 
 
 @pytest.mark.parametrize(
@@ -162,20 +163,20 @@ def test_the_most_recent_row_of_a_token_stays() -> None:
 )
 def test_unfit_state_is_refused_and_changes_nothing(damage) -> None:  # type: ignore[no-untyped-def]
     drafter, sequence = warm("token-recycling")
-    expected = drafter.propose(sequence, 15, 6)
+    expected = proposed(drafter, sequence, 15, 6)
     state = drafter.state(sequence)
     damage(state)
     with pytest.raises(ValueError, match="recycling matrix"):
         drafter.restore(sequence, state)
-    assert drafter.propose(sequence, 15, 6) == expected
+    assert proposed(drafter, sequence, 15, 6) == expected
 
 
 def test_tokens_that_min_p_cuts_off_are_not_drafted() -> None:
-    drafter, sequence = create_drafter("token-recycling", TABLE), new_sequence([4, 9])
+    drafter, sequence = create_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9])
     logprobs = np.log(np.array([[0.9, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]], dtype=np.float32))
     sequence.extend([9])
     drafter.update(sequence, Verification([], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
-    assert drafter.propose(sequence, 8, 1).token_ids == [20]
+    assert proposed(drafter, sequence, 8, 1).token_ids == [20]
 
 
 def test_a_row_is_averaged_with_the_one_before_it() -> None:
@@ -201,7 +202,8 @@ def test_pairs_that_share_a_row_take_it_over() -> None:
 
 
 def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
-    drafter, sequence = create_drafter("token-recycling", TABLE), new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
+    drafter = create_drafter("token-recycling", TABLE, free_rows)
+    sequence = new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
     drafter.start(sequence, NO_CACHE)
     top_ids = np.tile(np.arange(40, 40 + TOP_K), (8, 1))
     top_ids[1, 0], top_ids[4, 0] = 7, 8  # 7 behind (1, 2), then 8 behind (5, 2)
@@ -209,7 +211,7 @@ def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
     top_logprobs[4, 0] = np.log(0.6)
     known = sequence.token_ids[:-1]
     drafter.learn(np.array([1, *known[:-1]]), known, top_ids[:-1], top_logprobs[:-1])
-    assert drafter.propose(sequence, 1, 1).token_ids == [7]
+    assert proposed(drafter, sequence, 1, 1).token_ids == [7]
 
 
 def test_the_static_tree_has_the_papers_size_and_depth() -> None:
@@ -238,7 +240,7 @@ def test_one_step_of_recycling_is_cheap() -> None:
     seconds = []
     for _ in range(50):
         started = time.perf_counter()
-        drafter.propose(sequence, 15, 8)
+        proposed(drafter, sequence, 15, 8)
         drafter.update(sequence, verification)
         seconds.append(time.perf_counter() - started)
     assert sorted(seconds)[5] < 0.01  # 0.2 ms on an idle core; the bound leaves room for slow machines

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import defined_outputs, load, random_draft_model, random_tokens, read_sequence
 from worker.drafters.base import DraftRequest
 from worker.drafters.griffin.draft import GriffinDraft
 from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinDrafter, GriffinOptions
-from worker.drafters.griffin.plan import FreePlanner
 from worker.drafters.griffin.window import slot_of, window_start
 from worker.engine import Engine
 from worker.target.target import TargetModel
@@ -33,7 +33,7 @@ def target_model(tiny_model: Path) -> TargetModel:
 
 
 def new_drafter(target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER_OPTIONS) -> GriffinDrafter:
-    return GriffinDrafter(target, GriffinDraft(random_draft_model(target), target), FreePlanner(), options)
+    return GriffinDrafter(target, GriffinDraft(random_draft_model(target), target), None, options)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -94,7 +94,7 @@ def test_a_resumed_sequence_has_the_very_same_drafts(target_model: TargetModel, 
     fresh = new_drafter(target_model, options)
     fresh.start(resumed, cache)
     kept = cache.kv(0, cache.length).copy()
-    assert fresh.propose(resumed, 60, 3) == drafter.propose(sequence, 60, 3)
+    assert proposed(fresh, resumed, 60, 3) == proposed(drafter, sequence, 60, 3)
     expected, found = drafter._draft._contexts["a"].cache, fresh._draft._contexts["a"].cache
     assert found.length == expected.length
     assert (found.kv(0, found.length) == expected.kv(0, found.length)).all()
@@ -126,9 +126,9 @@ def test_sequences_of_a_batch_have_the_drafts_they_have_alone(target_model: Targ
         single = new_drafter(target_model)
         single.start(sequence, cache)
         requests.append(DraftRequest(sequence, 40, 4))
-        alone.append(single.propose(sequence, 40, 4))
-    assert drafter.propose_all(requests) == alone
-    assert drafter.propose_all(requests[::-1]) == alone[::-1]
+        alone.append(proposed(single, sequence, 40, 4))
+    assert drafter.propose(requests) == alone
+    assert drafter.propose(requests[::-1]) == alone[::-1]
 
 
 def test_one_forward_serves_a_level_of_all_sequences(target_model: TargetModel) -> None:
@@ -138,9 +138,9 @@ def test_one_forward_serves_a_level_of_all_sequences(target_model: TargetModel) 
         sequence, cache = read_sequence(target_model, random_tokens(target_model, 20), PARAMS, name)
         drafter.start(sequence, cache)
         requests.append(DraftRequest(sequence, 20, 4))
-    drafter.propose_all(requests)
+    drafter.propose(requests)
     before = drafter._draft.num_forwards
-    drafter.propose_all(requests)
+    drafter.propose(requests)
     assert drafter._draft.num_forwards - before == 4  # the root's level, and three below it
 
 
@@ -151,5 +151,5 @@ def test_drafting_leaves_committed_positions_as_they_are_where_rows_are_not_exac
     kept = cache.kv(0, cache.length).copy()
     drafter = new_drafter(target_model)
     drafter.start(sequence, cache)
-    assert len(drafter.propose(sequence, 20, 4)) == 20
+    assert len(proposed(drafter, sequence, 20, 4)) == 20
     assert (cache.kv(0, cache.length) == kept).all()

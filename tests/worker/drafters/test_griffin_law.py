@@ -8,7 +8,7 @@ import torch
 
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
 from worker.drafters.griffin.draft import DraftOutputs
-from worker.drafters.griffin.plan import NoPrices
+from worker.drafters.griffin.plan import EVERYTHING_PAYS
 from worker.drafters.griffin.tree import GrowingTree
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -20,7 +20,7 @@ PARAMS = PLAIN.model_copy(update={"temperature": 0.6, "top_p": 0.9})
 
 
 def dynamic_tree(sequence: Sequence) -> DraftTree:
-    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 2, 2, NoPrices())
+    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 2, 2, EVERYTHING_PAYS)
     tree.add_root(DraftOutputs(torch.zeros(1, 1), GUESS[[int(sequence.token_ids[-1])]]))
     while (level := tree.next_level()) is not None:
         tokens = level[1].token_ids[level[2] :]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.drafters.budget import ROW_COUNTS, StepCosts
 from worker.drafters.griffin.draft import DraftOutputs
-from worker.drafters.griffin.plan import NoPrices, PricePlanner, Prices
+from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, Prices
 from worker.drafters.griffin.tree import GrowingTree
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
+from worker.target.step_costs import ROW_COUNTS, StepCosts
 from worker.tree import DraftTree
 
 VOCAB = 8
@@ -27,11 +27,9 @@ def table(token_id: int) -> torch.Tensor:
     return torch.tensor([3.0 * math.sin(2.0 * token_id + 1.3 * other) for other in range(VOCAB)])
 
 
-def grow(
-    params: SamplingParams, max_depth: int = 4, width: int = 3, prices: Prices | NoPrices | None = None
-) -> GrowingTree:
+def grow(params: SamplingParams, max_depth: int = 4, width: int = 3, prices: Prices = EVERYTHING_PAYS) -> GrowingTree:
     sequence = Sequence("a", [1], params, VOCAB)
-    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), max_depth, width, prices or NoPrices())
+    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), max_depth, width, prices)
     tree.add_root(DraftOutputs(torch.tensor([[1.0]]), table(1)[None]))
     while (level := tree.next_level()) is not None:
         _, expanded, first, features = level
@@ -67,7 +65,7 @@ def test_tokens_of_the_text_are_penalised_as_they_will_be() -> None:
     favourite = int(table(1).argmax())
     params = GREEDY.model_copy(update={"repetition_penalty": 4.0})
     sequence = Sequence("a", [favourite, 1], params, VOCAB)
-    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 1, 3, NoPrices())
+    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 1, 3, EVERYTHING_PAYS)
     tree.add_root(DraftOutputs(torch.zeros(1, 1), table(1)[None]))
     first = tree.best(1)[0].token_ids[0]
     assert first == TokenSampler(sequence, VOCAB).draw(table(1))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.caches import retrieval as retrieval_cache
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
@@ -46,7 +47,7 @@ def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int =
 
 def hierarchical(target: TargetModel, policy: str = "retrieval", width: int = 1) -> TwoLevelDrafter:
     """Always two draft tokens per middle verification, until there are six; a budget that the text overflows."""
-    return triforce(target, None, TriForceOptions(policy=policy, budget=48, gammas=(2, 6), width=width))
+    return triforce(target, free_rows, None, TriForceOptions(policy=policy, budget=48, gammas=(2, 6), width=width))
 
 
 def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
@@ -63,7 +64,7 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     outputs = {}
     for sampler in SAMPLERS:
         sequence = new_sequence(target, sampler)
-        run(target, create_drafter("autoregressive", target), sequence)
+        run(target, create_drafter("autoregressive", target, free_rows), sequence)
         outputs[sampler] = sequence.output_ids.tolist()
     return outputs
 
@@ -85,7 +86,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 def test_siblings_and_free_plans_change_no_token(
     target: TargetModel, plain: dict[str, list[int]], sampler: str
 ) -> None:
-    for drafter in (hierarchical(target, width=3), create_drafter("triforce", target)):
+    for drafter in (hierarchical(target, width=3), create_drafter("triforce", target, free_rows)):
         sequence = new_sequence(target, sampler)
         run(target, drafter, sequence)
         assert sequence.output_ids.tolist() == plain[sampler]
@@ -114,7 +115,7 @@ def test_a_resumed_job_has_the_same_drafts(target: TargetModel, policy: str) -> 
         engine.step()
     resumed.start(sequence, slot.cache)
     resumed.restore(sequence, undisturbed.state(sequence))
-    trees = [drafter.propose(sequence, 31, 20) for drafter in (undisturbed, resumed)]
+    trees = [proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed)]
     assert trees[0] == trees[1]
     ours, theirs = (drafter._tracked["a"].draft_cache for drafter in (undisturbed, resumed))
     num_slots = ours._num_sequence_slots
@@ -134,7 +135,7 @@ def test_each_middle_verification_checks_gamma_1_tokens_until_there_are_gamma_2(
     rows: list[int] = []
     draft = target.draft
     monkeypatch.setattr(target, "draft", lambda groups: rows.append(len(groups[0])) or draft(groups))
-    tree = drafter.propose(sequence, 31, 20)
+    tree = proposed(drafter, sequence, 31, 20)
     assert set(rows) == {3}
     assert 6 <= len(tree) <= 8
     assert tree.parents == list(range(-1, len(tree) - 1))

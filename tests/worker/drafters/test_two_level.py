@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.caches import summary as summary_cache
 from worker.drafters import create_drafter
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, STRATEGIES, TokenSwiftOptions, tokenswift
+from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import DraftPlan, FixedPlanner
+from worker.drafters.two_level.plan import FixedPlanner
 from worker.engine import Engine
 from worker.model.files import ModelError
 from worker.model.text import TextCodec
@@ -61,7 +63,7 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     outputs = {}
     for sampler in SAMPLERS:
         sequence = new_sequence(target, sampler, NUM_TOKENS)
-        run(target, create_drafter("autoregressive", target), sequence)
+        run(target, create_drafter("autoregressive", target, free_rows), sequence)
         outputs[sampler] = sequence.output_ids.tolist()
     return outputs
 
@@ -79,7 +81,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 ) -> None:
     options = TokenSwiftOptions(strategy=strategy, budget=SMALL_BUDGET, draft_rounds=draft_rounds)
     sequence = new_sequence(target, sampler, NUM_TOKENS)
-    run(target, tokenswift(target, target.files.path, options), sequence)
+    run(target, tokenswift(target, free_rows, target.files.path, options), sequence)
     assert sequence.output_ids.tolist() == plain[sampler]
 
 
@@ -88,7 +90,7 @@ def always(
 ) -> TwoLevelDrafter:
     """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
     options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
-    drafter = tokenswift(target, target.files.path, options)
+    drafter = tokenswift(target, free_rows, target.files.path, options)
     drafter._planner = FixedPlanner(DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length))
     return drafter
 
@@ -112,7 +114,7 @@ def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel)
             engine.step()
         resumed.start(sequence, slot.cache)
         resumed.restore(sequence, undisturbed.state(sequence))
-        trees = [drafter.propose(sequence, 31, 20) for drafter in (undisturbed, resumed)]
+        trees = [proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed)]
         assert trees[0] == trees[1]
         ours, theirs = (drafter._tracked["a"].draft_cache for drafter in (undisturbed, resumed))
         num_slots = ours._num_sequence_slots
@@ -127,7 +129,7 @@ def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel)
 def test_a_summarised_cache_gives_plain_decoding_s_tokens(target: TargetModel) -> None:
     """Long enough for summaries: most of the text is one slot per chunk."""
     plain, drafted = (new_sequence(target, "T=1, min-p 0.1, penalty", 180) for _ in range(2))
-    run(target, create_drafter("autoregressive", target), plain)
+    run(target, create_drafter("autoregressive", target, free_rows), plain)
     drafter = always(target, 8, "summary", budget=SMALL_BUDGET)
     counters = run(target, drafter, drafted).counters
     assert drafter._tracked["a"].draft_cache.bias is not None
@@ -137,7 +139,7 @@ def test_a_summarised_cache_gives_plain_decoding_s_tokens(target: TargetModel) -
 
 def test_queries_are_those_of_the_target_at_that_position(target: TargetModel) -> None:
     sequence = new_sequence(target, "T=0", 100)
-    engine = Engine(target, create_drafter("autoregressive", target))
+    engine = Engine(target, create_drafter("autoregressive", target, free_rows))
     slot = engine.start(sequence)
     while sequence.num_generated_tokens < 60:
         engine.step()
@@ -167,13 +169,13 @@ def test_committed_positions_keep_their_bits_where_a_machine_is_not_exact(target
     before = slot.cache.kv(0, slot.cache.length).copy()
     drafter.stop(sequence)
     drafter.start(sequence, slot.cache)
-    drafter.propose(sequence, 31, 20)
+    proposed(drafter, sequence, 31, 20)
     assert np.array_equal(before, slot.cache.kv(0, slot.cache.length))
 
 
 @pytest.mark.parametrize("damage", ["plan_means", "recycling_ids"])
 def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: str) -> None:
-    drafter = tokenswift(target, target.files.path, TokenSwiftOptions())
+    drafter = tokenswift(target, free_rows, target.files.path, TokenSwiftOptions())
     sequence = new_sequence(target, "T=0", 60)
     run(target, drafter, sequence)
     state = drafter.state(sequence)
@@ -195,7 +197,7 @@ def test_every_sampler_gives_plain_decoding_s_tokens(
         max_tokens=40, seed=5, ignore_eos=True, temperature=temperature, repetition_penalty=penalty, **cut
     )
     sequences = [Sequence("a", TextCodec(target.files).encode(PROMPT), params, target.vocab_size) for _ in range(2)]
-    run(target, create_drafter("autoregressive", target), sequences[0])
+    run(target, create_drafter("autoregressive", target, free_rows), sequences[0])
     run(target, always(target, 6, "dynamic", budget=SMALL_BUDGET), sequences[1])
     assert sequences[1].output_ids.tolist() == sequences[0].output_ids.tolist()
 
@@ -220,17 +222,17 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> 
     for _ in range(3):
         engine.step()
     requests = [DraftRequest(sequence, 31, 8) for sequence in sequences]
-    assert drafter.propose_all(requests) == [drafter.propose_all([request])[0] for request in requests]
+    assert drafter.propose(requests) == [drafter.propose([request])[0] for request in requests]
 
 
 def first_tree(target: TargetModel, **changes: object) -> DraftTree:
     """The draft tree behind one step with the paper's options."""
-    drafter = tokenswift(target, target.files.path, replace(PAPER_OPTIONS, num_ngrams=0, **changes))  # type: ignore[arg-type]
+    drafter = tokenswift(target, free_rows, target.files.path, replace(PAPER_OPTIONS, num_ngrams=0, **changes))  # type: ignore[arg-type]
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)
     engine.start(sequence)
     engine.step()
-    return drafter.propose(sequence, 127, 20)
+    return proposed(drafter, sequence, 127, 20)
 
 
 def test_the_papers_step_is_one_row_then_one_tree(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,4 +251,4 @@ def test_the_first_digit_counts_candidates_for_the_drawn_token(target: TargetMod
 
 def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:
     with pytest.raises(ModelError, match=r"tree 1,3,3,3,3: the heads in .* are 3"):
-        tokenswift(target, target.files.path, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))
+        tokenswift(target, free_rows, target.files.path, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
 from worker.drafters import DRAFTERS, create_drafter
 from worker.drafters.griffin.model import GriffinConfig, GriffinModel
@@ -43,7 +44,7 @@ def sequences(target: TargetModel) -> list[Sequence]:
 
 
 def decode(target: TargetModel, engine_name: str, batch: list[Sequence]) -> list[list[int]]:
-    engine = Engine(target, create_drafter(engine_name, target))
+    engine = Engine(target, create_drafter(engine_name, target, free_rows))
     for sequence in batch:
         engine.start(sequence)
     while any(sequence.finish_reason is None for sequence in batch):

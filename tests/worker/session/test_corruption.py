@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jobs.run.run import Run
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end, until
-from worker.drafters.budget import StepCosts
+from worker.target.step_costs import StepCosts
 
 JOB = record("fox", 160)
 

@@ -22,8 +22,9 @@ from tests.worker.session.session_parts import (
     until,
 )
 from worker.caches.full import CacheShape, FullKVCache
-from worker.drafters.budget import StepCosts
 from worker.session.work import Orders
+from worker.target import step_costs
+from worker.target.step_costs import StepCosts
 from worker.target.target import DTYPES, TargetModel
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
@@ -108,6 +109,24 @@ def test_replay_is_taken_where_loading_would_take_longer(
     monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
     to_the_end(session(run, tiny_model), claimed(run, record("fox")))
     assert digest(run, record("fox")) == undisturbed
+
+
+def test_step_costs_are_measured_once_and_only_where_somebody_asks(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, targets = step_costs.measure_step_costs, []
+
+    def measure_and_tell(target: TargetModel) -> StepCosts:
+        targets.append(target)
+        return measure(target)
+
+    monkeypatch.setattr(step_costs, "measure_step_costs", measure_and_tell)
+    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, record("dog", 8)))
+    assert targets == []  # nothing is drafted, and nothing was resumed
+    lose_a_worker(run, tiny_model, 40)
+    assert len(targets) == 1  # for the drafter
+    to_the_end(session(run, tiny_model), claimed(run, record("fox")))
+    assert len(targets) == 2  # for the drafter and the resume
 
 
 def test_tokens_are_taken_from_segments_where_the_log_is_gone(run: Run, tiny_model: Path, undisturbed: str) -> None:

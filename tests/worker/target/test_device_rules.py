@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker.drafters import budget
-from worker.drafters.budget import PROBE_LENGTHS, measure_step_costs
 from worker.exactness.numerics import describe_numerics
 from worker.exactness.probe import probe_rows
 from worker.exactness.verdicts import verdict_key
 from worker.model.files import locate_model
-from worker.target import attention, attention_kernel, hardware
+from worker.target import attention, attention_kernel, hardware, step_costs
+from worker.target.step_costs import PROBE_LENGTHS, measure_step_costs
 from worker.target.target import TargetModel
 from worker.target.tiles import TILE_ROWS, needs_whole_tiles
 
@@ -71,7 +70,7 @@ def test_steps_are_timed_when_the_device_is_done(tiny: dict[str, TargetModel], m
     target, calls = tiny["float32"], []
     monkeypatch.setattr(target, "verify", lambda _rows: calls.append("verify"))
     monkeypatch.setattr(target, "synchronize", lambda: calls.append("wait"))
-    measure_step_costs.__wrapped__(target)
+    measure_step_costs(target)
     assert calls == ["wait", "verify", "wait"] * (len(calls) // 3)
 
 
@@ -80,10 +79,10 @@ def test_large_caches_are_timed_at_all_lengths_in_the_memory_of_one_layer(
 ) -> None:
     target = tiny["float32"]
     layer_bytes = target.cache_shape.bytes_per_position() // target.cache_shape.num_layers
-    monkeypatch.setattr(budget, "PROBE_LENGTHS", (64, 1024, 49_152))
-    monkeypatch.setattr(budget, "PROBE_BYTES", layer_bytes * (1024 + TILE_ROWS))
+    monkeypatch.setattr(step_costs, "PROBE_LENGTHS", (64, 1024, 49_152))
+    monkeypatch.setattr(step_costs, "PROBE_BYTES", layer_bytes * (1024 + TILE_ROWS))
     monkeypatch.setattr(target, "new_cache", lambda _length: pytest.fail("too large"))
-    costs = measure_step_costs.__wrapped__(target)
+    costs = measure_step_costs(target)
     assert (costs.lengths, PROBE_LENGTHS[0]) == ((64, 1024), 64)
     assert (costs.seconds > 0).all()
 

@@ -23,6 +23,7 @@ from worker.drafters.names import ENGINE_NAMES
 from worker.engine import read
 from worker.model.files import locate_model
 from worker.sequence import Sequence
+from worker.target.step_costs import Costs, step_costs_of
 from worker.target.target import TargetModel
 
 NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
@@ -74,13 +75,14 @@ def run_decode_bench(
     target = TargetModel.load(files, options.dtype, options.device)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
-    drafters = _warm_drafters(target, options)
+    costs = step_costs_of(target)
+    drafters = _warm_drafters(target, costs, options)
     cache = target.new_cache(highest + options.num_tokens)
     records: list[DecodeRecord] = []
     for position in options.positions:
         report(f"position {position}: filling the cache, then {options.num_tokens} tokens with each engine")
         fill(target, cache, text[:position], list(drafters.values()))
-        contestants = list(_contestants(options, target, cache, text[:position], drafters))
+        contestants = list(_contestants(options, target, costs, cache, text[:position], drafters))
         _compete(contestants, options.num_tokens)
         records += make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
@@ -108,6 +110,7 @@ def _compete(contestants: list[Contestant], num_tokens: int) -> None:
 def _contestants(
     options: DecodeBenchOptions,
     target: TargetModel,
+    costs: Costs,
     cache: FullKVCache,
     text: list[int],
     drafters: dict[str, Drafter],
@@ -121,7 +124,7 @@ def _contestants(
         ignore_eos=True,
     )
     for name in options.engines:
-        drafter = create_drafter(name, target, options.draft_model)
+        drafter = create_drafter(name, target, costs, options.draft_model)
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
         contestant = EngineContestant(name, target, drafter, sequence, cache)
         state = drafters[name].state(sequence)
@@ -132,9 +135,9 @@ def _contestants(
         yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
 
 
-def _warm_drafters(target: TargetModel, options: DecodeBenchOptions) -> dict[str, Drafter]:
+def _warm_drafters(target: TargetModel, costs: Costs, options: DecodeBenchOptions) -> dict[str, Drafter]:
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
-    drafters = {name: create_drafter(name, target, options.draft_model) for name in options.engines}
+    drafters = {name: create_drafter(name, target, costs, options.draft_model) for name in options.engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
         other_job = own_tokens(target, num_tokens)

@@ -32,6 +32,7 @@ from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
 from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions, griffin
 from worker.model.files import ModelFiles, locate_model
+from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 from worker.training.griffin.features import TEST
 from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
@@ -90,11 +91,12 @@ def run_griffin_ablation(
     torch.set_num_threads(options.num_threads)
     results = Results(_train(options, files, recipe, report))
     target = TargetModel.load(files, options.dtype, options.device)
+    costs = step_costs_of(target)
     _save(options, results, target)
     behind = [_read(options, target, prompt, number, report) for number, prompt in enumerate(prompts)]
     for key, training in _arms(options.layout, results.trainings):
         drafting = OPTIONS[key.plan]
-        pairs = [arms.run(griffin(target, training.folder, drafting), key.temperature) for arms in behind]
+        pairs = [arms.run(griffin(target, costs, training.folder, drafting), key.temperature) for arms in behind]
         results.figures[key] = GriffinFigures.of(pairs)
         report(summary(key, results.figures[key]))
         _save(options, results, target)

@@ -20,6 +20,7 @@ from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import ENGINE_NAMES
 from worker.model.files import ModelFiles, locate_model
+from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 
 NUM_PLAIN_TOKENS = 24  # of one window
@@ -96,7 +97,8 @@ def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None
         if options.plot_path is not None:
             plot(result, options.title(), options.plot_path)
 
-    return generate_long(options, target, create_drafter(options.engine, target, options.draft_model), report, save)
+    drafter = create_drafter(options.engine, target, step_costs_of(target), options.draft_model)
+    return generate_long(options, target, drafter, report, save)
 
 
 def generate_long(

@@ -18,6 +18,7 @@ from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablatio
 from worker.bench.tokenswift.tables import render
 from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, TokenSwiftOptions, tokenswift
 from worker.model.files import locate_model
+from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 from worker.target.tiles import BLOCK
 
@@ -66,10 +67,11 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
         check_length(options.arm_options(arm), files)
     torch.set_num_threads(options.num_threads)
     target = TargetModel.load(files, options.dtype, options.device)
+    costs = step_costs_of(target)
     results: list[LongResult] = []
     for number, arm in enumerate(arms, 1):
         report(f"arm {number} of {len(arms)}: {arm.label}")
-        drafter = tokenswift(target, options.draft_model or files.path, options.tokenswift_options(arm))
+        drafter = tokenswift(target, costs, options.draft_model or files.path, options.tokenswift_options(arm))
         results.append(generate_long(options.arm_options(arm), target, drafter, report))
         if options.json_path is not None:
             settings = options.model_dump(mode="json", exclude={"json_path"})

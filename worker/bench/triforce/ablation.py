@@ -35,6 +35,7 @@ from worker.bench.triforce.tables import Results, render, summary
 from worker.caches.room import check_folder
 from worker.drafters.parts import check_parts
 from worker.model.files import ModelFiles, locate_model
+from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 from worker.target.tiles import TILE_ROWS
 
@@ -82,8 +83,9 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
     for prompts in _all_prompts(table):
         made = make_prompts(prompts, options.prefill, text_ids, files)
         behind = _read(options, target, made, report)
+        costs = step_costs_of(behind.target)
         for key, arm in _arms_behind(table, prompts):
-            pair = behind.run(new_drafter(behind.target, arm, options.draft_model), arm.temperature)
+            pair = behind.run(new_drafter(behind.target, costs, arm, options.draft_model), arm.temperature)
             results[key] = PromptFigures.of(*pair, made[0].expected_ids)
             report(summary(table, key, results[key]))
             _save(options, table, results, target)

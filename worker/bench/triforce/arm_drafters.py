@@ -8,40 +8,39 @@ from pathlib import Path
 from worker.bench.triforce.catalogue import Arm
 from worker.caches.draft_cache import NUM_PINNED, DraftCache
 from worker.caches.retrieval import StreamingKVCache
-from worker.drafters.budget import measure_step_costs
 from worker.drafters.parts import draft_folder
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.triforce.triforce import TRIFORCE_PAPER_OPTIONS, TriForceOptions, triforce
+from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import DraftPlan, MeasuredPlanner
+from worker.drafters.two_level.plan import MeasuredPlanner
 from worker.sequence import Sequence
+from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
 
-def new_drafter(target: TargetModel, arm: Arm, draft_model: Path | None) -> TwoLevelDrafter:
+def new_drafter(target: TargetModel, costs: Costs, arm: Arm, draft_model: Path | None) -> TwoLevelDrafter:
     """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
     if arm.plan == "naive":
-        return _naive_policy(target, draft_model)
+        return _naive_policy(target, costs, draft_model)
     base = TRIFORCE_PAPER_OPTIONS if arm.plan == "paper" else TriForceOptions()
-    return triforce(target, draft_model, replace(base, **arm.options))
+    return triforce(target, costs, draft_model, replace(base, **arm.options))
 
 
 class NaivePlanner(MeasuredPlanner):
     """Never plans a round, so that the naive policy is as fast as it can be."""
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
-        proposing = num_sequences * self._propose_seconds
-        tree = self._trees.best(length, num_sequences, proposing, self._node_seconds, max_depth)
-        return DraftPlan(0, 0, 0, tree.num_nodes)
+        return DraftPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
 
 
-def _naive_policy(target: TargetModel, draft_model: Path | None) -> TwoLevelDrafter:
+def _naive_policy(target: TargetModel, costs: Costs, draft_model: Path | None) -> TwoLevelDrafter:
     """The draft model's tokens go straight to the full verification."""
     proposer = DraftModelProposer(DraftModel.load(draft_folder(target.files.path, draft_model), target), width=1)
 
     def new_cache(sequence: Sequence) -> DraftCache:
         return StreamingKVCache(target.cache_shape, NUM_PINNED, 0)  # no round ever asks for it
 
-    planner = NaivePlanner(measure_step_costs(target), NUM_PINNED, proposer.node_seconds)
+    planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
     return TwoLevelDrafter(target, proposer, new_cache, planner)

@@ -10,13 +10,13 @@ import numpy as np
 
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.budget import measure_step_costs
 from worker.drafters.griffin.draft import GriffinDraft
-from worker.drafters.griffin.plan import FreePlanner, Planner, PricePlanner
+from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
 from worker.drafters.griffin.tree import GrowingTree
 from worker.drafters.griffin.weights import load_griffin
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
+from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 from worker.target.tiles import max_tree_depth
 from worker.tree import DraftTree
@@ -55,10 +55,10 @@ class _Tracked:
     num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
 
 
-def griffin(target: TargetModel, folder: Path, options: GriffinOptions) -> GriffinDrafter:
+def griffin(target: TargetModel, costs: Costs, folder: Path, options: GriffinOptions) -> GriffinDrafter:
     """Put the engine's parts together. Raises ModelError where `folder` has no draft model for this target."""
     draft = GriffinDraft(load_griffin(folder, target), target)
-    planner = FreePlanner() if options.is_full else PricePlanner(measure_step_costs(target), draft.level_seconds())
+    planner = None if options.is_full else PricePlanner(costs(), draft.level_seconds())
     return GriffinDrafter(target, draft, planner, options)
 
 
@@ -67,9 +67,11 @@ class GriffinDrafter(Drafter):
 
     needs_hidden = True
 
-    def __init__(self, target: TargetModel, draft: GriffinDraft, planner: Planner, options: GriffinOptions) -> None:
+    def __init__(
+        self, target: TargetModel, draft: GriffinDraft, planner: PricePlanner | None, options: GriffinOptions
+    ) -> None:
+        """Without `planner` trees are as large as their limits (the paper's setting)."""
         self.counters = GriffinCounters()
-        self.num_nodes = options.max_nodes
         self._target = target
         self._draft = draft
         self._planner = planner
@@ -81,10 +83,7 @@ class GriffinDrafter(Drafter):
         self._tracked[sequence.sequence_id] = _Tracked(cache, sampler)
         self._draft.start(sequence.sequence_id, cache)
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return self.propose_all([DraftRequest(sequence, max_nodes, max_depth)])[0]
-
-    def propose_all(self, requests: list[DraftRequest]) -> list[DraftTree]:
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         started = time.perf_counter()
         wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
         trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
@@ -105,8 +104,9 @@ class GriffinDrafter(Drafter):
         if tracked.num_levels:
             self.counters.num_drafts += 1
             self.counters.num_levels += tracked.num_levels
-            nodes = verification.num_draft_tokens
-            self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
+            if self._planner:
+                nodes = verification.num_draft_tokens
+                self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
 
     def stop(self, sequence: Sequence) -> None:
         self._draft.stop(sequence.sequence_id)
@@ -114,15 +114,16 @@ class GriffinDrafter(Drafter):
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
-        return self._planner.state()
+        return self._planner.state() if self._planner else {}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
-        self._planner.restore(state)
+        if self._planner:
+            self._planner.restore(state)
 
     def _tree(self, request: DraftRequest, num_sequences: int) -> GrowingTree:
         tracked = self._tracked[request.sequence.sequence_id]
         depth = min(request.max_depth, self._options.max_depth, 1 + max_tree_depth(tracked.cache.length))
-        prices = self._planner.prices(tracked.cache.length, num_sequences)
+        prices = self._planner.prices(tracked.cache.length, num_sequences) if self._planner else EVERYTHING_PAYS
         return GrowingTree(request.sequence, tracked.sampler, depth, self._options.num_expanded, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:

@@ -8,11 +8,11 @@ the draft model says, times how much more or less than it says was accepted so f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS, StepCosts
+from worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
+from worker.target.step_costs import StepCosts
 
 PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
 MAX_TRUST = 4.0  # that a probability is multiplied or divided by
@@ -20,29 +20,9 @@ STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
 PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
 
-class DraftPrices(Protocol):
-    """Says what pays in one step."""
-
-    def pays_row(self, probability: float) -> bool:
-        """Whether a node of this probability is worth its row in the verification."""
-
-    def pays_level(self, probabilities: list[float]) -> bool:
-        """Whether one more forward below nodes of these probabilities is worth its time."""
-
-
-class NoPrices:
-    """Rows and levels cost nothing: trees are as large as their limits (the paper's setting)."""
-
-    def pays_row(self, probability: float) -> bool:
-        return True
-
-    def pays_level(self, probabilities: list[float]) -> bool:
-        return bool(probabilities)
-
-
 @dataclass(frozen=True)
 class Prices:
-    """Prices in tokens."""
+    """Says what pays in one step; prices in tokens."""
 
     row: float
     level: float
@@ -50,46 +30,17 @@ class Prices:
     trust: float = 1.0  # what a probability is multiplied with
 
     def pays_row(self, probability: float) -> bool:
+        """Whether a node of this probability is worth its row in the verification."""
         return self.trust * probability > self.row
 
     def pays_level(self, probabilities: list[float]) -> bool:
+        """Whether one more forward below nodes of these probabilities is worth its time."""
         gains = (self.trust * p * self.coverage - self.row for p in probabilities)
         return sum(max(0.0, gain) for gain in gains) > self.level
 
 
-class Planner(Protocol):
-    """Sets prices and hears what a step brought."""
-
-    def prices(self, length: int, num_sequences: int) -> DraftPrices:
-        """Prices for a sequence of `length` cached positions that shares its forwards with others."""
-
-    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
-        """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.
-
-        `num_expected` nodes were to be accepted by their probabilities.
-        """
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What it has learned."""
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
-
-
-class FreePlanner:
-    """Everything pays."""
-
-    def prices(self, length: int, num_sequences: int) -> DraftPrices:
-        return NoPrices()
-
-    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
-        pass
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        pass
+EVERYTHING_PAYS = Prices(row=-1.0, level=0.0, coverage=1.0)
+"""Rows that cost less than nothing: trees are as large as their limits."""
 
 
 class PricePlanner:
@@ -101,7 +52,8 @@ class PricePlanner:
         self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
         self._num_steps = 0
 
-    def prices(self, length: int, num_sequences: int) -> DraftPrices:
+    def prices(self, length: int, num_sequences: int) -> Prices:
+        """Prices for a sequence of `length` cached positions that shares its forwards with others."""
         tokens, nodes, levels, expected = self._means.tolist()
         forward = self._costs.forward_seconds(round(nodes) + 1, length, num_sequences)
         level = self._level_seconds / num_sequences  # sequences share the draft model's forwards
@@ -112,14 +64,20 @@ class PricePlanner:
         return Prices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
 
     def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
+        """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.
+
+        `num_expected` nodes were to be accepted by their probabilities.
+        """
         self._num_steps += 1
         weight = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
         self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
 
     def state(self) -> dict[str, np.ndarray]:
+        """What it has learned."""
         return {"griffin_plan": np.array([*self._means, self._level_seconds, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
         found = state.get("griffin_plan")
         if found is None or found.shape != (6,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")

@@ -11,7 +11,7 @@ import math
 import torch
 
 from worker.drafters.griffin.draft import DraftOutputs
-from worker.drafters.griffin.plan import DraftPrices
+from worker.drafters.griffin.plan import Prices
 from worker.drafters.ranking import CandidateRanker
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -24,7 +24,7 @@ class GrowingTree:
     """The tree of one sequence while it grows: candidates of all levels, and those that were expanded."""
 
     def __init__(
-        self, sequence: Sequence, sampler: TokenSampler, max_depth: int, num_expanded: int, prices: DraftPrices
+        self, sequence: Sequence, sampler: TokenSampler, max_depth: int, num_expanded: int, prices: Prices
     ) -> None:
         """At most `num_expanded` nodes of a level are expanded, by as many candidates each, down to `max_depth`."""
         self.sequence = sequence

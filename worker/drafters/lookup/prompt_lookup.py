@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter
+from worker.drafters.budget import BudgetedDrafter
 from worker.sequence import Sequence
+from worker.target.step_costs import StepCosts
 from worker.tree import DraftTree
 from worker.verification import Verification
 
@@ -49,10 +50,11 @@ class NGramIndex:
         return key
 
 
-class PromptLookupDrafter(Drafter):
+class PromptLookupDrafter(BudgetedDrafter):
     """Proposes the tokens behind the most recent earlier match of the last three tokens, else two, else one."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, costs: StepCosts | None) -> None:
+        super().__init__(costs)
         self._vocab_size = vocab_size
         self._indexes: dict[str, NGramIndex] = {}
 
@@ -60,7 +62,7 @@ class PromptLookupDrafter(Drafter):
         index = self._indexes[sequence.sequence_id] = NGramIndex(self._vocab_size)
         index.catch_up(sequence)
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         start = self._indexes[sequence.sequence_id].match(sequence)
         num_nodes = min(max_nodes, max_depth)
         if start is None or num_nodes < 1:
@@ -68,6 +70,7 @@ class PromptLookupDrafter(Drafter):
         return DraftTree.chain(sequence.token_ids[start : start + num_nodes].tolist())
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        super().update(sequence, verification)
         self._indexes[sequence.sequence_id].catch_up(sequence)
 
     def stop(self, sequence: Sequence) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter
 from worker.drafters.best_first import grow_best_first
+from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.lookup.suffix_automaton import ROOT_STATE, SuffixAutomaton
 from worker.drafters.ranking import CandidateRanker
 from worker.sequence import Sequence
+from worker.target.step_costs import StepCosts
 from worker.tree import DraftTree
 from worker.verification import Verification
 
@@ -18,17 +19,18 @@ MAX_CONTEXTS = 6  # suffixes looked at for one node, longest first
 MAX_FOLLOWERS = 16  # followers looked at in one suffix, the most recent ones
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(BudgetedDrafter):
     """Grows best-first trees from what followed the longest repeated suffixes, ranked with the noise."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: StepCosts | None) -> None:
+        super().__init__(costs)
         self._automata: dict[str, SuffixAutomaton] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._automata[sequence.sequence_id] = SuffixAutomaton()
         self._catch_up(sequence)
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         automaton = self._automata[sequence.sequence_id]
         ranker = CandidateRanker(sequence)
 
@@ -42,6 +44,7 @@ class SuffixDrafter(Drafter):
         return grow_best_first(automaton.longest_repeated_suffix(), expand, max_nodes, max_depth)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        super().update(sequence, verification)
         self._catch_up(sequence)
 
     def stop(self, sequence: Sequence) -> None:

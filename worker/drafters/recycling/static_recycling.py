@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from worker.drafters.base import Drafter
+from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.recycling_matrix import RecyclingMatrix
-from worker.drafters.recycling.static_tree import MAX_NODES, static_tree
+from worker.drafters.recycling.static_tree import static_tree
 from worker.drafters.recycling.token_recycling import top_candidates_of
 from worker.sequence import Sequence
+from worker.target.step_costs import StepCosts
 from worker.tree import ROOT, DraftTree
 from worker.verification import TOP_K, Verification
 
 
-class StaticTokenRecyclingDrafter(Drafter):
-    """Fills the static tree breadth-first from the matrix; each node's candidates are ranked with the noise."""
+class StaticTokenRecyclingDrafter(BudgetedDrafter):
+    """Fills the static tree breadth-first from the matrix; each node's candidates are ranked with the noise.
+
+    Without `costs` it is the paper's tree of 80 nodes, root included: three tiles of rows, made for a GPU.
+    """
 
     needs_top_k = True
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, costs: StepCosts | None) -> None:
+        super().__init__(costs)
         self._matrix = RecyclingMatrix(vocab_size, TOP_K, new_share=1.0)
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         ranker = CandidateRanker(sequence)
         tree = DraftTree()
         ranked: dict[int, list[tuple[float, int]]] = {}
@@ -46,6 +51,7 @@ class StaticTokenRecyclingDrafter(Drafter):
         self._matrix.write(row_token_ids, top_ids, top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        super().update(sequence, verification)
         self._matrix.write(verification.row_token_ids, *top_candidates_of(verification))
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
@@ -58,9 +64,3 @@ class StaticTokenRecyclingDrafter(Drafter):
         matrix = state["recycling_ids"], state["recycling_logprobs"]
         self._matrix.check(*matrix, len(self._matrix.ids))
         self._matrix.load(*matrix)
-
-
-class PaperTokenRecyclingDrafter(StaticTokenRecyclingDrafter):
-    """The paper's tree of 80 nodes, root included, at every step: three tiles of rows, made for a GPU."""
-
-    num_nodes = MAX_NODES

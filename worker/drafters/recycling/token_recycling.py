@@ -13,11 +13,12 @@ import math
 
 import numpy as np
 
-from worker.drafters.base import Drafter
 from worker.drafters.best_first import grow_best_first
+from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
 from worker.sequence import Sequence
+from worker.target.step_costs import StepCosts
 from worker.tree import DraftTree
 from worker.verification import TOP_K, Verification
 
@@ -26,18 +27,19 @@ NEW_SHARE = 0.3
 PAIR_SHARE = 0.5  # what a pair's row counts beside the last token's
 
 
-class TokenRecyclingDrafter(Drafter):
+class TokenRecyclingDrafter(BudgetedDrafter):
     """Best-first trees over averaged rows of tokens and of pairs, ranked with the noise."""
 
     needs_top_k = True
 
-    def __init__(self, vocab_size: int, with_noise: bool = True) -> None:
+    def __init__(self, vocab_size: int, costs: StepCosts | None, with_noise: bool = True) -> None:
+        super().__init__(costs)
         self._vocab_size = vocab_size
         self._with_noise = with_noise
         self._tokens = RecyclingMatrix(vocab_size, WIDTH, NEW_SHARE)
         self._pairs = PairTable(TOP_K, NEW_SHARE)
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         ranker = CandidateRanker(sequence, self._with_noise)
 
         def expand(pair: int, depth: int) -> list[tuple[float, int, int]]:
@@ -65,6 +67,7 @@ class TokenRecyclingDrafter(Drafter):
         self._pairs.write((previous_ids * self._vocab_size + row_token_ids).tolist(), top_ids, top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        super().update(sequence, verification)
         top_ids, top_logprobs = top_candidates_of(verification)
         self._tokens.write(verification.row_token_ids, top_ids, top_logprobs)
         rows = [0, *(node + 1 for node in verification.path)]  # of tokens that stand in the text now

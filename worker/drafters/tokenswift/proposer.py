@@ -52,7 +52,10 @@ class TokenSwiftProposer(Proposer):
         self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
         table.extend(sequence.output_ids)
 
-    def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
+        return [self._propose(draft, *limit) for draft, limit in zip(drafts, limits, strict=True)]
+
+    def _propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
         if max_nodes < 1 or max_depth < 1:
             return Proposal()
         recycled = self._recycled(draft, self._recycling) if self._recycling else None

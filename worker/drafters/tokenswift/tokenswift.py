@@ -11,14 +11,15 @@ from worker.caches.draft_cache import DraftCache
 from worker.caches.full import MAX_TREE_NODES, CacheShape
 from worker.caches.partial import PartialKVCache
 from worker.caches.summary import SummaryKVCache
-from worker.drafters.budget import measure_step_costs
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.heads import DecodingHeads
 from worker.drafters.tokenswift.proposer import TokenSwiftProposer
+from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import DraftPlan, FixedPlanner, MeasuredPlanner
+from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
 from worker.model.files import ModelError
 from worker.sequence import Sequence
+from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
 
@@ -38,16 +39,16 @@ class TokenSwiftOptions:
 PAPER_OPTIONS = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1, recycles=False)
 
 
-def tokenswift(target: TargetModel, heads_folder: Path, options: TokenSwiftOptions) -> TwoLevelDrafter:
+def tokenswift(target: TargetModel, costs: Costs, heads_folder: Path, options: TokenSwiftOptions) -> TwoLevelDrafter:
     """Put the engine's parts together. Raises ModelError where `heads_folder` has no heads for this target."""
     heads = DecodingHeads.load(heads_folder, target)
     if len(options.digits) > heads.num_heads + 1:
         digits = ",".join(map(str, options.digits))
         raise ModelError(f"tree {digits}: the heads in {heads_folder} are {heads.num_heads}, for that many digits + 1")
-    recycling = TokenRecyclingDrafter(target.vocab_size) if options.recycles else None
+    recycling = TokenRecyclingDrafter(target.vocab_size, None) if options.recycles else None
     proposer = TokenSwiftProposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
     planner = (
-        MeasuredPlanner(measure_step_costs(target), options.budget)
+        MeasuredPlanner(costs(), options.budget)
         if options.draft_rounds is None
         else FixedPlanner(whole_trees(options.draft_rounds))
     )

@@ -26,10 +26,7 @@ class DraftModelProposer(Proposer):
     def start(self, sequence: Sequence) -> None:
         self._draft_model.start(sequence.sequence_id)
 
-    def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
-        return self.propose_all([draft], [(max_nodes, max_depth)])[0]
-
-    def propose_all(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
         trees = [_Tree(draft, *limit, self._width) for draft, limit in zip(drafts, limits, strict=True)]
         while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
             windows = {name: tree.window() for name, tree in growing.items()}

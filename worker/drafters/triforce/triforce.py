@@ -11,13 +11,14 @@ from worker.caches.full import CacheShape
 from worker.caches.partial import PartialKVCache
 from worker.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
 from worker.caches.summary import SummaryKVCache
-from worker.drafters.budget import measure_step_costs
 from worker.drafters.parts import draft_folder
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
+from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import DraftPlan, FixedPlanner, MeasuredPlanner, Planner
+from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner, Planner
 from worker.sequence import Sequence
+from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
 
@@ -35,7 +36,7 @@ class TriForceOptions:
 TRIFORCE_PAPER_OPTIONS = TriForceOptions(policy="retrieval", budget=4096, gammas=(2, 6))
 
 
-def triforce(target: TargetModel, draft_model: Path | None, options: TriForceOptions) -> TwoLevelDrafter:
+def triforce(target: TargetModel, costs: Costs, draft_model: Path | None, options: TriForceOptions) -> TwoLevelDrafter:
     """Put the engine's parts together. Raises ModelError where no draft model fits this target."""
     folder = draft_folder(target.files.path, draft_model)
     proposer = DraftModelProposer(DraftModel.load(folder, target), options.width)
@@ -43,12 +44,12 @@ def triforce(target: TargetModel, draft_model: Path | None, options: TriForceOpt
     def new_cache(sequence: Sequence) -> DraftCache:
         return POLICIES[options.policy](target.cache_shape, options, sequence)
 
-    return TwoLevelDrafter(target, proposer, new_cache, _planner(target, proposer, options))
+    return TwoLevelDrafter(target, proposer, new_cache, _planner(costs, proposer, options))
 
 
-def _planner(target: TargetModel, proposer: DraftModelProposer, options: TriForceOptions) -> Planner:
+def _planner(costs: Costs, proposer: DraftModelProposer, options: TriForceOptions) -> Planner:
     if options.gammas is None:
-        return MeasuredPlanner(measure_step_costs(target), options.budget, proposer.node_seconds)
+        return MeasuredPlanner(costs(), options.budget, proposer.node_seconds)
     return FixedPlanner(hierarchy(*options.gammas, options.width))
 
 

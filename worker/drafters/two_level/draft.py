@@ -7,13 +7,23 @@ from dataclasses import dataclass
 import torch
 
 from worker.caches.draft_cache import DraftCache
-from worker.drafters.two_level.plan import DraftPlan
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.partial_rows import PartialRows
 from worker.target.target import RowOutputs
 from worker.tree import DraftTree
 from worker.verification import walk
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Limits of one draft. No rounds: the proposer's tree goes to the full verification."""
+
+    num_rounds: int
+    num_round_nodes: int  # of a tree that a round checks
+    chain_length: int  # tokens after which no further round begins
+    num_nodes: int  # of the whole draft: the chain and what is proposed below it
+    is_first_bare: bool = False  # the first round checks no tree, as in the paper
 
 
 @dataclass(frozen=True)

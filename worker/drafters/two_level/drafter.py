@@ -75,7 +75,6 @@ class TwoLevelDrafter(Drafter):
     ) -> None:
         """`num_alternatives` candidates for the last drawn token go to the full verification."""
         self.counters = DraftCounters()
-        self.num_nodes = planner.max_nodes
         self.needs_top_k = proposer.needs_top_k
         self.needs_hidden = proposer.needs_hidden
         self._target = target
@@ -91,10 +90,7 @@ class TwoLevelDrafter(Drafter):
         self._proposer.start(sequence)
         self._tracked[sequence.sequence_id] = tracked
 
-    def propose(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return self.propose_all([DraftRequest(sequence, max_nodes, max_depth)])[0]
-
-    def propose_all(self, requests: list[DraftRequest]) -> list[DraftTree]:
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         drafts = [self._open(request, len(requests)) for request in requests]
         while active := [draft for draft in drafts if draft.wants_round]:
             self._round(active)
@@ -111,22 +107,15 @@ class TwoLevelDrafter(Drafter):
             tracked.sampler.push(token_id)
         tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
         self._proposer.update(sequence, verification)
-        self._observe(tracked.whole, verification)
+        self._planner.observe(tracked.whole, verification.path)
+        self._count(tracked.whole, verification)
 
-    def _observe(self, whole: WholeDraft, verification: Verification) -> None:
-        """Count what was drafted and accepted, and let the planner know."""
+    def _count(self, whole: WholeDraft, verification: Verification) -> None:
         self.counters.num_ngram_accepted_tokens += sum(whole.is_reused[node] for node in verification.path)
         self.counters.num_rounds += len(whole.rounds)
         for round_ in whole.rounds:
             self.counters.num_checked_nodes += round_.num_nodes
             self.counters.num_agreed_nodes += len(round_.path)
-            self._planner.observe_tree(round_.num_nodes, round_.path)
-            self._planner.observe_round(len(round_.path) + 1, round_.seconds)
-        if whole.chain_length:
-            self._planner.observe_chain(whole.chain_length, [n for n in verification.path if n < whole.chain_length])
-        else:
-            self._planner.observe_tree(verification.num_draft_tokens, verification.path)
-            self._planner.observe_proposal(verification.num_draft_tokens, whole.propose_seconds)
 
     def stop(self, sequence: Sequence) -> None:
         self._proposer.stop(sequence)
@@ -153,7 +142,7 @@ class TwoLevelDrafter(Drafter):
             started = time.perf_counter()
             tracked.draft_cache.follow(tracked.cache, lambda position: self._queries(sequence, position))
             self.counters.seconds["follow"] += time.perf_counter() - started
-        max_depth = min(request.max_depth, request.max_nodes)
+        max_depth = min(request.max_depth, self._max_nodes(request))
         if self.needs_hidden and tracked.hidden is None and tracked.cache.length > 0:
             tracked.hidden = self._last_hidden(sequence, tracked.cache)
         return Draft(sequence, tracked.sampler, tracked.draft_cache, tracked.hidden, plan, max_depth)
@@ -162,7 +151,7 @@ class TwoLevelDrafter(Drafter):
         """Propose below every draft's newest token and let the target with the partial caches draw there."""
         started = time.perf_counter()
         limits = [(draft.num_round_nodes, draft.depth_left - 1) for draft in drafts]
-        proposals = self._proposer.propose_all(drafts, limits)
+        proposals = self._proposer.propose(drafts, limits)
         proposed = time.perf_counter()
         rows = [draft.rows(proposal.tree) for draft, proposal in zip(drafts, proposals, strict=True)]
         outputs = self._target.draft(rows)
@@ -178,7 +167,7 @@ class TwoLevelDrafter(Drafter):
         started = time.perf_counter()
         sizes = [self._sizes(draft, request) for draft, request in zip(drafts, requests, strict=True)]
         limits = [(size.num_below, draft.depth_left) for size, draft in zip(sizes, drafts, strict=True)]
-        proposals = self._proposer.propose_all(drafts, limits)
+        proposals = self._proposer.propose(drafts, limits)
         seconds = time.perf_counter() - started
         self.counters.seconds["propose"] += seconds
         for draft, below, size in zip(drafts, proposals, sizes, strict=True):
@@ -187,9 +176,12 @@ class TwoLevelDrafter(Drafter):
         return [self._tracked[request.sequence.sequence_id].whole.tree for request in requests]
 
     def _sizes(self, draft: Draft, request: DraftRequest) -> _Sizes:
-        max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), request.max_nodes)
+        max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), self._max_nodes(request))
         num_trees = self._num_alternatives if draft.num_tokens else 1  # the same one below each candidate
         return _Sizes(max_nodes, num_trees, (max_nodes - draft.num_tokens - (num_trees - 1)) // num_trees)
+
+    def _max_nodes(self, request: DraftRequest) -> int:
+        return min(request.max_nodes, self._planner.max_nodes)
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
         """Hidden state `[hidden]` of the row in front of the newest token, where no verification left it."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 
 from worker.caches.full import MAX_TREE_NODES
-from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NodeBudget, StepCosts
+from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, BudgetChoice, NodeBudget
+from worker.drafters.two_level.draft import DraftPlan, Round
+from worker.drafters.two_level.whole_draft import WholeDraft
+from worker.target.step_costs import StepCosts
 from worker.target.tiles import TILE_ROWS
 
 PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
@@ -17,45 +19,27 @@ PRIOR_PROPOSE_SECONDS = 0.001
 WORTH_A_LOOK = 0.7  # of the better way's rate: below it the other way is not tried again
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """Limits of one draft. No rounds: the proposer's tree goes to the full verification."""
-
-    num_rounds: int
-    num_round_nodes: int  # of a tree that a round checks
-    chain_length: int  # tokens after which no further round begins
-    num_nodes: int  # of the whole draft: the chain and what is proposed below it
-    is_first_bare: bool = False  # the first round checks no tree, as in the paper
-
-
-class Planner(Protocol):
+class Planner(ABC):
     """Plans drafts and hears what became of them."""
 
     max_nodes: int
 
+    @abstractmethod
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
         """Plan for a sequence of `length` cached positions that shares its forwards with others."""
 
-    def observe_tree(self, num_nodes: int, path: list[int]) -> None:
-        """A proposed tree was checked, by either target; `path` was accepted."""
-
-    def observe_round(self, num_tokens: int, seconds: float) -> None:
-        """One round drew `num_tokens` for one sequence."""
-
-    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
-        """A tree was proposed for the full verification in so many seconds."""
-
-    def observe_chain(self, num_tokens: int, path: list[int]) -> None:
-        """A chain was verified in full."""
+    def observe(self, draft: WholeDraft, path: list[int]) -> None:  # noqa: B027
+        """A draft was verified in full, and the nodes of `path` were accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
         """What it has learned."""
+        return {}
 
-    def restore(self, state: dict[str, np.ndarray]) -> None:
+    def restore(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
 
 
-class FixedPlanner:
+class FixedPlanner(Planner):
     """Always the same plan."""
 
     max_nodes = MAX_TREE_NODES
@@ -66,26 +50,8 @@ class FixedPlanner:
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
         return self._plan
 
-    def observe_tree(self, num_nodes: int, path: list[int]) -> None:
-        pass
 
-    def observe_round(self, num_tokens: int, seconds: float) -> None:
-        pass
-
-    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
-        pass
-
-    def observe_chain(self, num_tokens: int, path: list[int]) -> None:
-        pass
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        pass
-
-
-class MeasuredPlanner:
+class MeasuredPlanner(Planner):
     """As many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
 
     max_nodes = TILE_ROWS - 1
@@ -102,29 +68,36 @@ class MeasuredPlanner:
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
         token_seconds = self._round_seconds / self._round_tokens
-        proposing = num_sequences * self._propose_seconds
-        tree = self._trees.best(length, num_sequences, proposing, self._node_seconds)
+        tree = self.tree(length, num_sequences)
         chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
         is_tree = tree.rate >= chain.rate
         is_close = min(tree.rate, chain.rate) > WORTH_A_LOOK * max(tree.rate, chain.rate)
         if is_tree != (is_close and length % EXPLORE_EVERY == 0):
             return DraftPlan(0, 0, 0, tree.num_nodes)
-        checked = self._trees.best(min(length, self._budget), num_sequences, proposing, self._node_seconds)
+        checked = self.tree(min(length, self._budget), num_sequences)
         return DraftPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
 
-    def observe_tree(self, num_nodes: int, path: list[int]) -> None:
+    def tree(self, length: int, num_sequences: int, max_nodes: int = TILE_ROWS) -> BudgetChoice:
+        """The proposed tree that pays most where a cache of `length` positions verifies it."""
+        proposing = num_sequences * self._propose_seconds
+        return self._trees.best(length, num_sequences, proposing, self._node_seconds, max_nodes)
+
+    def observe(self, draft: WholeDraft, path: list[int]) -> None:
+        for round_ in draft.rounds:
+            self._observe_round(round_)
+        if draft.chain_length:
+            self._chains.observe(draft.chain_length, [node for node in path if node < draft.chain_length])
+            return
+        num_nodes = len(draft.tree)
         self._trees.observe(num_nodes, path)
-
-    def observe_round(self, num_tokens: int, seconds: float) -> None:
-        self._round_tokens += LEARNING_RATE * (num_tokens - self._round_tokens)
-        self._round_seconds += LEARNING_RATE * (seconds - self._round_seconds)
-
-    def observe_proposal(self, num_nodes: int, seconds: float) -> None:
-        beside_nodes = max(0.0, seconds - num_nodes * self._node_seconds)
+        beside_nodes = max(0.0, draft.propose_seconds - num_nodes * self._node_seconds)
         self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 
-    def observe_chain(self, num_tokens: int, path: list[int]) -> None:
-        self._chains.observe(num_tokens, path)
+    def _observe_round(self, round_: Round) -> None:
+        """Its tree was checked as well, by the target with a partial cache."""
+        self._trees.observe(round_.num_nodes, round_.path)
+        self._round_tokens += LEARNING_RATE * (len(round_.path) + 1 - self._round_tokens)
+        self._round_seconds += LEARNING_RATE * (round_.seconds - self._round_seconds)
 
     def state(self) -> dict[str, np.ndarray]:
         means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds])

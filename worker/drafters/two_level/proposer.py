@@ -33,12 +33,11 @@ class Proposer(ABC):
         """Take in a new or resumed sequence."""
 
     @abstractmethod
-    def propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
-        """Propose at most `max_nodes` nodes, none deeper than `max_depth`; may be empty. Changes no state."""
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
+        """Propose for several sequences, each within its limits: (most nodes, greatest depth). Changes no state.
 
-    def propose_all(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
-        """Propose for several sequences, each with the limits of `propose`; what runs a model shares its forwards."""
-        return [self.propose(draft, *limit) for draft, limit in zip(drafts, limits, strict=True)]
+        Proposals may be empty.
+        """
 
     @abstractmethod
     def update(self, sequence: Sequence, verification: Verification) -> None:

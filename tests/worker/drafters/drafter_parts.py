@@ -1,0 +1,21 @@
+"""Parts for tests of drafters: costs that are the same on every machine, and one tree from the contract's list."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from worker.drafters.base import Drafter, DraftRequest
+from worker.sequence import Sequence
+from worker.target.step_costs import StepCosts
+from worker.tree import DraftTree
+
+
+def free_rows() -> StepCosts:
+    """Rows cost nothing, so that all nodes pay."""
+    return StepCosts((64, 8192), np.array([[0.004] * 6, [0.005] * 6]))
+
+
+def proposed(drafter: Drafter, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    """What a drafter proposes for a sequence alone."""
+    [tree] = drafter.propose([DraftRequest(sequence, max_nodes, max_depth)])
+    return tree

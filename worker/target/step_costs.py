@@ -1,0 +1,107 @@
+"""Seconds of the target's forwards over numbers of rows and lengths of the cache: what drafts and replays cost."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker.caches.full import MAX_TREE_NODES, FullKVCache
+from worker.target.target import TargetModel
+from worker.target.tiles import BLOCK, TILE_ROWS, tree_rows
+from worker.tree import DraftTree
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32)
+PROBE_LENGTHS = (BLOCK, 8192, 49_152)
+PROBE_BYTES = 1 << 28  # of cache, at most
+PROBE_REPEATS = 3
+LONG_SECONDS = 0.03  # of a forward: one that takes longer is timed once
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond."""
+
+    lengths: tuple[int, ...]
+    seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
+
+    def at(self, num_rows: int, length: int) -> float:
+        """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
+        by_length = self._by_rows[min(num_rows, ROW_COUNTS[-1])]
+        if len(self.lengths) == 1:
+            return by_length[0]
+        i = max(1, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1))
+        slope = (by_length[i] - by_length[i - 1]) / (self.lengths[i] - self.lengths[i - 1])
+        return by_length[i - 1] + max(0.0, slope) * (length - self.lengths[i - 1])
+
+    @functools.cached_property
+    def _by_rows(self) -> list[list[float]]:
+        """Seconds for every number of rows and measured length: plain numbers, since plans ask at every step."""
+        numbers = range(ROW_COUNTS[-1] + 1)
+        return [[float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds] for number in numbers]
+
+    def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
+        """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached.
+
+        Linear layers are shared by all rows; attention to its own cache is each sequence's own.
+        """
+        own = self.at(num_rows, length) - self.at(num_rows, 0)
+        return self.at(num_rows * num_sequences, 0) + num_sequences * own
+
+    def replay_seconds(self, start: int, end: int) -> float:
+        """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
+        num_tiles = max(0, end - start) / TILE_ROWS
+        return num_tiles * (self.at(TILE_ROWS, start) + self.at(TILE_ROWS, end)) / 2
+
+
+Costs = Callable[[], StepCosts]
+"""A target's step costs, measured when somebody first asks for them."""
+
+
+def step_costs_of(target: TargetModel) -> Costs:
+    """The costs of a target, for all who need them."""
+    return functools.cache(functools.partial(measure_step_costs, target))
+
+
+def measure_step_costs(target: TargetModel) -> StepCosts:
+    """Time forwards over an empty cache of several lengths; a second on the embedded model."""
+    cache, lengths = _probe_cache(target)
+    seconds = np.zeros((len(lengths), len(ROW_COUNTS)))
+    for i, length in enumerate(lengths):
+        cache.roll_back(0)
+        cache.advance(length)
+        for j, num_rows in enumerate(ROW_COUNTS):
+            rows = tree_rows(cache, 0, DraftTree.chain([0] * (num_rows - 1)))
+            times = []
+            for _ in range(PROBE_REPEATS):
+                target.synchronize()
+                started = time.perf_counter()
+                target.verify([rows])
+                target.synchronize()
+                times.append(time.perf_counter() - started)
+                if times[-1] > LONG_SECONDS:
+                    break
+            seconds[i, j] = min(times)
+    return StepCosts(lengths, np.maximum.accumulate(seconds, axis=1))
+
+
+def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
+    """A cache of zeros, and the lengths to time in it; where it would be large, all layers share the memory of one."""
+    shape, num_bytes = target.cache_shape, target.cache_shape.bytes_per_position()
+    if not target.is_offloaded:
+        num_bytes //= shape.num_layers
+    longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS)
+    lengths = tuple(length for length in PROBE_LENGTHS if length <= longest) or (BLOCK,)
+    capacity = max(lengths) + TILE_ROWS
+    if target.is_offloaded or capacity * shape.bytes_per_position() <= PROBE_BYTES:
+        cache = target.new_cache(capacity)
+        cache.clear()
+        return cache, lengths
+    size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.head_dim)
+    layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    return FullKVCache(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
