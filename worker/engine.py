@@ -12,7 +12,7 @@ import torch
 
 from metrics.counters import EngineCounters
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
-from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.base import Drafter, DraftRequest, ReadRows
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.stopping import ERROR, StopRule
@@ -172,10 +172,11 @@ def read(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafter
     hidden = target.append(cache, token_ids[start : start + TILE_ROWS].tolist())
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
     if learners:
-        top_ids, top_logprobs = top_candidates(target.logits(hidden))
-        rows = np.arange(start, cache.length)
+        positions = np.arange(start, cache.length)
+        previous_ids = token_ids[np.maximum(positions - 1, 0)]
+        rows = ReadRows(previous_ids, token_ids[positions], *top_candidates(target.logits(hidden)))
         for drafter in learners:
-            drafter.learn(token_ids[np.maximum(rows - 1, 0)], token_ids[rows], top_ids, top_logprobs)
+            drafter.learn(rows)
 
 
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

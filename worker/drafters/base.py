@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,16 +27,45 @@ class DraftRequest:
     overhead: float = 0.0  # seconds that a step of the engine takes beside its forward, so far
 
 
-class Drafter(ABC):
-    """Proposes draft trees for the sequences of one worker. Whatever it proposes, the output stays the same.
+class ReadRows(NamedTuple):
+    """Tokens that were only read, of a prompt or a replayed output, and the target's candidates behind them."""
 
-    One instance serves all sequences of its worker; what it learns from one may help the next (hot start).
+    previous_ids: np.ndarray  # [num_rows] int64, the tokens before them
+    token_ids: np.ndarray  # [num_rows] int64
+    top_ids: np.ndarray  # [num_rows, TOP_K] int64
+    top_logprobs: np.ndarray  # [num_rows, TOP_K] float32, of the unprocessed logits
+
+
+class Learner:
+    """Hears of all that happens to the sequences of one worker.
+
+    One instance serves all of them; what it learns from one may help the next (hot start).
     """
 
     needs_top_k: bool = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
     needs_hidden: bool = False  # whether `Verification.hidden` must be filled
 
-    def start(self, sequence: Sequence, cache: FullKVCache) -> None:  # noqa: B027
+    def learn(self, rows: ReadRows) -> None:
+        """Take in the target's candidates behind tokens that were only read. Called where `needs_top_k`."""
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        """Learn from a verified step, after its tokens were committed to the sequence."""
+
+    def stop(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended or moved away."""
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """Arrays that a resumed sequence needs beyond its tokens; empty where the tokens suffice."""
+        return {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` returned, after `start`. Unfit arrays raise ValueError and change nothing."""
+
+
+class Drafter(Learner, ABC):
+    """Proposes draft trees. Whatever it proposes, the output stays the same."""
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         """Take in a new or resumed sequence, whose prompt and committed tokens are there already.
 
         `cache` is the sequence's own; from the first `propose` on it holds every token but the last.
@@ -44,25 +74,3 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         """Propose for all sequences that share the coming forward. Trees may be empty. Changes no state."""
-
-    def learn(  # noqa: B027
-        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        """Take in the target's candidates behind tokens that were only read: a prompt, or a replayed output.
-
-        `row_token_ids [num_rows]`, `previous_ids [num_rows]` the tokens before them; `top_ids` and `top_logprobs`
-        `[num_rows, TOP_K]` behind them. Called where `needs_top_k`.
-        """
-
-    def update(self, sequence: Sequence, verification: Verification) -> None:  # noqa: B027
-        """Learn from a verified step, after its tokens were committed to the sequence."""
-
-    def stop(self, sequence: Sequence) -> None:  # noqa: B027
-        """Forget a sequence that ended or moved away."""
-
-    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """Arrays that a resumed sequence needs beyond its tokens; empty where the tokens suffice."""
-        return {}
-
-    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:  # noqa: B027
-        """Take back what `state` returned, after `start`. Unfit arrays raise ValueError and change nothing."""

@@ -17,7 +17,7 @@ import torch
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.drafters import create_drafter
-from worker.drafters.base import Drafter
+from worker.drafters.base import Drafter, ReadRows
 from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
 from worker.drafters.recycling.static_tree import static_tree
 from worker.sampling import TokenSampler
@@ -210,7 +210,7 @@ def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
     top_logprobs = np.tile(np.log(np.array([0.9] + [0.01] * 7, dtype=np.float32)), (8, 1))
     top_logprobs[4, 0] = np.log(0.6)
     known = sequence.token_ids[:-1]
-    drafter.learn(np.array([1, *known[:-1]]), known, top_ids[:-1], top_logprobs[:-1])
+    drafter.learn(ReadRows(np.array([1, *known[:-1]]), known, top_ids[:-1], top_logprobs[:-1]))
     assert proposed(drafter, sequence, 1, 1).token_ids == [7]
 
 

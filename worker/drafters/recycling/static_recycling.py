@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from worker.drafters.base import ReadRows
 from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.recycling_matrix import RecyclingMatrix
@@ -45,10 +46,8 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
                 tree.parents.append(parent)
         return tree
 
-    def learn(
-        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        self._matrix.write(row_token_ids, top_ids, top_logprobs)
+    def learn(self, rows: ReadRows) -> None:
+        self._matrix.write(rows.token_ids, rows.top_ids, rows.top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         super().update(sequence, verification)

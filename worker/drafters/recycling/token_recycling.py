@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from worker.drafters.base import ReadRows
 from worker.drafters.best_first import grow_best_first
 from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.ranking import CandidateRanker
@@ -60,11 +61,10 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         """What may follow a pair: ids and log-probabilities, best first."""
         return mixed(self._tokens.row(pair % self._vocab_size), self._pairs.row(pair))
 
-    def learn(
-        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        self._tokens.write(row_token_ids, top_ids, top_logprobs)
-        self._pairs.write((previous_ids * self._vocab_size + row_token_ids).tolist(), top_ids, top_logprobs)
+    def learn(self, rows: ReadRows) -> None:
+        self._tokens.write(rows.token_ids, rows.top_ids, rows.top_logprobs)
+        pairs = rows.previous_ids * self._vocab_size + rows.token_ids
+        self._pairs.write(pairs.tolist(), rows.top_ids, rows.top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         super().update(sequence, verification)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from worker.drafters.base import ReadRows
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.digit_tree import Ranked, Recycled, digit_tree
@@ -68,11 +69,9 @@ class TokenSwiftProposer(Proposer):
         if self._recycling:
             self._recycling.update(sequence, verification)
 
-    def learn(
-        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
+    def learn(self, rows: ReadRows) -> None:
         if self._recycling:
-            self._recycling.learn(previous_ids, row_token_ids, top_ids, top_logprobs)
+            self._recycling.learn(rows)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return self._recycling.state(sequence) if self._recycling else {}

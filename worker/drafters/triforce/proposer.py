@@ -11,7 +11,6 @@ from worker.drafters.two_level.draft import Draft
 from worker.drafters.two_level.proposer import Proposal, Proposer
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
-from worker.verification import Verification
 
 
 class DraftModelProposer(Proposer):
@@ -33,9 +32,6 @@ class DraftModelProposer(Proposer):
             for tree, logits in zip(growing.values(), self._draft_model.logits(windows), strict=True):
                 tree.grow(logits)
         return [Proposal(tree.tree, [False] * len(tree.tree)) for tree in trees]
-
-    def update(self, sequence: Sequence, verification: Verification) -> None:
-        pass
 
     def stop(self, sequence: Sequence) -> None:
         self._draft_model.stop(sequence.sequence_id)

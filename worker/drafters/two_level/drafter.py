@@ -16,7 +16,7 @@ import torch
 
 from worker.caches.draft_cache import DraftCache
 from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.base import Drafter, DraftRequest, ReadRows
 from worker.drafters.two_level.draft import Draft, Round
 from worker.drafters.two_level.plan import Planner
 from worker.drafters.two_level.proposer import Proposer
@@ -96,10 +96,8 @@ class TwoLevelDrafter(Drafter):
             self._round(active)
         return self._close(drafts, requests)
 
-    def learn(
-        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        self._proposer.learn(previous_ids, row_token_ids, top_ids, top_logprobs)
+    def learn(self, rows: ReadRows) -> None:
+        self._proposer.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         tracked = self._tracked[sequence.sequence_id]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from worker.drafters.base import Learner
 from worker.drafters.two_level.draft import Draft
 from worker.sequence import Sequence
 from worker.tree import DraftTree
-from worker.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -21,11 +19,9 @@ class Proposal:
     is_reused: list[bool] = field(default_factory=list)
 
 
-class Proposer(ABC):
-    """Serves all sequences of one worker, as a `Drafter` does."""
+class Proposer(Learner, ABC):
+    """Proposes for drafts in the making."""
 
-    needs_top_k: bool = False  # whether the target's candidates at every verified row are wanted
-    needs_hidden: bool = False  # whether the target's hidden states are
     node_seconds: float = 0.0  # that every proposed node takes
 
     @abstractmethod
@@ -38,23 +34,3 @@ class Proposer(ABC):
 
         Proposals may be empty.
         """
-
-    @abstractmethod
-    def update(self, sequence: Sequence, verification: Verification) -> None:
-        """Learn from a full verification, after its tokens were committed to the sequence."""
-
-    def learn(  # noqa: B027
-        self, previous_ids: np.ndarray, row_token_ids: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        """As `Drafter.learn`."""
-
-    @abstractmethod
-    def stop(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
-
-    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """As `Drafter.state`."""
-        return {}
-
-    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:  # noqa: B027
-        """As `Drafter.restore`."""
