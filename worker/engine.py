@@ -147,7 +147,8 @@ class Engine:
         self.counters.count_draft(len(tree), len(path))
         top_ids, top_logprobs = top_candidates(outputs.logits) if self.drafter.needs_top_k else (None, None)
         hidden = outputs.hidden[[0, *(node + 1 for node in path)]] if self.drafter.needs_hidden else None
-        return Verification(path, committed, np.array([root_id, *tree.token_ids]), top_ids, top_logprobs, hidden)
+        row_token_ids = np.array([root_id, *tree.token_ids])
+        return Verification(tree, path, committed, row_token_ids, top_ids, top_logprobs, hidden)
 
     def _overhead(self) -> float:
         """Seconds that a step takes beside its forward, so far."""

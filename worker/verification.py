@@ -17,6 +17,7 @@ TOP_K = 8  # candidates of the target kept at every verified row
 class Verification:
     """Outcome of verifying one draft tree. Row 0 is the root (last committed token), row i + 1 is node i."""
 
+    tree: DraftTree
     path: list[int]  # accepted nodes, root side first
     committed_ids: list[int]  # accepted tokens, then the bonus token; cut short where the sequence ends
     row_token_ids: np.ndarray  # [num_rows] int64
@@ -26,7 +27,7 @@ class Verification:
 
     @property
     def num_draft_tokens(self) -> int:
-        return len(self.row_token_ids) - 1
+        return len(self.tree)
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,17 @@ class DraftRequest:
     max_nodes: int
     max_depth: int
     overhead: float = 0.0  # seconds that a step of the engine takes beside its forward, so far
+
+
+@dataclass
+class DraftCounters:
+    """What drafting did so far, counted for each sequence; times in seconds."""
+
+    seconds: dict[str, float]  # parts of proposing
+    num_rounds: int = 0  # forwards with a partial cache
+    num_checked_nodes: int = 0  # proposed nodes that rounds checked
+    num_agreed_nodes: int = 0  # those that the target with a partial cache drew as well
+    num_levels: int = 0  # forwards of a draft model that grows trees
 
 
 class ReadRows(NamedTuple):
@@ -64,6 +76,13 @@ class Learner:
 
 class Drafter(Learner, ABC):
     """Proposes draft trees. Whatever it proposes, the output stays the same."""
+
+    phases: tuple[str, ...] = ()  # parts of proposing that it takes the time of
+
+    @functools.cached_property
+    def counters(self) -> DraftCounters:
+        """Its own counts, beside the engine's."""
+        return DraftCounters(dict.fromkeys(self.phases, 0.0))
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         """Take in a new or resumed sequence, whose prompt and committed tokens are there already.

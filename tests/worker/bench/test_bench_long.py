@@ -121,7 +121,7 @@ def test_alpha_is_accepted_over_drafted_depth(
 ) -> None:
     options = make_options()
     oracle = Oracle(known_tokens(tiny_target, options), is_right)
-    result = generate_long(options, tiny_target, oracle, print)
+    result = generate_long(options, tiny_target, oracle, None, print)
     assert [record.window.alpha for record in result.records] == [alpha] * len(result.records)
     assert [record.total.alpha for record in result.records] == [alpha] * len(result.records)
     assert result.records[0].total.beta is None

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from worker.drafters.tokenswift.digit_tree import Ranked, digit_tree
+from worker.bench.tokenswift.reuse import by_ngrams_alone
+from worker.drafters.tokenswift.digit_tree import Ranked, Sources, digit_tree
 from worker.tree import ROOT, DraftTree
 
 Paths = dict[tuple[int, ...], float]
@@ -38,6 +39,19 @@ def node_paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return paths
 
 
+def sources(levels: list[Ranked], digits: tuple[int, ...], ngrams: list[Ranked]) -> Sources:
+    return Sources([level[:digit] for level, digit in zip(levels, digits, strict=False)], ngrams)
+
+
+def grown(
+    levels: list[Ranked], digits: tuple[int, ...], ngrams: list[Ranked], max_nodes: int, max_depth: int
+) -> tuple[DraftTree, list[bool]]:
+    """The tree, and of every node whether an n-gram alone proposed it."""
+    made_of = sources(levels, digits, ngrams)
+    tree = digit_tree(made_of, max_nodes, max_depth)
+    return tree, [by_ngrams_alone(path, made_of)[-1] for path in node_paths(tree)]
+
+
 def random_case(seed: int) -> tuple[list[Ranked], tuple[int, ...], list[Ranked]]:
     rng = random.Random(seed)
     levels = [
@@ -56,7 +70,7 @@ def test_it_keeps_the_likeliest_nodes_of_product_and_ngrams(seed: int) -> None:
     expected, digit_nodes = brute_force(levels, digits, ngrams)
     for max_nodes, max_depth in ((EVERYTHING, 9), (12, 9), (7, 2)):
         allowed = sorted((confidence for node, confidence in expected.items() if len(node) <= max_depth), reverse=True)
-        tree, only_ngram = digit_tree(levels, digits, ngrams, max_nodes, max_depth)
+        tree, only_ngram = grown(levels, digits, ngrams, max_nodes, max_depth)
         paths = node_paths(tree)
         assert len(set(paths)) == len(paths)
         assert [expected[path] for path in paths] == pytest.approx(allowed[:max_nodes])
@@ -66,36 +80,44 @@ def test_it_keeps_the_likeliest_nodes_of_product_and_ngrams(seed: int) -> None:
 
 def test_the_papers_tree_has_forty_nodes() -> None:
     levels = [[(-0.1 * rank - 0.5, rank) for rank in range(8)] for _ in range(4)]
-    tree, only_ngram = digit_tree(levels, (1, 3, 3, 3), [], EVERYTHING, 9)
+    tree, only_ngram = grown(levels, (1, 3, 3, 3), [], EVERYTHING, 9)
     assert [tree.depths().count(depth) for depth in range(1, 6)] == [1, 3, 9, 27, 0]
     assert not any(only_ngram)
 
 
 def test_an_ngram_on_the_digits_adds_no_node_and_keeps_the_higher_confidence() -> None:
     levels = [[(-0.5, 1)], [(-1.0, 2), (-4.0, 3)]]
-    tree, only_ngram = digit_tree(levels, (1, 2), [[(-2.0, 1), (-0.2, 3)]], EVERYTHING, 9)
+    tree, only_ngram = grown(levels, (1, 2), [[(-2.0, 1), (-0.2, 3)]], EVERYTHING, 9)
     assert (tree.token_ids, tree.parents) == ([1, 3, 2], [ROOT, 0, 0])
     assert only_ngram == [False, False, False]
 
 
 def test_no_digits_hang_below_a_node_that_only_an_ngram_proposed() -> None:
     levels = [[(-0.5, 1)], [(-0.5, 2)], [(-0.5, 3)]]
-    tree, only_ngram = digit_tree(levels, (1, 1, 1), [[(-0.5, 1), (-2.0, 8)]], EVERYTHING, 9)
+    tree, only_ngram = grown(levels, (1, 1, 1), [[(-0.5, 1), (-2.0, 8)]], EVERYTHING, 9)
     assert node_paths(tree) == [(1,), (1, 2), (1, 2, 3), (1, 8)]
     assert only_ngram == [False, False, False, True]
 
 
 def test_nothing_proposed_or_nothing_allowed_is_an_empty_tree() -> None:
-    assert digit_tree([], (1, 3), [], 10, 9) == (DraftTree(), [])
-    assert digit_tree([[]], (1, 3), [[]], 10, 9) == (DraftTree(), [])
-    assert digit_tree([[(-0.5, 1)]], (1, 3), [], 0, 9) == (DraftTree(), [])
-    assert digit_tree([[(-0.5, 1)]], (1, 3), [], 10, 0) == (DraftTree(), [])
+    assert grown([], (1, 3), [], 10, 9) == (DraftTree(), [])
+    assert grown([[]], (1, 3), [[]], 10, 9) == (DraftTree(), [])
+    assert grown([[(-0.5, 1)]], (1, 3), [], 0, 9) == (DraftTree(), [])
+    assert grown([[(-0.5, 1)]], (1, 3), [], 10, 0) == (DraftTree(), [])
 
 
 def test_ngrams_alone_make_a_tree() -> None:
-    tree, only_ngram = digit_tree([], (), [[(-0.1, 4), (-0.2, 5)], [(-0.1, 4), (-0.3, 6)]], 10, 9)
+    tree, only_ngram = grown([], (), [[(-0.1, 4), (-0.2, 5)], [(-0.1, 4), (-0.3, 6)]], 10, 9)
     assert node_paths(tree) == [(4,), (4, 5), (4, 6)]
     assert only_ngram == [True, True, True]
+
+
+def test_what_is_recycled_as_well_is_no_ngram_s_alone() -> None:
+    found = Sources([], [[(-0.1, 4), (-0.2, 5), (-0.3, 6)]], lambda path: [(-0.5, 5)] if path == (4,) else [(-0.5, 9)])
+    assert node_paths(digit_tree(found, 6, 3))[:4] == [(4,), (4, 5), (9,), (4, 5, 6)]
+    assert by_ngrams_alone((4, 5, 6), found) == [True, True, True]  # below what an n-gram alone proposed
+    assert by_ngrams_alone((9, 9), found) == [False, False]
+    assert by_ngrams_alone((4, 9), found) == [True, False]
 
 
 def test_forty_nodes_and_twenty_ngrams_take_little() -> None:
@@ -105,6 +127,6 @@ def test_forty_nodes_and_twenty_ngrams_take_little() -> None:
     seconds = []
     for _ in range(50):
         started = time.process_time()
-        assert len(digit_tree(levels, (1, 3, 3, 3), ngrams, 40, 9)[0]) == 40
+        assert len(digit_tree(sources(levels, (1, 3, 3, 3), ngrams), 40, 9)) == 40
         seconds.append(time.process_time() - started)
     assert min(seconds) < 3e-3  # 0.2 ms on an idle core; a tree of all combinations takes far more

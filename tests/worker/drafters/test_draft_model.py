@@ -13,12 +13,11 @@ from jobs.sampling import SamplingParams
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.two_level.draft import Draft, DraftPlan
-from worker.drafters.two_level.proposer import Proposal
 from worker.model.files import DRAFT_FOLDER, ModelError, locate_model
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
-from worker.tree import ROOT
+from worker.tree import ROOT, DraftTree
 
 VOCAB = 289  # of the tiny model
 PARAMS = SamplingParams(max_tokens=2000, temperature=1.0, seed=3, repetition_penalty=1.2)
@@ -56,7 +55,7 @@ def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int
     return token_ids[len(sequence) :].tolist()
 
 
-def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> Proposal:
+def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> DraftTree:
     return proposer.propose([draft_of(sequence)], [(num_nodes, 20)])[0]
 
 
@@ -66,7 +65,7 @@ def test_a_chain_is_what_the_draft_model_would_draw(model: TargetModel, length: 
     sequence = sequence_of(length, params=params)
     proposer = DraftModelProposer(DraftModel(model), width=1)
     proposer.start(sequence)
-    tree = propose(proposer, sequence).tree
+    tree = propose(proposer, sequence)
     assert tree.parents == [-1, 0, 1, 2, 3, 4]
     assert tree.token_ids == plain_chain(model, sequence, 6)
 
@@ -77,10 +76,10 @@ def test_drafts_are_the_same_whatever_was_drafted_before(model: TargetModel) -> 
     proposer = DraftModelProposer(DraftModel(model), width=1)
     proposer.start(sequence)
     for step in range(12):
-        drafted = propose(proposer, sequence).tree.token_ids
+        drafted = propose(proposer, sequence).token_ids
         resumed = DraftModelProposer(DraftModel(model), width=1)
         resumed.start(sequence)
-        assert propose(resumed, sequence).tree.token_ids == drafted
+        assert propose(resumed, sequence).token_ids == drafted
         sequence.extend([*drafted[: step % 4], (drafted[step % 4] + 1) % VOCAB])
 
 
@@ -103,7 +102,7 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
     for sequence in sequences:
         proposer = DraftModelProposer(DraftModel(model), width=1)
         proposer.start(sequence)
-        alone.append(propose(proposer, sequence).tree)
+        alone.append(propose(proposer, sequence))
     together = DraftModelProposer(DraftModel(model), width=1)
     for sequence in sequences:
         together.start(sequence)
@@ -111,7 +110,7 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
     verify = model.verify
     monkeypatch.setattr(model, "verify", lambda groups: group_counts.append(len(groups)) or verify(groups))
     proposals = together.propose([draft_of(sequence) for sequence in sequences], [(6, 20)] * 3)
-    assert [proposal.tree for proposal in proposals] == alone
+    assert proposals == alone
     assert group_counts[-5:] == [3] * 5
 
 
@@ -120,9 +119,9 @@ def test_siblings_stand_beside_the_chain(model: TargetModel) -> None:
     chain, wide = (DraftModelProposer(DraftModel(model), width=width) for width in (1, 3))
     for proposer in (chain, wide):
         proposer.start(sequence)
-    tree = propose(wide, sequence, 12).tree
+    tree = propose(wide, sequence, 12)
     assert tree.parents == [ROOT, ROOT, ROOT, 0, 0, 0, 3, 3, 3, 6, 6, 6]
-    assert tree.token_ids[::3] == propose(chain, sequence, 4).tree.token_ids
+    assert tree.token_ids[::3] == propose(chain, sequence, 4).token_ids
     assert all(len(set(tree.token_ids[i : i + 3])) == 3 for i in range(0, 12, 3))
 
 
@@ -132,7 +131,7 @@ def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
     proposer.start(sequence)
     draft = draft_of(sequence)
     for max_nodes, max_depth in ((0, 5), (5, 0), (1, 3), (5, 2), (5, 9)):
-        tree = proposer.propose([draft], [(max_nodes, max_depth)])[0].tree
+        tree = proposer.propose([draft], [(max_nodes, max_depth)])[0]
         assert len(tree) == min(max_nodes, 2 * max_depth)
         assert max(tree.depths(), default=0) <= max_depth
 

@@ -29,7 +29,7 @@ def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float 
     for _ in range(400):
         num_accepted = int(np.argmin([*(random.random(31) < acceptance), False]))
         path = [0] if random.random() < tree_acceptance else []
-        chain = WholeDraft(DraftTree.chain([0] * 31), [], 31, [Round(5, path, 0.005)])
+        chain = WholeDraft(DraftTree.chain([0] * 31), 31, [Round(5, path, 0.005)])
         planner.observe(chain, list(range(num_accepted)))
     return planner
 

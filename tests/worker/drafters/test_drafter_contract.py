@@ -60,6 +60,7 @@ class Generation:
         self.sequence.extend(committed)
         top = torch.log_softmax(outputs.logits, dim=-1).topk(TOP_K)
         verification = Verification(
+            tree,
             path,
             committed,
             np.array(rows.token_ids),

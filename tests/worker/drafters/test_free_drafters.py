@@ -57,7 +57,7 @@ class TableTarget:
                 break
             path.append(node)
         top = torch.log_softmax(logits, dim=-1).topk(TOP_K)
-        return Verification(path[1:], committed, row_token_ids, top.indices.numpy(), top.values.numpy())
+        return Verification(tree, path[1:], committed, row_token_ids, top.indices.numpy(), top.values.numpy())
 
 
 def new_sequence(prompt: list[int] | None = None, params: SamplingParams = PARAMS, name: str = "a") -> Sequence:
@@ -147,7 +147,9 @@ def test_the_most_recent_row_of_a_token_stays() -> None:
     top_ids = np.arange(3 * TOP_K).reshape(3, TOP_K)
     top_logprobs = np.tile(np.log(np.linspace(0.3, 0.01, TOP_K, dtype=np.float32)), (3, 1))
     sequence.extend([9])
-    drafter.update(sequence, Verification([], [9], np.array([9, 5, 9]), top_ids, top_logprobs))
+    drafter.update(
+        sequence, Verification(DraftTree([5, 9], [ROOT, ROOT]), [], [9], np.array([9, 5, 9]), top_ids, top_logprobs)
+    )
     assert proposed(drafter, sequence, 3, 1) == DraftTree([16, 17, 18], [ROOT] * 3)
 
 
@@ -175,7 +177,7 @@ def test_tokens_that_min_p_cuts_off_are_not_drafted() -> None:
     drafter, sequence = create_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9])
     logprobs = np.log(np.array([[0.9, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]], dtype=np.float32))
     sequence.extend([9])
-    drafter.update(sequence, Verification([], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
+    drafter.update(sequence, Verification(DraftTree(), [], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
     assert proposed(drafter, sequence, 8, 1).token_ids == [20]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from worker.bench.triforce.generation import Moment, PromptGeneration
-from worker.drafters.griffin.griffin import GriffinCounters
 
 DIGITS = 4
 Number = TypeVar("Number", int, float)
@@ -98,7 +97,7 @@ class _Total:
             num_tokens=gained(lambda moment: moment.num_tokens),
             num_steps=gained(lambda moment: moment.num_steps),
             num_nodes=gained(lambda moment: moment.num_draft_tokens),
-            num_levels=gained(_num_levels),
+            num_levels=gained(lambda moment: moment.draft.num_levels),
             seconds=gained(lambda moment: moment.seconds),
             verify_seconds=gained(lambda moment: moment.step_seconds["verify"]),
             draft_seconds=gained(lambda moment: sum(moment.draft.seconds.values())),
@@ -112,10 +111,6 @@ class _Total:
     def verify_ms(self) -> float:
         """Per step."""
         return 1000 * self.verify_seconds / self.num_steps
-
-
-def _num_levels(moment: Moment) -> int:
-    return moment.draft.num_levels if isinstance(moment.draft, GriffinCounters) else 0
 
 
 def _digest(generations: list[PromptGeneration]) -> str:

@@ -10,40 +10,36 @@ from worker.bench.decode.decode import fill
 from worker.bench.engine import BenchEngine
 from worker.bench.long.plain_windows import PlainWindows
 from worker.bench.long.records import Figures, LongRecord, LongResult, Mark
+from worker.bench.tokenswift.reuse import ReuseTally
 from worker.diversity import distinct
 from worker.drafters.base import Drafter
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.engine import Slot
 from worker.sequence import Sequence
-from worker.target.target import RowOutputs, TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
-
-
-class MeteredEngine(BenchEngine):
-    """Also counts how deep the drafts are."""
-
-    num_draft_depth = 0
-
-    def _commit(self, slot: Slot, tree: DraftTree, outputs: RowOutputs) -> Verification:
-        self.num_draft_depth += max(tree.depths(), default=0)
-        return super()._commit(slot, tree, outputs)
+from worker.target.target import TargetModel
 
 
 class LongGeneration:
     """A prompt in the cache and what the engine says behind it. Marks and records are taken at pauses."""
 
     def __init__(
-        self, name: str, target: TargetModel, drafter: Drafter, prompt_ids: list[int], sampling: SamplingParams
+        self,
+        name: str,
+        target: TargetModel,
+        drafter: Drafter,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        reuse: ReuseTally | None,
     ) -> None:
+        """`reuse` is what the drafter's n-grams bring, where it has some."""
         self._name = name
         self._drafter = drafter
+        self._reuse = reuse
+        self._num_draft_depth = 0
         self._sequence = Sequence("long", prompt_ids, sampling, target.vocab_size, target.device)
         self._cache = target.new_cache(self._sequence.max_length)
         started = time.perf_counter()
         fill(target, self._cache, prompt_ids, [drafter])
         self._prefill_seconds = time.perf_counter() - started
-        self._engine = MeteredEngine(target, drafter)
+        self._engine = BenchEngine(target, drafter)
         started = time.perf_counter()
         self._engine.start(self._sequence, self._cache)
         self._seconds = time.perf_counter() - started
@@ -64,7 +60,8 @@ class LongGeneration:
         """Generate until there are at least `num_tokens` tokens, and mark it."""
         started = time.perf_counter()
         while self.num_tokens < num_tokens:
-            self._engine.step()  # ends with its tokens on the host, so a clock is right on a GPU too
+            for _, verification in self._engine.step():  # ends with its tokens on the host: clocks are right on a GPU
+                self._num_draft_depth += max(verification.tree.depths(), default=0)
         self._seconds += time.perf_counter() - started
         self._marks.append(self._mark())
 
@@ -102,16 +99,15 @@ class LongGeneration:
         )
 
     def _mark(self) -> Mark:
-        counters = self._engine.counters
-        draft = self._drafter.counters if isinstance(self._drafter, TwoLevelDrafter) else None
+        counters, draft = self._engine.counters, self._drafter.counters
         return Mark(
             num_tokens=self.num_tokens,
             seconds=self._seconds,
             num_steps=counters.num_steps,
             num_accepted_tokens=counters.num_accepted_tokens,
-            num_draft_depth=self._engine.num_draft_depth,
-            num_ngram_accepted_tokens=draft.num_ngram_accepted_tokens if draft else None,
-            num_rounds=draft.num_rounds if draft else 0,
+            num_draft_depth=self._num_draft_depth,
+            num_ngram_accepted_tokens=self._reuse.num_accepted_tokens if self._reuse else None,
+            num_rounds=draft.num_rounds,
             step_seconds=dict(counters.step_seconds),
-            draft_seconds=dict(draft.seconds) if draft else {},
+            draft_seconds=dict(draft.seconds),
         )

@@ -16,7 +16,7 @@ from worker.bench.long.plot import plot
 from worker.bench.long.records import LongRecord, LongResult, write_json
 from worker.bench.options import BenchOptions
 from worker.bench.text import own_tokens, text_tokens
-from worker.drafters import create_drafter
+from worker.bench.tokenswift.reuse import ReuseTally, metered_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.names import ENGINE_NAMES
 from worker.model.files import ModelFiles, locate_model
@@ -97,19 +97,23 @@ def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None
         if options.plot_path is not None:
             plot(result, options.title(), options.plot_path)
 
-    drafter = create_drafter(options.engine, target, step_costs_of(target), options.draft_model)
-    return generate_long(options, target, drafter, report, save)
+    metered = metered_drafter(options.engine, target, step_costs_of(target), options.draft_model)
+    return generate_long(options, target, *metered, report, save)
 
 
 def generate_long(
     options: LongBenchOptions,
     target: TargetModel,
     drafter: Drafter,
+    reuse: ReuseTally | None,
     report: Report,
     save: Callable[[LongResult], None] = lambda result: None,
 ) -> LongResult:
-    """Generate with a given drafter; `save` gets the figures so far at every record. Raises BenchError."""
-    generation = LongGeneration(options.engine, target, drafter, _prompt(options, target), options.sampling)
+    """Generate with a given drafter, whose n-grams bring `reuse`; `save` gets the figures so far at every record.
+
+    Raises BenchError.
+    """
+    generation = LongGeneration(options.engine, target, drafter, _prompt(options, target), options.sampling, reuse)
     plain = PlainWindows(target, NUM_PLAIN_TOKENS)
     plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
     num_recorded = 0

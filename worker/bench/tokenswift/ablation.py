@@ -15,8 +15,9 @@ from worker.bench.long.long import LongBenchOptions, Report, check_length, gener
 from worker.bench.long.records import LongResult, write_json
 from worker.bench.options import BenchOptions
 from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm
+from worker.bench.tokenswift.reuse import BASE_OPTIONS, metered_drafter
 from worker.bench.tokenswift.tables import render
-from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, TokenSwiftOptions, tokenswift
+from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from worker.model.files import locate_model
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
@@ -24,7 +25,6 @@ from worker.target.tiles import BLOCK
 
 NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
 PLAIN_EVERY = 2500
-BASE_OPTIONS = {"tokenswift-paper": PAPER_OPTIONS, "tokenswift": TokenSwiftOptions()}
 
 
 class AblationOptions(BenchOptions):
@@ -71,8 +71,9 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
     results: list[LongResult] = []
     for number, arm in enumerate(arms, 1):
         report(f"arm {number} of {len(arms)}: {arm.label}")
-        drafter = tokenswift(target, costs, options.draft_model or files.path, options.tokenswift_options(arm))
-        results.append(generate_long(options.arm_options(arm), target, drafter, report))
+        changed = options.tokenswift_options(arm)
+        metered = metered_drafter(options.engine, target, costs, options.draft_model, changed)
+        results.append(generate_long(options.arm_options(arm), target, *metered, report))
         if options.json_path is not None:
             settings = options.model_dump(mode="json", exclude={"json_path"})
             write_json(options.json_path, {"arms": _documents(arms, results)}, settings, target)

@@ -17,9 +17,7 @@ from metrics.counters import EngineCounters
 from worker.bench.engine import BenchEngine
 from worker.bench.triforce.prompts import ReadPrompt
 from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter
-from worker.drafters.griffin.griffin import GriffinCounters, GriffinDrafter
-from worker.drafters.two_level.drafter import DraftCounters, TwoLevelDrafter
+from worker.drafters.base import DraftCounters, Drafter
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
@@ -35,7 +33,7 @@ class Moment:
     num_draft_tokens: int
     seconds: float
     step_seconds: dict[str, float]  # propose, verify, commit
-    draft: DraftCounters | GriffinCounters  # what proposing is made of, where the drafter tells
+    draft: DraftCounters  # what proposing is made of, where the drafter tells
 
 
 class PromptGeneration:
@@ -45,7 +43,7 @@ class PromptGeneration:
         """Sequence i draws with seed + i."""
         self.num_verifications = 0  # steps, counted for each sequence
         self._after_first_step: Moment | None = None
-        self._draft = drafter.counters if isinstance(drafter, TwoLevelDrafter | GriffinDrafter) else DraftCounters()
+        self._draft = drafter.counters
         self._seconds = 0.0
         self._engine = BenchEngine(target, drafter)
         self._parts: list[_Part] = []
@@ -146,7 +144,7 @@ class PromptFigures(BaseModel):
         """Figures of a generation and of plain decoding behind the same prompts."""
         counters, steps = generation.counters, generation.num_verifications
         first, last = generation.span
-        draft = last.draft if isinstance(last.draft, DraftCounters) else DraftCounters()
+        draft = last.draft
         ms, plain_ms = _ms_per_token(generation), _ms_per_token(plain)
         return cls(
             num_tokens=last.num_tokens,

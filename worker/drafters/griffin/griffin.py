@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,15 +37,6 @@ GRIFFIN_PAPER_OPTIONS = GriffinOptions(is_full=True)
 
 
 @dataclass
-class GriffinCounters:
-    """What drafting did so far; times in seconds."""
-
-    num_drafts: int = 0  # trees, counted for each sequence
-    num_levels: int = 0  # draft forwards, counted for each sequence
-    seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "grow": 0.0})
-
-
-@dataclass
 class _Tracked:
     """One sequence, and what was drafted for it last."""
 
@@ -66,12 +57,12 @@ class GriffinDrafter(Drafter):
     """Draft model, planner and limits; sequences share the draft model's forwards."""
 
     needs_hidden = True
+    phases = ("follow", "grow")
 
     def __init__(
         self, target: TargetModel, draft: GriffinDraft, planner: PricePlanner | None, options: GriffinOptions
     ) -> None:
         """Without `planner` trees are as large as their limits (the paper's setting)."""
-        self.counters = GriffinCounters()
         self._target = target
         self._draft = draft
         self._planner = planner
@@ -102,7 +93,6 @@ class GriffinDrafter(Drafter):
         if verification.hidden is not None:
             self._draft.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
         if tracked.num_levels:
-            self.counters.num_drafts += 1
             self.counters.num_levels += tracked.num_levels
             if self._planner:
                 nodes = verification.num_draft_tokens

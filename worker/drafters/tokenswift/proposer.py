@@ -16,12 +16,13 @@ import numpy as np
 from worker.drafters.base import ReadRows
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.drafters.tokenswift.digit_tree import Ranked, Recycled, digit_tree
+from worker.drafters.tokenswift.digit_tree import Ranked, Recycled, Sources, digit_tree
 from worker.drafters.tokenswift.heads import DecodingHeads
 from worker.drafters.tokenswift.ngram_table import NgramTable
 from worker.drafters.two_level.draft import Draft
-from worker.drafters.two_level.proposer import Proposal, Proposer
+from worker.drafters.two_level.proposer import Proposer
 from worker.sequence import Sequence
+from worker.tree import DraftTree
 from worker.verification import Verification
 
 TYPICAL_LOGIT = 10.0  # of a likely token: what the penalty takes from it decides whether an n-gram is held back
@@ -53,15 +54,13 @@ class TokenSwiftProposer(Proposer):
         self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
         table.extend(sequence.output_ids)
 
-    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
-        return [self._propose(draft, *limit) for draft, limit in zip(drafts, limits, strict=True)]
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        return [self._tree(draft, *limit) for draft, limit in zip(drafts, limits, strict=True)]
 
-    def _propose(self, draft: Draft, max_nodes: int, max_depth: int) -> Proposal:
-        if max_nodes < 1 or max_depth < 1:
-            return Proposal()
+    def sources(self, draft: Draft) -> Sources:
+        """What may follow a draft's newest token."""
         recycled = self._recycled(draft, self._recycling) if self._recycling else None
-        ngrams = self._ngrams(draft)
-        return Proposal(*digit_tree(self._levels(draft), self._digits, ngrams, max_nodes, max_depth, recycled))
+        return Sources(self._levels(draft), self._ngrams(draft), recycled)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         table = self._tables[sequence.sequence_id]
@@ -83,12 +82,18 @@ class TokenSwiftProposer(Proposer):
     def stop(self, sequence: Sequence) -> None:
         del self._tables[sequence.sequence_id]
 
+    def _tree(self, draft: Draft, max_nodes: int, max_depth: int) -> DraftTree:
+        if max_nodes < 1 or max_depth < 1:
+            return DraftTree()
+        return digit_tree(self.sources(draft), max_nodes, max_depth)
+
     def _levels(self, draft: Draft) -> list[Ranked]:
-        """Candidates of the heads behind the newest token, depth by depth."""
+        """Candidates of the heads behind the newest token, depth by depth, as many as the digits say."""
         if not self._digits or draft.hidden is None:
             return []
         logits = draft.sampler.penalised(self._heads.logits(draft.hidden))  # [num_heads, vocab]
-        return CandidateRanker(draft.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
+        ranked = CandidateRanker(draft.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
+        return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
     def _recycled(self, draft: Draft, recycling: TokenRecyclingDrafter) -> Recycled:
         """What the target said behind the same tokens before."""

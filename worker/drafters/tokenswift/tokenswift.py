@@ -39,14 +39,20 @@ class TokenSwiftOptions:
 PAPER_OPTIONS = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1, recycles=False)
 
 
-def tokenswift(target: TargetModel, costs: Costs, heads_folder: Path, options: TokenSwiftOptions) -> TwoLevelDrafter:
+def tokenswift(
+    target: TargetModel,
+    costs: Costs,
+    heads_folder: Path,
+    options: TokenSwiftOptions,
+    new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
+) -> TwoLevelDrafter:
     """Put the engine's parts together. Raises ModelError where `heads_folder` has no heads for this target."""
     heads = DecodingHeads.load(heads_folder, target)
     if len(options.digits) > heads.num_heads + 1:
         digits = ",".join(map(str, options.digits))
         raise ModelError(f"tree {digits}: the heads in {heads_folder} are {heads.num_heads}, for that many digits + 1")
     recycling = TokenRecyclingDrafter(target.vocab_size, None) if options.recycles else None
-    proposer = TokenSwiftProposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
+    proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
     planner = (
         MeasuredPlanner(costs(), options.budget)
         if options.draft_rounds is None

@@ -8,7 +8,7 @@ import torch
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.triforce.draft_model import DraftModel, window_of
 from worker.drafters.two_level.draft import Draft
-from worker.drafters.two_level.proposer import Proposal, Proposer
+from worker.drafters.two_level.proposer import Proposer
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
 
@@ -25,13 +25,13 @@ class DraftModelProposer(Proposer):
     def start(self, sequence: Sequence) -> None:
         self._draft_model.start(sequence.sequence_id)
 
-    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
         trees = [_Tree(draft, *limit, self._width) for draft, limit in zip(drafts, limits, strict=True)]
         while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
             windows = {name: tree.window() for name, tree in growing.items()}
             for tree, logits in zip(growing.values(), self._draft_model.logits(windows), strict=True):
                 tree.grow(logits)
-        return [Proposal(tree.tree, [False] * len(tree.tree)) for tree in trees]
+        return [tree.tree for tree in trees]
 
     def stop(self, sequence: Sequence) -> None:
         self._draft_model.stop(sequence.sequence_id)

@@ -52,7 +52,6 @@ class Draft:
         self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one
         self.logits: torch.Tensor | None = None  # [vocab] that the newest token was drawn from, under its penalty
         self.plan = plan
-        self.is_reused: list[bool] = []  # for each token of the chain
         self._cache = cache
         self._num_committed = len(sequence)
         self._max_depth = max_depth
@@ -91,13 +90,12 @@ class Draft:
         """Rows that check a tree below the newest token."""
         return PartialRows(self._cache, self.newest, len(self.sequence) - 1, tree)
 
-    def advance(self, tree: DraftTree, is_reused: list[bool], outputs: RowOutputs) -> list[int]:
+    def advance(self, tree: DraftTree, outputs: RowOutputs) -> list[int]:
         """Draw as the target would and keep what it agrees with; returns the accepted nodes."""
         path, drawn = walk(tree, outputs.logits, self._draw)
         self._cache.keep(path)
         self.sequence.extend(drawn)
         self.hidden = outputs.hidden[path[-1] + 1 if path else 0]
-        self.is_reused += [*(is_reused[node] for node in path), False]
         return path
 
     def _draw(self, logits: torch.Tensor) -> int:

@@ -32,17 +32,6 @@ NewDraftCache = Callable[[Sequence], DraftCache]
 
 
 @dataclass
-class DraftCounters:
-    """What drafting did so far; times in seconds."""
-
-    num_rounds: int = 0  # forwards with a partial cache, counted for each sequence
-    num_checked_nodes: int = 0  # proposed nodes that rounds checked
-    num_agreed_nodes: int = 0  # those that the target with a partial cache drew as well
-    num_ngram_accepted_tokens: int = 0  # accepted tokens that token reuse alone proposed
-    seconds: dict[str, float] = field(default_factory=lambda: {"follow": 0.0, "propose": 0.0, "check": 0.0})
-
-
-@dataclass
 class _Tracked:
     """One sequence on its two levels."""
 
@@ -65,6 +54,8 @@ class _Sizes:
 class TwoLevelDrafter(Drafter):
     """Proposer, target with partial caches, and a planner for the number of rounds and nodes."""
 
+    phases = ("follow", "propose", "check")
+
     def __init__(
         self,
         target: TargetModel,
@@ -74,7 +65,6 @@ class TwoLevelDrafter(Drafter):
         num_alternatives: int = 1,
     ) -> None:
         """`num_alternatives` candidates for the last drawn token go to the full verification."""
-        self.counters = DraftCounters()
         self.needs_top_k = proposer.needs_top_k
         self.needs_hidden = proposer.needs_hidden
         self._target = target
@@ -106,12 +96,8 @@ class TwoLevelDrafter(Drafter):
         tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
         self._proposer.update(sequence, verification)
         self._planner.observe(tracked.whole, verification.path)
-        self._count(tracked.whole, verification)
-
-    def _count(self, whole: WholeDraft, verification: Verification) -> None:
-        self.counters.num_ngram_accepted_tokens += sum(whole.is_reused[node] for node in verification.path)
-        self.counters.num_rounds += len(whole.rounds)
-        for round_ in whole.rounds:
+        for round_ in tracked.whole.rounds:
+            self.counters.num_rounds += 1
             self.counters.num_checked_nodes += round_.num_nodes
             self.counters.num_agreed_nodes += len(round_.path)
 
@@ -149,26 +135,25 @@ class TwoLevelDrafter(Drafter):
         """Propose below every draft's newest token and let the target with the partial caches draw there."""
         started = time.perf_counter()
         limits = [(draft.num_round_nodes, draft.depth_left - 1) for draft in drafts]
-        proposals = self._proposer.propose(drafts, limits)
+        trees = self._proposer.propose(drafts, limits)
         proposed = time.perf_counter()
-        rows = [draft.rows(proposal.tree) for draft, proposal in zip(drafts, proposals, strict=True)]
-        outputs = self._target.draft(rows)
-        paths = [d.advance(p.tree, p.is_reused, o) for d, p, o in zip(drafts, proposals, outputs, strict=True)]
+        outputs = self._target.draft([draft.rows(tree) for draft, tree in zip(drafts, trees, strict=True)])
+        paths = [draft.advance(*parts) for draft, *parts in zip(drafts, trees, outputs, strict=True)]
         ended = time.perf_counter()
         self.counters.seconds["propose"] += proposed - started
         self.counters.seconds["check"] += ended - proposed
-        for draft, proposal, path in zip(drafts, proposals, paths, strict=True):
-            draft.rounds.append(Round(len(proposal.tree), path, (ended - started) / len(drafts)))
+        for draft, tree, path in zip(drafts, trees, paths, strict=True):
+            draft.rounds.append(Round(len(tree), path, (ended - started) / len(drafts)))
 
     def _close(self, drafts: list[Draft], requests: list[DraftRequest]) -> list[DraftTree]:
         """The chains, and below them what the proposer has to say."""
         started = time.perf_counter()
         sizes = [self._sizes(draft, request) for draft, request in zip(drafts, requests, strict=True)]
         limits = [(size.num_below, draft.depth_left) for size, draft in zip(sizes, drafts, strict=True)]
-        proposals = self._proposer.propose(drafts, limits)
+        trees = self._proposer.propose(drafts, limits)
         seconds = time.perf_counter() - started
         self.counters.seconds["propose"] += seconds
-        for draft, below, size in zip(drafts, proposals, sizes, strict=True):
+        for draft, below, size in zip(drafts, trees, sizes, strict=True):
             whole = assemble(draft, below, size.num_trees, size.max_nodes, seconds / len(drafts))
             self._tracked[draft.sequence.sequence_id].whole = whole
         return [self._tracked[request.sequence.sequence_id].whole.tree for request in requests]

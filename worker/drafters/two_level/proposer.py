@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 
 from worker.drafters.base import Learner
 from worker.drafters.two_level.draft import Draft
 from worker.sequence import Sequence
 from worker.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A tree below a draft's newest token; `is_reused[i]`: node i was proposed by token reuse alone."""
-
-    tree: DraftTree = field(default_factory=DraftTree)
-    is_reused: list[bool] = field(default_factory=list)
 
 
 class Proposer(Learner, ABC):
@@ -29,8 +20,8 @@ class Proposer(Learner, ABC):
         """Take in a new or resumed sequence."""
 
     @abstractmethod
-    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[Proposal]:
-        """Propose for several sequences, each within its limits: (most nodes, greatest depth). Changes no state.
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        """Trees below the newest tokens of several drafts, each within its limits: (most nodes, greatest depth).
 
-        Proposals may be empty.
+        They may be empty. Changes no state.
         """

@@ -1,0 +1,89 @@
+"""Which accepted tokens nothing but a reused n-gram had proposed: what beta counts (TokenSwift, figures 3 and 4)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from worker.drafters import create_drafter
+from worker.drafters.base import Drafter
+from worker.drafters.tokenswift.digit_tree import Sources, by_token
+from worker.drafters.tokenswift.proposer import TokenSwiftProposer
+from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, TokenSwiftOptions, tokenswift
+from worker.drafters.two_level.draft import Draft
+from worker.sequence import Sequence
+from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+BASE_OPTIONS = {"tokenswift-paper": PAPER_OPTIONS, "tokenswift": TokenSwiftOptions()}
+NOTHING = Sources([], [])
+
+
+@dataclass
+class ReuseTally:
+    """What reused n-grams brought so far."""
+
+    num_accepted_tokens: int = 0  # that they alone proposed
+
+
+@dataclass
+class _Asked:
+    """The length of the text behind which a tree was asked for, and what the tree was made of."""
+
+    start: int
+    sources: Sources = NOTHING
+
+
+class MeteredProposer(TokenSwiftProposer):
+    """Keeps what its trees are made of until it hears which tokens were accepted."""
+
+    def __init__(self, tally: ReuseTally, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._tally = tally
+        self._asked: dict[str, list[_Asked]] = defaultdict(list)
+
+    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        for draft in drafts:
+            self._asked[draft.sequence.sequence_id].append(_Asked(len(draft.sequence)))
+        return super().propose(drafts, limits)
+
+    def sources(self, draft: Draft) -> Sources:
+        found = self._asked[draft.sequence.sequence_id][-1].sources = super().sources(draft)
+        return found
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        end = len(sequence) - len(verification.committed_ids) + verification.num_accepted_tokens
+        asked = [*self._asked.pop(sequence.sequence_id, []), _Asked(end + 1)]
+        for one, later in itertools.pairwise(asked):  # the token in front of the later tree was drawn, not proposed
+            path = tuple(sequence.token_ids[one.start : min(end, later.start - 1)].tolist())
+            self._tally.num_accepted_tokens += sum(by_ngrams_alone(path, one.sources))
+        super().update(sequence, verification)
+
+
+def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
+    """For every token of a path whether n-grams alone proposed it."""
+    ngrams = [tuple(token for _, token in ngram) for ngram in sources.ngrams]
+    in_digits, is_alone, found = True, False, []
+    for depth, token in enumerate(path):
+        in_digits = in_digits and depth < len(sources.levels) and token in by_token(sources.levels[depth])
+        is_alone = is_alone or not (in_digits or token in sources.others(path[:depth]))
+        is_alone = is_alone and any(ngram[: depth + 1] == path[: depth + 1] for ngram in ngrams)
+        found.append(is_alone)
+    return found
+
+
+def metered_drafter(
+    engine: str, target: TargetModel, costs: Costs, draft_model: Path | None, options: TokenSwiftOptions | None = None
+) -> tuple[Drafter, ReuseTally | None]:
+    """An engine's drafter, and for TokenSwift, where `options` may be others, what its n-grams bring. ModelError."""
+    if engine not in BASE_OPTIONS:
+        return create_drafter(engine, target, costs, draft_model), None
+    folder, tally = draft_model or target.files.path, ReuseTally()
+    new_proposer = partial(MeteredProposer, tally)
+    return tokenswift(target, costs, folder, options or BASE_OPTIONS[engine], new_proposer), tally
