@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,6 +21,14 @@ JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 1
 CHECKPOINT_KINDS = ("tokens", "state")
 STATES_OF_ONE_WORKER = ("last_checkpoint", "checkpoint_interval_seconds", "kv_cache_tokens")  # they have no sum
 CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add what the block takes to the seconds of a phase."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - started
 
 
 @dataclass

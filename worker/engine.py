@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from metrics.counters import EngineCounters
+from metrics.counters import EngineCounters, timed
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
 from worker.drafters.base import Drafter, DraftRequest, ReadRows
 from worker.sampling import TokenSampler
@@ -94,28 +94,21 @@ class Engine:
 
         A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
         """
+        ready = self._read()
+        if not ready:
+            return []
+        trees = self._propose(ready)
+        outputs = self._verify(ready, trees)
+        results = self._commit(ready, trees, outputs)
+        self._update(results)
+        return results
+
+    def _read(self) -> list[Slot]:
+        """Read what sequences have in front of their last tokens; returns the slots that are done with it."""
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
         for slot in unfinished:
             self._prefill(slot)
-        ready = [slot for slot in unfinished if _num_missing(slot) == 1]
-        if not ready:
-            return []
-        started = time.perf_counter()
-        trees = self.drafter.propose([self._request(slot) for slot in ready])
-        proposed = time.perf_counter()
-        outputs = self._verify(ready, trees)
-        self.target.synchronize()
-        verified = time.perf_counter()
-        results = []
-        for slot, tree, rows in zip(ready, trees, outputs, strict=True):
-            try:
-                results.append((slot.sequence, self._commit(slot, tree, rows)))
-            except NotFiniteError as error:  # this sequence's fault alone
-                slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
-        for sequence, verification in results:
-            self.drafter.update(sequence, verification)
-        self._count_step(started, proposed, verified)
-        return results
+        return [slot for slot in unfinished if _num_missing(slot) == 1]
 
     def _prefill(self, slot: Slot) -> None:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
@@ -125,18 +118,41 @@ class Engine:
             self.target.synchronize()
         self.counters.num_prefill_tokens += slot.cache.length - num_before
 
+    def _propose(self, ready: list[Slot]) -> list[DraftTree]:
+        with timed(self.counters.step_seconds, "propose"):
+            return self.drafter.propose([self._request(slot) for slot in ready])
+
     def _request(self, slot: Slot) -> DraftRequest:
         max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
         return DraftRequest(slot.sequence, MAX_TREE_NODES, max(0, max_depth), self._overhead())
 
-    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[RowOutputs]:
-        groups = [
-            tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree)
-            for slot, tree in zip(ready, trees, strict=True)
-        ]
-        return self.target.verify(groups)
+    def _overhead(self) -> float:
+        """Seconds that a step takes beside its forward, so far."""
+        seconds = self.counters.step_seconds
+        return (seconds["propose"] + seconds["commit"]) / max(1, self.counters.num_steps)
 
-    def _commit(self, slot: Slot, tree: DraftTree, outputs: RowOutputs) -> Verification:
+    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[RowOutputs]:
+        with timed(self.counters.step_seconds, "verify"):
+            pairs = zip(ready, trees, strict=True)
+            outputs = self.target.verify(
+                [tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree) for slot, tree in pairs]
+            )
+            self.target.synchronize()
+        return outputs
+
+    def _commit(
+        self, ready: list[Slot], trees: list[DraftTree], outputs: list[RowOutputs]
+    ) -> list[tuple[Sequence, Verification]]:
+        results = []
+        with timed(self.counters.step_seconds, "commit"):
+            for slot, tree, rows in zip(ready, trees, outputs, strict=True):
+                try:
+                    results.append((slot.sequence, self._walk(slot, tree, rows)))
+                except NotFiniteError as error:  # this sequence's fault alone
+                    slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
+        return results
+
+    def _walk(self, slot: Slot, tree: DraftTree, outputs: RowOutputs) -> Verification:
         """Walk the tree with the target's own draws; commit the accepted path and the bonus token."""
         sequence = slot.sequence
         root_id = int(sequence.token_ids[-1])
@@ -150,16 +166,10 @@ class Engine:
         row_token_ids = np.array([root_id, *tree.token_ids])
         return Verification(tree, path, committed, row_token_ids, top_ids, top_logprobs, hidden)
 
-    def _overhead(self) -> float:
-        """Seconds that a step takes beside its forward, so far."""
-        seconds = self.counters.step_seconds
-        return (seconds["propose"] + seconds["commit"]) / max(1, self.counters.num_steps)
-
-    def _count_step(self, started: float, proposed: float, verified: float) -> None:
-        seconds = self.counters.step_seconds
-        seconds["propose"] += proposed - started
-        seconds["verify"] += verified - proposed
-        seconds["commit"] += time.perf_counter() - verified
+    def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
+        with timed(self.counters.step_seconds, "commit"):
+            for sequence, verification in results:
+                self.drafter.update(sequence, verification)
         self.counters.num_steps += 1
         self._count_cached()
 

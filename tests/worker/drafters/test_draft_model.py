@@ -41,7 +41,7 @@ def sequence_of(length: int, name: str = "a", params: SamplingParams = PARAMS) -
 
 def draft_of(sequence: Sequence) -> Draft:
     sampler = TokenSampler(sequence, VOCAB)
-    return Draft(sequence, sampler, None, None, PLAN, 20)  # type: ignore[arg-type]  # no cache is read
+    return Draft(sequence, sampler, None, None, PLAN, 31, 20)  # type: ignore[arg-type]  # no cache is read
 
 
 def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int]:

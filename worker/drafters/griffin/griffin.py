@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from metrics.counters import timed
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.griffin.draft import GriffinDraft
@@ -75,15 +75,13 @@ class GriffinDrafter(Drafter):
         self._draft.start(sequence.sequence_id, cache)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        started = time.perf_counter()
         wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
         trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
-        for tree, outputs in zip(trees.values(), self._draft.follow([r.sequence for r in wanted]), strict=True):
-            tree.add_root(outputs)
-        followed = time.perf_counter()
-        self._grow(list(trees.values()))
-        self.counters.seconds["follow"] += followed - started
-        self.counters.seconds["grow"] += time.perf_counter() - followed
+        with timed(self.counters.seconds, "follow"):
+            for tree, outputs in zip(trees.values(), self._draft.follow([r.sequence for r in wanted]), strict=True):
+                tree.add_root(outputs)
+        with timed(self.counters.seconds, "grow"):
+            self._grow(list(trees.values()))
         return [self._close(request, trees.get(request.sequence.sequence_id)) for request in requests]
 
     def update(self, sequence: Sequence, verification: Verification) -> None:

@@ -45,6 +45,7 @@ class Draft:
         cache: DraftCache,
         hidden: torch.Tensor | None,
         plan: DraftPlan,
+        max_nodes: int,
         max_depth: int,
     ) -> None:
         self.sequence = sequence.fork()
@@ -54,7 +55,8 @@ class Draft:
         self.plan = plan
         self._cache = cache
         self._num_committed = len(sequence)
-        self._max_depth = max_depth
+        self._max_nodes = max_nodes
+        self._max_depth = min(max_depth, max_nodes)
         self.rounds: list[Round] = []
 
     @property
@@ -75,6 +77,11 @@ class Draft:
     def depth_left(self) -> int:
         """How deep a tree below the newest token may be."""
         return self._max_depth - self.num_tokens
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes the whole draft may have."""
+        return min(max(self.plan.num_nodes, self.num_tokens), self._max_nodes)
 
     @property
     def wants_round(self) -> bool:

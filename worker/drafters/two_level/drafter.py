@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from metrics.counters import timed
 from worker.caches.draft_cache import DraftCache
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest, ReadRows
@@ -40,15 +41,6 @@ class _Tracked:
     sampler: TokenSampler  # has taken in what is committed
     hidden: torch.Tensor | None = None  # [hidden] of the last verified row
     whole: WholeDraft = field(default_factory=WholeDraft)
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """How large a whole draft may be."""
-
-    max_nodes: int
-    num_trees: int  # the chain's and one for every other candidate for its last token
-    num_below: int  # nodes of each
 
 
 class TwoLevelDrafter(Drafter):
@@ -84,7 +76,7 @@ class TwoLevelDrafter(Drafter):
         drafts = [self._open(request, len(requests)) for request in requests]
         while active := [draft for draft in drafts if draft.wants_round]:
             self._round(active)
-        return self._close(drafts, requests)
+        return self._close(drafts)
 
     def learn(self, rows: ReadRows) -> None:
         self._proposer.learn(rows)
@@ -123,48 +115,41 @@ class TwoLevelDrafter(Drafter):
         sequence, tracked = request.sequence, self._tracked[request.sequence.sequence_id]
         plan = self._planner.plan(tracked.cache.length, num_sequences, request.max_depth)
         if plan.num_rounds:
-            started = time.perf_counter()
-            tracked.draft_cache.follow(tracked.cache, lambda position: self._queries(sequence, position))
-            self.counters.seconds["follow"] += time.perf_counter() - started
-        max_depth = min(request.max_depth, self._max_nodes(request))
+            with timed(self.counters.seconds, "follow"):
+                tracked.draft_cache.follow(tracked.cache, lambda position: self._queries(sequence, position))
         if self.needs_hidden and tracked.hidden is None and tracked.cache.length > 0:
             tracked.hidden = self._last_hidden(sequence, tracked.cache)
-        return Draft(sequence, tracked.sampler, tracked.draft_cache, tracked.hidden, plan, max_depth)
+        max_nodes = min(request.max_nodes, self._planner.max_nodes)
+        return Draft(sequence, tracked.sampler, tracked.draft_cache, tracked.hidden, plan, max_nodes, request.max_depth)
 
     def _round(self, drafts: list[Draft]) -> None:
         """Propose below every draft's newest token and let the target with the partial caches draw there."""
         started = time.perf_counter()
         limits = [(draft.num_round_nodes, draft.depth_left - 1) for draft in drafts]
-        trees = self._proposer.propose(drafts, limits)
-        proposed = time.perf_counter()
-        outputs = self._target.draft([draft.rows(tree) for draft, tree in zip(drafts, trees, strict=True)])
-        paths = [draft.advance(*parts) for draft, *parts in zip(drafts, trees, outputs, strict=True)]
-        ended = time.perf_counter()
-        self.counters.seconds["propose"] += proposed - started
-        self.counters.seconds["check"] += ended - proposed
+        with timed(self.counters.seconds, "propose"):
+            trees = self._proposer.propose(drafts, limits)
+        with timed(self.counters.seconds, "check"):
+            outputs = self._target.draft([draft.rows(tree) for draft, tree in zip(drafts, trees, strict=True)])
+            paths = [draft.advance(tree, rows) for draft, tree, rows in zip(drafts, trees, outputs, strict=True)]
+        seconds = (time.perf_counter() - started) / len(drafts)
         for draft, tree, path in zip(drafts, trees, paths, strict=True):
-            draft.rounds.append(Round(len(tree), path, (ended - started) / len(drafts)))
+            draft.rounds.append(Round(len(tree), path, seconds))
 
-    def _close(self, drafts: list[Draft], requests: list[DraftRequest]) -> list[DraftTree]:
+    def _close(self, drafts: list[Draft]) -> list[DraftTree]:
         """The chains, and below them what the proposer has to say."""
         started = time.perf_counter()
-        sizes = [self._sizes(draft, request) for draft, request in zip(drafts, requests, strict=True)]
-        limits = [(size.num_below, draft.depth_left) for size, draft in zip(sizes, drafts, strict=True)]
-        trees = self._proposer.propose(drafts, limits)
-        seconds = time.perf_counter() - started
-        self.counters.seconds["propose"] += seconds
-        for draft, below, size in zip(drafts, trees, sizes, strict=True):
-            whole = assemble(draft, below, size.num_trees, size.max_nodes, seconds / len(drafts))
-            self._tracked[draft.sequence.sequence_id].whole = whole
-        return [self._tracked[request.sequence.sequence_id].whole.tree for request in requests]
+        with timed(self.counters.seconds, "propose"):
+            below = self._proposer.propose(drafts, [(self._num_below(draft), draft.depth_left) for draft in drafts])
+        seconds = (time.perf_counter() - started) / len(drafts)
+        for draft, tree in zip(drafts, below, strict=True):
+            tracked = self._tracked[draft.sequence.sequence_id]
+            tracked.whole = assemble(draft, tree, self._num_alternatives, seconds)
+        return [self._tracked[draft.sequence.sequence_id].whole.tree for draft in drafts]
 
-    def _sizes(self, draft: Draft, request: DraftRequest) -> _Sizes:
-        max_nodes = min(max(draft.plan.num_nodes, draft.num_tokens), self._max_nodes(request))
-        num_trees = self._num_alternatives if draft.num_tokens else 1  # the same one below each candidate
-        return _Sizes(max_nodes, num_trees, (max_nodes - draft.num_tokens - (num_trees - 1)) // num_trees)
-
-    def _max_nodes(self, request: DraftRequest) -> int:
-        return min(request.max_nodes, self._planner.max_nodes)
+    def _num_below(self, draft: Draft) -> int:
+        """Nodes of the tree below the newest token, and of the same one below every other candidate for it."""
+        num_trees = self._num_alternatives if draft.num_tokens else 1
+        return (draft.num_nodes - draft.num_tokens - (num_trees - 1)) // num_trees
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
         """Hidden state `[hidden]` of the row in front of the newest token, where no verification left it."""

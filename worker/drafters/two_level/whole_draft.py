@@ -19,9 +19,9 @@ class WholeDraft:
     propose_seconds: float = 0.0  # of the tree below the chain
 
 
-def assemble(draft: Draft, below: DraftTree, num_alternatives: int, max_nodes: int, seconds: float) -> WholeDraft:
+def assemble(draft: Draft, below: DraftTree, num_alternatives: int, seconds: float) -> WholeDraft:
     """Chain, tree below its newest token, and the same tree below the other candidates for that token."""
-    chain = draft.chain
+    chain, max_nodes = draft.chain, draft.num_nodes
     tree = DraftTree.chain(chain)
     _graft(tree, below, len(chain) - 1, max_nodes)
     for token_id in _alternatives(draft, num_alternatives):
