@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
+
 from jobs.errors import UserError
+from worker.caches.full import FullKVCache
 from worker.engine import Engine
 from worker.sequence import Sequence
 from worker.verification import Verification
@@ -22,3 +27,26 @@ class BenchEngine(Engine):
             if sequence.error is not None:
                 raise BenchError(sequence.error)
         return results
+
+
+class OwnPositions:
+    """What a generation has behind the prompt in a cache that others use as well."""
+
+    def __init__(self, cache: FullKVCache) -> None:
+        self._cache = cache
+        self._first = cache.length
+        self._kv = cache.kv(0, 0).copy()
+
+    def put_back(self) -> None:
+        """Before the generation goes on."""
+        self._cache.roll_back(self._first)
+        self._cache.load(self._kv)
+
+    def take_away(self) -> None:
+        """Before another one does."""
+        self._kv = self._cache.kv(self._first, self._cache.length).copy()
+
+
+def digest(*token_ids: np.ndarray) -> str:
+    """SHA-256 over token ids as little-endian uint32, sequence behind sequence."""
+    return hashlib.sha256(np.concatenate(token_ids).astype("<u4").tobytes()).hexdigest()

@@ -11,13 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from metrics.counters import EngineCounters
-from worker.bench.engine import BenchEngine
+from worker.bench.engine import BenchEngine, OwnPositions
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
-
-Tail = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -59,14 +57,12 @@ class EngineContestant:
         self.timing = Timing()
         self._target = target
         self._sequence = sequence
-        self._cache = cache
-        self._first = cache.length
-        self._tail: Tail = []
+        self._own = OwnPositions(cache)
         self._engine = BenchEngine(target, drafter)
         self._engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:
-        self._put_back()
+        self._own.put_back()
         num_steps = self._engine.counters.num_steps
         _wait(self._target.device)
         started = time.perf_counter()
@@ -74,29 +70,13 @@ class EngineContestant:
             self._engine.step()
         _wait(self._target.device)
         self.timing.add(time.perf_counter() - started, self._engine.counters.num_steps - num_steps)
-        self._take_away()
+        self._own.take_away()
 
     def token_ids(self) -> np.ndarray:
         return self._sequence.output_ids
 
     def counters(self) -> EngineCounters:
         return self._engine.counters
-
-    def _put_back(self) -> None:
-        self._cache.roll_back(self._first)
-        if self._tail:
-            num_positions = self._tail[0][0].shape[1]
-            for index, (keys, values) in enumerate(self._tail):
-                for buffer, tail in zip(self._cache.layer(index), (keys, values), strict=True):
-                    buffer[:, self._first : self._first + num_positions] = tail
-            self._cache.advance(num_positions)
-
-    def _take_away(self) -> None:
-        end = self._cache.length
-        self._tail = []
-        for index in range(self._target.cache_shape.num_layers):
-            keys, values = self._cache.layer(index)
-            self._tail.append((keys[:, self._first : end].clone(), values[:, self._first : end].clone()))
 
 
 class TransformersContestant:

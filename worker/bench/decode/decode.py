@@ -12,8 +12,9 @@ from pydantic import Field, field_validator, model_validator
 
 from jobs.sampling import SamplingParams
 from worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
-from worker.bench.decode.records import DecodeRecord, make_records, write_json
+from worker.bench.decode.records import DecodeRecord, make_records
 from worker.bench.engine import BenchError
+from worker.bench.long.records import write_json
 from worker.bench.options import BenchOptions, Positions
 from worker.bench.text import own_tokens, text_tokens
 from worker.caches.full import FullKVCache
@@ -88,7 +89,8 @@ def run_decode_bench(
         cache.roll_back(position - 1)
     if options.json_path is not None:
         settings = options.model_dump(mode="json", exclude={"json_path"})
-        write_json(options.json_path, records, settings | {"num_warmup_tokens": NUM_WARMUP_TOKENS}, target)
+        results = {"results": [record.model_dump() for record in records]}
+        write_json(options.json_path, results, settings | {"num_warmup_tokens": NUM_WARMUP_TOKENS}, target)
     return records
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import statistics
 from collections.abc import Sequence as Many
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from worker.bench.decode.contestants import Contestant
+from worker.bench.engine import digest
 from worker.target.target import TargetModel
 
 BASELINE = "autoregressive"
@@ -74,20 +72,10 @@ def _record(
         num_accepted_tokens=counters.num_accepted_tokens,
         mean_acceptance_length=counters.mean_acceptance_length,
         speedup=baseline / ms_per_token if baseline else None,
-        tokens_sha256=hashlib.sha256(token_ids.astype("<u4").tobytes()).hexdigest(),
+        tokens_sha256=digest(token_ids),
         num_steps=counters.num_steps,
         **phases,
     )
-
-
-def write_json(path: Path, records: Many[DecodeRecord], settings: dict[str, Any], target: TargetModel) -> None:
-    """Write `results` with the settings and the machine they were measured with."""
-    document = {
-        "results": [record.model_dump() for record in records],
-        "settings": settings,
-        "machine": machine(target),
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def machine(target: TargetModel) -> dict[str, Any]:

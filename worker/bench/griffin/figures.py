@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from worker.bench.engine import digest
 from worker.bench.triforce.generation import Moment, PromptGeneration
 
 DIGITS = 4
@@ -70,7 +69,7 @@ class GriffinFigures(BaseModel):
             verify_ms=round(verify_ms, DIGITS),
             predicted_speedup=round(predicted_speedup(plain_verify_ms, plain_verify_ms, levels, level_ms, tau), DIGITS),
             predicted_tree_speedup=round(predicted_speedup(plain_verify_ms, verify_ms, levels, level_ms, tau), DIGITS),
-            tokens_sha256=_digest(generations),
+            tokens_sha256=digest(*(token_ids for generation in generations for token_ids in generation.token_ids)),
         )
 
 
@@ -111,8 +110,3 @@ class _Total:
     def verify_ms(self) -> float:
         """Per step."""
         return 1000 * self.verify_seconds / self.num_steps
-
-
-def _digest(generations: list[PromptGeneration]) -> str:
-    said = [token_ids for generation in generations for token_ids in generation.token_ids]
-    return hashlib.sha256(np.concatenate(said).astype("<u4").tobytes()).hexdigest()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 
 from jobs.sampling import SamplingParams
 from worker.bench.decode.decode import fill
-from worker.bench.engine import BenchEngine
+from worker.bench.engine import BenchEngine, digest
 from worker.bench.long.plain_windows import PlainWindows
 from worker.bench.long.records import Figures, LongRecord, LongResult, Mark
 from worker.bench.tokenswift.reuse import ReuseTally
@@ -91,7 +90,7 @@ class LongGeneration:
             engine=self._name,
             num_tokens=len(output_ids),
             prefill_seconds=round(self._prefill_seconds, 3),
-            tokens_sha256=hashlib.sha256(output_ids.astype("<u4").tobytes()).hexdigest(),
+            tokens_sha256=digest(output_ids),
             records=self._records,
             plain_windows=plain.compared(output_ids),
             marks=self._marks,

@@ -79,8 +79,8 @@ class Figures(BaseModel):
             tokens_per_step=round(num_tokens / num_steps, RATE_DIGITS),
             mean_draft_depth=round(depth / num_steps, RATE_DIGITS),
             rounds_per_step=round((last.num_rounds - first.num_rounds) / num_steps, RATE_DIGITS),
-            step_ms=_per_step(first.step_seconds, last.step_seconds, num_steps),
-            draft_ms=_per_step(first.draft_seconds, last.draft_seconds, num_steps),
+            step_ms=per_step(first.step_seconds, last.step_seconds, num_steps),
+            draft_ms=per_step(first.draft_seconds, last.draft_seconds, num_steps),
         )
 
 
@@ -127,6 +127,6 @@ def _difference(first: int | None, last: int | None) -> int | None:
     return None if first is None or last is None else last - first
 
 
-def _per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
-    """Milliseconds of each phase."""
+def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
+    """Milliseconds of each phase, between two counts of seconds."""
     return {name: round(1000 * (last[name] - first[name]) / num_steps, SECONDS_DIGITS) for name in last}

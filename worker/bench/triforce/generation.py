@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from jobs.sampling import SamplingParams
 from metrics.counters import EngineCounters
-from worker.bench.engine import BenchEngine
+from worker.bench.engine import BenchEngine, OwnPositions, digest
+from worker.bench.long.records import per_step
 from worker.bench.triforce.prompts import ReadPrompt
-from worker.caches.full import FullKVCache
 from worker.drafters.base import DraftCounters, Drafter
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
@@ -46,12 +43,14 @@ class PromptGeneration:
         self._draft = drafter.counters
         self._seconds = 0.0
         self._engine = BenchEngine(target, drafter)
-        self._parts: list[_Part] = []
+        self._sequences: list[Sequence] = []
+        self._own: list[OwnPositions] = []
         for number, prompt in enumerate(read):
             own = sampling.model_copy(update={"seed": (sampling.seed or 0) + number})
             sequence = Sequence(str(number), prompt.prompt.token_ids, own, target.vocab_size, target.device)
             cache = prompt.cache.prefix(prompt.cache.length)
-            self._parts.append(_Part(sequence, cache, cache.length, cache.kv(0, 0).copy()))
+            self._sequences.append(sequence)
+            self._own.append(OwnPositions(cache))
             self._engine.start(sequence, cache)
 
     @property
@@ -61,7 +60,7 @@ class PromptGeneration:
     @property
     def token_ids(self) -> list[np.ndarray]:
         """Of each sequence, `[num_generated]`."""
-        return [part.sequence.output_ids for part in self._parts]
+        return [sequence.output_ids for sequence in self._sequences]
 
     @property
     def now(self) -> Moment:
@@ -84,35 +83,18 @@ class PromptGeneration:
 
     def run_to(self, num_tokens: int) -> None:
         """Go on until every sequence has at least `num_tokens` tokens."""
-        for part in self._parts:
-            part.put_back()
-        while any(part.sequence.num_generated_tokens < num_tokens for part in self._parts):
+        for own in self._own:
+            own.put_back()
+        while any(sequence.num_generated_tokens < num_tokens for sequence in self._sequences):
             self._step()
-        for part in self._parts:
-            part.take_away()
+        for own in self._own:
+            own.take_away()
 
     def _step(self) -> None:
         started = time.perf_counter()
         self.num_verifications += len(self._engine.step())  # ends with its tokens on the host, on a GPU too
         self._seconds += time.perf_counter() - started
         self._after_first_step = self._after_first_step or self.now
-
-
-@dataclass
-class _Part:
-    """One sequence and what it has behind its prompt, while others use the cache."""
-
-    sequence: Sequence
-    cache: FullKVCache
-    first: int  # position behind the prompt's
-    tail: NDArray[Any]  # as `FullKVCache.kv` gives it
-
-    def put_back(self) -> None:
-        self.cache.roll_back(self.first)
-        self.cache.load(self.tail)
-
-    def take_away(self) -> None:
-        self.tail = self.cache.kv(self.first, self.cache.length).copy()
 
 
 class PromptFigures(BaseModel):
@@ -159,9 +141,9 @@ class PromptFigures(BaseModel):
             drafted_per_step=round(counters.num_draft_tokens / steps, DIGITS),
             rounds_per_step=round(draft.num_rounds / steps, DIGITS),
             first_step_ms=round(1000 * first.seconds, DIGITS),
-            step_ms=_per_step(first.step_seconds, last.step_seconds, last.num_steps - first.num_steps),
-            draft_ms=_per_step(first.draft.seconds, last.draft.seconds, last.num_steps - first.num_steps),
-            tokens_sha256=hashlib.sha256(np.concatenate(generation.token_ids).astype("<u4").tobytes()).hexdigest(),
+            step_ms=per_step(first.step_seconds, last.step_seconds, last.num_steps - first.num_steps),
+            draft_ms=per_step(first.draft.seconds, last.draft.seconds, last.num_steps - first.num_steps),
+            tokens_sha256=digest(*generation.token_ids),
         )
 
 
@@ -177,8 +159,3 @@ def num_same(token_ids: np.ndarray, expected_ids: list[int]) -> int:
 
 def _share(part: int, whole: int) -> float | None:
     return round(part / whole, DIGITS) if whole else None
-
-
-def _per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
-    """Milliseconds of each phase."""
-    return {name: round(1000 * (last[name] - first[name]) / num_steps, DIGITS) for name in last}

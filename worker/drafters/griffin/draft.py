@@ -8,8 +8,8 @@ tokens once more.
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from worker.drafters.griffin.model import GriffinModel
 from worker.drafters.griffin.window import NUM_SINKS, NUM_SLOTS, WINDOW, slot_of, window_start
 from worker.sequence import Sequence
 from worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
+from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
 from worker.target.tiles import SequenceRows, Tile, chain_rows, pack_tiles, tree_rows
 from worker.tree import DraftTree
@@ -131,14 +132,8 @@ class GriffinDraft:
         cache.advance(NUM_SINKS + WINDOW)
         rows = tree_rows(cache, 0, DraftTree([0] * PROBE_NODES, [-1] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
         features = torch.zeros(PROBE_NODES, self._model.config.hidden_size, device=self._target.device)
-        seconds = []
-        for _ in range(PROBE_REPEATS):
-            self._target.synchronize()
-            started = time.perf_counter()
-            self._forward([rows], [features.to(self._target.dtype)])
-            self._target.synchronize()
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
+        forward = functools.partial(self._forward, [rows], [features.to(self._target.dtype)])
+        return statistics.median(seconds_of(self._target, forward) for _ in range(PROBE_REPEATS))
 
     def _open_window(self, context: _Context, num_committed: int) -> None:
         start = window_start(num_committed)

@@ -7,8 +7,8 @@ follows from the tokens alone: forwards are row-exact, and a resumed job has the
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 from worker.caches.full import FullKVCache
 from worker.drafters.parts import check_vocabulary
 from worker.model.files import ModelError, locate_model
+from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
 from worker.target.tiles import BLOCK, SequenceRows, chain_rows
 
@@ -80,13 +81,8 @@ class DraftModel:
         self.start("probe")
         token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
         self.logits({"probe": token_ids[:-PROBE_REPEATS]})
-        seconds = []
-        for num_left in range(PROBE_REPEATS - 1, -1, -1):
-            self._model.synchronize()
-            started = time.perf_counter()
-            self.logits({"probe": token_ids[: len(token_ids) - num_left]})
-            self._model.synchronize()
-            seconds.append(time.perf_counter() - started)
+        texts = [{"probe": token_ids[: len(token_ids) - num_left]} for num_left in range(PROBE_REPEATS - 1, -1, -1)]
+        seconds = [seconds_of(self._model, functools.partial(self.logits, text)) for text in texts]
         self.stop("probe")
         return statistics.median(seconds)
 
