@@ -25,25 +25,25 @@ def _autoregressive(target: TargetModel, costs: Costs, draft_model: Path | None)
 def _prompt_lookup(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:
     from worker.drafters.lookup.prompt_lookup import PromptLookupDrafter
 
-    return PromptLookupDrafter(target.vocab_size, costs())
+    return PromptLookupDrafter(target.vocab_size, costs)
 
 
 def _suffix(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:
     from worker.drafters.lookup.suffix import SuffixDrafter
 
-    return SuffixDrafter(costs())
+    return SuffixDrafter(costs)
 
 
 def _token_recycling(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:
     from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 
-    return TokenRecyclingDrafter(target.vocab_size, costs())
+    return TokenRecyclingDrafter(target.vocab_size, costs)
 
 
 def _token_recycling_static(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:
     from worker.drafters.recycling.static_recycling import StaticTokenRecyclingDrafter
 
-    return StaticTokenRecyclingDrafter(target.vocab_size, costs())
+    return StaticTokenRecyclingDrafter(target.vocab_size, costs)
 
 
 def _token_recycling_static_80(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:
@@ -55,7 +55,7 @@ def _token_recycling_static_80(target: TargetModel, costs: Costs, draft_model: P
 def _token_recycling_no_noise(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:
     from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 
-    return TokenRecyclingDrafter(target.vocab_size, costs(), with_noise=False)
+    return TokenRecyclingDrafter(target.vocab_size, costs, with_noise=False)
 
 
 def _tokenswift(target: TargetModel, costs: Costs, draft_model: Path | None) -> Drafter:

@@ -13,7 +13,7 @@ import numpy as np
 
 from worker.drafters.base import Drafter, DraftRequest
 from worker.sequence import Sequence
-from worker.target.step_costs import StepCosts
+from worker.target.step_costs import Costs, StepCosts
 from worker.target.tiles import TILE_ROWS
 from worker.tree import DraftTree
 from worker.verification import Verification
@@ -88,9 +88,9 @@ class NodeBudget:
 class BudgetedDrafter(Drafter):
     """Drafts for each sequence by itself, with as many nodes as pay."""
 
-    def __init__(self, costs: StepCosts | None) -> None:
+    def __init__(self, costs: Costs | None) -> None:
         """Without `costs` trees are as large as they may be."""
-        self._budget = None if costs is None else NodeBudget(costs)
+        self._budget = None if costs is None else NodeBudget(costs())
 
     @abstractmethod
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:

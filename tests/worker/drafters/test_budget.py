@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters.budget import NodeBudget
+from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.budget import BudgetedDrafter, NodeBudget
+from worker.engine import Engine
+from worker.model.files import locate_model
+from worker.sequence import Sequence
 from worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from worker.target.target import TargetModel
 from worker.target.tiles import TILE_ROWS
+from worker.tree import DraftTree
+from worker.verification import Verification
 
 FREE_ROWS = free_rows()
 DEAR_ROWS = StepCosts((64, 8192), np.array([[1.0, 1.05, 1.1, 1.2, 1.5, 2.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]]))
@@ -53,3 +63,58 @@ def test_a_short_generation_is_not_led_by_the_prior() -> None:
     for _ in range(20):
         budget.observe(8, [])
     assert budget.state()[0] < 0.25  # the prior says 0.6; at the final rate alone it would still be 0.4
+
+
+class Chains(BudgetedDrafter):
+    """Chains as long as they may be."""
+
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        return DraftTree.chain([0] * min(max_nodes, max_depth))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_trees_are_as_large_as_pays_for_sequences_that_share_a_forward(num_sequences: int) -> None:
+    sequence = Sequence("a", [1] * 8193, SamplingParams(max_tokens=9), 10)
+    drafter, budget = Chains(lambda: DEAR_ROWS), NodeBudget(DEAR_ROWS)
+    lengths = []
+    for overhead in (0.0, 100.0):  # what a step takes beside its forward makes larger trees pay
+        trees = drafter.propose([DraftRequest(sequence, 127, 63, overhead)] * num_sequences)
+        assert len(trees) == num_sequences
+        assert {len(tree) for tree in trees} == {budget.best(8192, num_sequences, overhead).num_nodes}
+        lengths.append(len(trees[0]))
+    assert lengths[0] < lengths[1]
+    assert len(drafter.propose([DraftRequest(sequence, 2, 63)])[0]) <= 2
+    assert len(Chains(None).propose([DraftRequest(sequence, 127, 63)])[0]) == 63
+
+
+def test_a_drafter_learns_what_pays() -> None:
+    sequence = Sequence("a", [1] * 9, SamplingParams(max_tokens=9), 10)
+    drafter = Chains(lambda: DEAR_ROWS)
+    [before] = drafter.propose([DraftRequest(sequence, 127, 63)])
+    for _ in range(24 * 20):
+        drafter.update(sequence, Verification(DraftTree.chain([0] * 31), [], [1], np.zeros(32, dtype=int), None, None))
+    [after] = drafter.propose([DraftRequest(sequence, 127, 63)])
+    assert len(after) < len(before)
+
+
+class Recorder(Drafter):
+    """Takes its time and proposes nothing."""
+
+    def __init__(self) -> None:
+        self.overheads: list[float] = []
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        time.sleep(0.02)
+        self.overheads += [request.overhead for request in requests]
+        return [DraftTree() for _ in requests]
+
+
+def test_drafters_are_told_what_a_step_takes_beside_its_forward(tiny_model: Path) -> None:
+    target, drafter = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu"), Recorder()
+    engine = Engine(target, drafter)
+    sequence = Sequence("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), target.vocab_size)
+    engine.start(sequence)
+    while sequence.finish_reason is None:
+        engine.step()
+    assert drafter.overheads[0] == 0.0
+    assert all(overhead >= 0.02 for overhead in drafter.overheads[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from worker.caches.full import FullKVCache
 from worker.drafters.budget import BudgetedDrafter
 from worker.sequence import Sequence
-from worker.target.step_costs import StepCosts
+from worker.target.step_costs import Costs
 from worker.tree import DraftTree
 from worker.verification import Verification
 
@@ -53,7 +53,7 @@ class NGramIndex:
 class PromptLookupDrafter(BudgetedDrafter):
     """Proposes the tokens behind the most recent earlier match of the last three tokens, else two, else one."""
 
-    def __init__(self, vocab_size: int, costs: StepCosts | None) -> None:
+    def __init__(self, vocab_size: int, costs: Costs | None) -> None:
         super().__init__(costs)
         self._vocab_size = vocab_size
         self._indexes: dict[str, NGramIndex] = {}

@@ -11,7 +11,7 @@ from worker.drafters.recycling.recycling_matrix import RecyclingMatrix
 from worker.drafters.recycling.static_tree import static_tree
 from worker.drafters.recycling.token_recycling import top_candidates_of
 from worker.sequence import Sequence
-from worker.target.step_costs import StepCosts
+from worker.target.step_costs import Costs
 from worker.tree import ROOT, DraftTree
 from worker.verification import TOP_K, Verification
 
@@ -24,7 +24,7 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
 
     needs_top_k = True
 
-    def __init__(self, vocab_size: int, costs: StepCosts | None) -> None:
+    def __init__(self, vocab_size: int, costs: Costs | None) -> None:
         super().__init__(costs)
         self._matrix = RecyclingMatrix(vocab_size, TOP_K, new_share=1.0)
 

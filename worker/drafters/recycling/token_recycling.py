@@ -19,7 +19,7 @@ from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
 from worker.sequence import Sequence
-from worker.target.step_costs import StepCosts
+from worker.target.step_costs import Costs
 from worker.tree import DraftTree
 from worker.verification import TOP_K, Verification
 
@@ -33,7 +33,7 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 
     needs_top_k = True
 
-    def __init__(self, vocab_size: int, costs: StepCosts | None, with_noise: bool = True) -> None:
+    def __init__(self, vocab_size: int, costs: Costs | None, with_noise: bool = True) -> None:
         super().__init__(costs)
         self._vocab_size = vocab_size
         self._with_noise = with_noise
