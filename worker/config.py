@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobs.run.dtypes import Device, Dtype
-from worker.drafters.names import DEFAULT_ENGINE
+from worker.drafters.catalogue import DEFAULT_ENGINE
 
 CheckpointKind = Literal["tokens", "state"]
 

@@ -8,13 +8,13 @@ import click
 
 from scheduler.commands.launch_options import launch_options, make_settings, output_mode
 from scheduler.commands.launching import end, launch_shown
-from worker.drafters.names import ENGINE_NAMES
+from worker.drafters.catalogue import ENGINES
 
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
 @click.option("--retry-failed", is_flag=True, help="Also run the jobs again that failed or were cancelled.")
-@click.option("--engine", type=click.Choice(ENGINE_NAMES), help="Another engine, same output. [default: the run's]")
+@click.option("--engine", type=click.Choice(list(ENGINES)), help="Another engine, same output. [default: the run's]")
 @launch_options
 def resume(run_uri: str, retry_failed: bool, may_take_over: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Go on with an interrupted run: every unfinished job continues from its checkpoint.

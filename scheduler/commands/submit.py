@@ -10,7 +10,7 @@ from scheduler.commands.launch_options import launch_options, make_settings, out
 from scheduler.commands.launching import end, launch_shown
 from scheduler.commands.model_options import DEVICES, DTYPES, THREAD_COUNT, filled
 from worker.config import Computation
-from worker.drafters.names import ENGINE_NAMES
+from worker.drafters.catalogue import ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from jobs.input.reader import Reject
     from scheduler.display.display import Display
 
+ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
 
-@click.command()
+
+@click.command(epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
 @click.argument("jobs", type=click.Path())
 @click.option("--run", "run_uri", required=True, help="Folder of the run: a path, s3:// or gs://. Made if absent.")
 @click.option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
 @click.option(
-    "--engine", type=click.Choice(ENGINE_NAMES), help=f"Changes speed, not output. [default: {Computation.engine}]"
+    "--engine", type=click.Choice(list(ENGINES)), help=f"Changes speed, not output. [default: {Computation.engine}]"
 )
 @click.option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @click.option("--device", type=DEVICES, help=f"[default: {Computation.device}]")

@@ -29,7 +29,7 @@ from scheduler.runs.manifest import computation_of, with_absolute_folders
 from scheduler.runs.settings import Settings
 from worker.caches.room import check_folder
 from worker.config import EngineConfig
-from worker.drafters.parts import check_parts
+from worker.drafters.catalogue import check_parts
 
 
 @dataclass(frozen=True)

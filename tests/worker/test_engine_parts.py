@@ -11,17 +11,16 @@ from click.testing import CliRunner
 
 from scheduler.cli import main
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters import create_drafter
-from worker.drafters.names import ENGINE_NAMES
-from worker.drafters.parts import TRAINED_PARTS, check_parts
+from worker.drafters.catalogue import ENGINES, check_parts, create_drafter
 from worker.drafters.tokenswift.heads import save_heads
 from worker.model.files import DRAFT_FOLDER, HEADS_FILE, ModelError, locate_model
 from worker.target.target import TargetModel
 
 
 def test_engines_without_trained_parts_ask_for_no_model() -> None:
-    for engine in set(ENGINE_NAMES) - TRAINED_PARTS.keys():
-        check_parts(engine, "no/model", "", None)
+    for engine, entry in ENGINES.items():
+        if entry.part is None:
+            check_parts(engine, "no/model", "", None)
 
 
 def test_parts_of_the_model_are_taken(tiny_model: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_draft_model_s_folder_is_used(tiny_model: Path, tmp_path: Path) -> Non
     target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
     shutil.copy(tiny_model / HEADS_FILE, tmp_path)
     create_drafter("tokenswift", target, free_rows, tmp_path)
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(ModelError, match="engine tokenswift: no file"):
         create_drafter("tokenswift", target, free_rows, tmp_path / "elsewhere")
 
 

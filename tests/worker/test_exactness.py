@@ -7,7 +7,7 @@ import pytest
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters import DRAFTERS, create_drafter
+from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from worker.engine import Engine
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
@@ -26,17 +26,16 @@ PROMPTS = (
     '"Tell me again," said the old woman, "what the river did to the mill, and leave nothing out this time."\n\n',
 )
 NUM_TOKENS = 64
-VARIANTS = {name for name in DRAFTERS if name.endswith(("-paper", "-static", "-static-80", "-no-noise"))}
-OTHER_ENGINES = [name for name in DRAFTERS if name != "autoregressive"]
+OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
-ALL = [(name, setting) for name in DRAFTERS for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
+ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
 def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
 ) -> list[list[int]]:
     """Run sequences to their end in one batch; returns their output ids."""
-    engine = Engine(target, create_drafter(engine_name, target, free_rows))
+    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     for sequence in sequences:
         engine.start(sequence)
         if drafter_state is not None:
@@ -104,7 +103,7 @@ def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_na
 
 
 def test_a_resumed_drafter_state_changes_no_token(plain: Plain) -> None:
-    engine = Engine(plain.target, create_drafter("token-recycling", plain.target, free_rows))
+    engine = Engine(plain.target, create_bench_drafter("token-recycling", plain.target, free_rows))
     [first, *_] = plain.sequences("sampled")
     engine.start(first)
     while first.num_generated_tokens < 50:
@@ -124,7 +123,7 @@ def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("engine_name", DRAFTERS)
+@pytest.mark.parametrize("engine_name", BENCH_ENGINES)
 def test_every_engine_gives_plain_decoding_s_2000_tokens_killed_and_resumed(
     long_plain: Plain, engine_name: str, setting: str
 ) -> None:

@@ -21,10 +21,9 @@ from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
 from worker.bench.engine import BenchError
 from worker.bench.long.long import LongBenchOptions, run_long_bench
 from worker.bench.text import text_tokens
-from worker.drafters import create_drafter
+from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.names import ENGINE_NAMES
 from worker.engine import Engine
 from worker.model.files import ModelError, locate_model
 from worker.model.text import TextCodec
@@ -92,14 +91,14 @@ def clean(target: TargetModel) -> dict[float, dict[str, list[int]]]:
     }
 
 
-@pytest.mark.parametrize(("engine_name", "temperature"), [("suffix", 0.0), *((name, 1.0) for name in ENGINE_NAMES)])
+@pytest.mark.parametrize(("engine_name", "temperature"), [("suffix", 0.0), *((name, 1.0) for name in BENCH_ENGINES)])
 def test_every_engine_fails_the_same_job_at_the_same_position_and_no_other(
     target: TargetModel, clean: dict[float, dict[str, list[int]]], engine_name: str, temperature: float
 ) -> None:
     mine, other = clean[temperature]["a"], clean[temperature]["b"]
     index = next(i for i in range(10, NUM_TOKENS) if mine[i] not in {*other, *mine[:i], *PROMPTS["a"], *PROMPTS["b"]})
     with spoilt(target, mine[index]):
-        sequences = decode(target, create_drafter(engine_name, target, free_rows), temperature)
+        sequences = decode(target, create_bench_drafter(engine_name, target, free_rows), temperature)
     position = len(PROMPTS["a"]) + index + 1
     assert f"logits for position {position} are not finite (NaN)" in (sequences["a"].error or "")
     assert sequences["a"].output_ids.tolist() == mine[: sequences["a"].num_generated_tokens]
@@ -130,7 +129,7 @@ def test_nan_in_rows_that_are_verified_and_not_walked_harms_no_job(
 ) -> None:
     unused = next(iter(set(range(target.vocab_size)) - set(np.concatenate([*PROMPTS.values(), *clean[0.0].values()]))))
     with spoilt(target, unused):
-        sequences = decode(target, Always(unused, create_drafter("token-recycling", target, free_rows)), 0.0)
+        sequences = decode(target, Always(unused, create_bench_drafter("token-recycling", target, free_rows)), 0.0)
     assert {name: sequence.output_ids.tolist() for name, sequence in sequences.items()} == clean[0.0]
 
 

@@ -7,8 +7,8 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
+from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from worker.config import Computation
-from worker.drafters import DRAFTERS, create_drafter
 from worker.engine import Engine
 from worker.exactness.doctor import diagnose
 from worker.model.files import ModelFiles
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("engine_name", DRAFTERS)
+@pytest.mark.parametrize("engine_name", BENCH_ENGINES)
 def test_every_engine_decodes_on_cuda_as_plain_decoding_does(embedded_files: ModelFiles, engine_name: str) -> None:
     target = TargetModel.load(embedded_files, "float32", "cuda")
     outputs = []
@@ -30,7 +30,7 @@ def test_every_engine_decodes_on_cuda_as_plain_decoding_does(embedded_files: Mod
         params = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
         prompt_ids = TextCodec(embedded_files).encode("The coach left at dawn, and")
         sequence = Sequence("s", prompt_ids, params, target.vocab_size, target.device)
-        engine = Engine(target, create_drafter(name, target, free_rows))
+        engine = Engine(target, create_bench_drafter(name, target, free_rows))
         engine.start(sequence)
         while sequence.finish_reason is None:
             engine.step()

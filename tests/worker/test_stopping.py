@@ -6,7 +6,7 @@ import pytest
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters import create_drafter
+from worker.drafters.catalogue import create_drafter
 from worker.engine import Engine
 from worker.model.text import TextCodec
 from worker.sequence import Sequence

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters import create_drafter
+from worker.drafters.catalogue import create_drafter
 from worker.engine import Engine
 from worker.model.files import ModelFiles
 from worker.model.text import TextCodec

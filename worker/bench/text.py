@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from jobs.sampling import SamplingParams
 from worker.bench.engine import BenchEngine, BenchError
-from worker.drafters import DEFAULT_ENGINE, create_drafter
+from worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
 from worker.model.files import ModelFiles
 from worker.sequence import Sequence
 from worker.target.step_costs import step_costs_of

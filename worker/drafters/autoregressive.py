@@ -9,5 +9,8 @@ from worker.tree import DraftTree
 class AutoregressiveDrafter(Drafter):
     """Proposes nothing, so that every step is plain decoding."""
 
+    def __init__(self, *_: object) -> None:
+        """As a `DrafterFactory`."""
+
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         return [DraftTree() for _ in requests]

@@ -52,7 +52,7 @@ def locate_model(model: str) -> ModelFiles:
     Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
     """
     path = model_folder(model)
-    config = _read_config(model, path)
+    config = read_config(model, path)
     if lack := what_it_lacks(config):
         raise ModelError(f"model {model}: {lack}; kinds that run here: {', '.join(SUPPORTED_KINDS)}")
     if fault := config_fault(config) or folder_fault(path):
@@ -81,7 +81,8 @@ def model_folder(model: str) -> Path:
     return path if path.is_dir() else _hub_snapshot(model)
 
 
-def _read_config(model: str, path: Path) -> dict[str, Any]:
+def read_config(model: str, path: Path) -> dict[str, Any]:
+    """A model's `config.json`. Raises ModelError where there is none."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

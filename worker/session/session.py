@@ -20,7 +20,7 @@ from metrics.endpoint import serve
 from metrics.exporter import EngineCollector, Labels, registry_of
 from worker.caches.room import check_folder
 from worker.config import EngineConfig
-from worker.drafters import create_drafter
+from worker.drafters.catalogue import create_drafter
 from worker.engine import Engine
 from worker.exactness.numerics import describe_numerics, exactness_of
 from worker.model.files import locate_model

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from jobs.run.run import Run
+from scheduler.runs.settings import Settings
+from tests import ROOT
+from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from worker.config import Computation
-from worker.drafters.names import ENGINE_NAMES
+from worker.drafters.catalogue import ENGINES
 from worker.exactness.doctor import diagnose
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
@@ -36,7 +39,28 @@ def test_an_unwritable_run_folder_is_refused_in_one_line(tmp_path: Path, tiny_mo
 def test_unknown_engine_names_the_known_ones(tmp_path: Path, jobs_file: str) -> None:
     line = refusal("submit", jobs_file, "--run", str(tmp_path / "run"), "--engine", "warp")
     assert "warp" in line
-    assert all(name in line for name in ENGINE_NAMES)
+    assert all(name in line for name in ENGINES)
+
+
+def test_help_and_the_pages_say_what_each_engine_drafts_from() -> None:
+    page = invoke("submit", "--help").output
+    assert len(ENGINES) <= 8
+    for name, entry in ENGINES.items():
+        assert f"    {name:<16} {entry.drafts_from}\n" in page
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    [rows] = [table(text, "engine") for text in pages if "| engine |" in text]
+    assert [row[0].split("`")[1] for row in rows] == list(ENGINES)
+
+
+def test_a_run_that_was_made_with_a_variant_says_how_it_goes_on(
+    tmp_path: Path, tiny_model: Path, jobs_file: str
+) -> None:
+    place, variant = str(tmp_path / "run"), "token-recycling-static"  # a choice of `submit` in earlier versions
+    submit_file(jobs_file, place, Settings(model=str(tiny_model), engine=variant))
+    for line in (refusal("resume", place), refusal("submit", jobs_file, "--run", place)):
+        assert f"unknown engine '{variant}'; expected one of: autoregressive, " in line
+        assert "`swiftbatch resume RUN --engine token-recycling`" in line
+    assert variant in invoke("status", place).output
 
 
 def test_an_unknown_model_is_refused_in_one_line(tmp_path: Path, jobs_file: str) -> None:

@@ -16,7 +16,7 @@ from worker.bench.decode.decode import DecodeBenchOptions, fill, run_decode_benc
 from worker.bench.decode.records import render
 from worker.bench.engine import BenchError
 from worker.bench.text import read_text
-from worker.drafters import create_drafter
+from worker.drafters.catalogue import create_drafter
 from worker.model.files import locate_model
 from worker.sequence import Sequence
 from worker.target.target import TargetModel

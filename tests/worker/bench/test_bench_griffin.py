@@ -21,9 +21,10 @@ from worker.bench.griffin.ablation import OPTIONS, GriffinAblationOptions, run_g
 from worker.bench.griffin.catalogue import TEMPERATURES
 from worker.bench.griffin.figures import GriffinFigures
 from worker.bench.text import encode, read_text
+from worker.bench.variants import GRIFFIN_PAPER
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions
+from worker.drafters.griffin.griffin import GriffinOptions
 from worker.model.files import ModelError, locate_model
 from worker.sequence import Sequence
 from worker.training.griffin.recipe import GriffinRecipe
@@ -102,7 +103,7 @@ def test_a_table_runs_and_shows_what_its_json_holds(
 
 
 def test_plans_are_what_pays_and_the_paper_s_trees() -> None:
-    assert OPTIONS["own"] == GriffinOptions() != GRIFFIN_PAPER_OPTIONS == OPTIONS["paper"]
+    assert OPTIONS["own"] == GriffinOptions() != GRIFFIN_PAPER == OPTIONS["paper"]
 
 
 def test_trainings_are_shared_by_tables_and_used_again(

@@ -18,9 +18,9 @@ from worker.bench.griffin.tables import ArmKey, Results, render
 from worker.bench.griffin.variants import Training, recipe_of
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
+from worker.bench.variants import create_bench_drafter
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, griffin
 from worker.drafters.griffin.model import GriffinModel
 from worker.model.files import locate_model
 from worker.sequence import Sequence
@@ -171,7 +171,7 @@ def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_
     tiny_target: TargetModel, tiny_model: Path
 ) -> None:
     generation, plain = arms_behind(tiny_target, 0).run(
-        griffin(tiny_target, free_rows, tiny_model, GRIFFIN_PAPER_OPTIONS), 1.0
+        create_bench_drafter("griffin-paper", tiny_target, free_rows), 1.0
     )
     figures = GriffinFigures.of([(generation, plain)])
     assert 50 < figures.nodes_per_step <= 60

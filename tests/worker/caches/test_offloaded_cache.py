@@ -26,7 +26,7 @@ from worker.caches import offloaded as offloaded_cache
 from worker.caches.hosts import FileHost
 from worker.caches.offloaded import OffloadedKVCache
 from worker.caches.room import KVRoomError
-from worker.drafters import create_drafter
+from worker.drafters.catalogue import create_drafter
 from worker.engine import Engine
 from worker.model.text import TextCodec
 from worker.sequence import Sequence

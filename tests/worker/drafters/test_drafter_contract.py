@@ -13,10 +13,10 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
-from worker.drafters import DRAFTERS, create_drafter
+from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from worker.drafters.base import Drafter
-from worker.drafters.names import DEFAULT_ENGINE, ENGINE_NAMES
-from worker.model.files import locate_model
+from worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
+from worker.model.files import ModelError, locate_model
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
@@ -80,13 +80,18 @@ def tiny_target(tiny_model: Path) -> TargetModel:
     return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")  # bf16 layers this small are not row-exact
 
 
-@pytest.mark.parametrize("params", [PARAMS, GREEDY], ids=["T=1", "T=0"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        *(pytest.param(name, PARAMS, id=f"{name}, T=1") for name in BENCH_ENGINES),
+        *(pytest.param(name, GREEDY, id=f"{name}, T=0") for name in ENGINES),
+    ],
+)
 class TestEveryDrafter:
     """The contract of worker/drafters/base.py."""
 
     def warm(self, target: TargetModel, name: str, params: SamplingParams) -> tuple[Drafter, Generation]:
-        drafter = create_drafter(name, target, free_rows)
+        drafter = create_bench_drafter(name, target, free_rows)
         generation = Generation(target, drafter, PROMPT, params)
         for _ in range(30):
             generation.step(drafter)
@@ -115,7 +120,7 @@ class TestEveryDrafter:
     def test_degenerate_prompts(
         self, tiny_target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
     ) -> None:
-        drafter = create_drafter(name, tiny_target, free_rows)
+        drafter = create_bench_drafter(name, tiny_target, free_rows)
         generation = Generation(tiny_target, drafter, prompt, params)
         for _ in range(20):
             check_structure(proposed(drafter, generation.sequence, 8, 4), 8, 4, tiny_target.vocab_size)
@@ -127,7 +132,7 @@ class TestEveryDrafter:
         ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
         monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
         drafter, generation = self.warm(tiny_target, name, params)
-        fresh = create_drafter(name, tiny_target, free_rows)
+        fresh = create_bench_drafter(name, tiny_target, free_rows)
         fresh.start(generation.sequence, generation.cache)
         state = drafter.state(generation.sequence)
         fresh.restore(generation.sequence, {key: array.copy() for key, array in state.items()})
@@ -145,7 +150,7 @@ class TestEveryDrafter:
         assert proposed(drafter, generation.sequence, 15, 6) == expected
 
     def test_sequences_do_not_mix(self, tiny_target: TargetModel, name: str, params: SamplingParams) -> None:
-        drafter = create_drafter(name, tiny_target, free_rows)
+        drafter = create_bench_drafter(name, tiny_target, free_rows)
         prompts = {"one": [1, 2, 3], "two": [4, 5, 6]}
         generations = [Generation(tiny_target, drafter, prompt, params, n) for n, prompt in prompts.items()]
         for _ in range(15):
@@ -175,11 +180,12 @@ class TestEveryDrafter:
         assert generation.sequence.token_ids[:num_common].tolist() == plain.sequence.token_ids[:num_common].tolist()
 
 
-def test_the_catalogue_and_the_names_agree() -> None:
-    assert tuple(DRAFTERS) == ENGINE_NAMES
-    assert DEFAULT_ENGINE in DRAFTERS
+def test_users_choose_from_few_engines_and_variants_are_no_choice() -> None:
+    assert DEFAULT_ENGINE in ENGINES
+    assert len(ENGINES) <= 8
+    assert not ENGINES.keys() & VARIANTS.keys()
 
 
 def test_an_unknown_engine_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
+    with pytest.raises(ModelError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
         create_drafter("medusa", NO_TARGET, free_rows)

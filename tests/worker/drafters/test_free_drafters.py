@@ -16,7 +16,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
-from worker.drafters import create_drafter
+from worker.bench.variants import create_bench_drafter
 from worker.drafters.base import Drafter, ReadRows
 from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
 from worker.drafters.recycling.static_tree import static_tree
@@ -70,7 +70,7 @@ def generate(drafter: Drafter, sequence: Sequence, num_steps: int, max_nodes: in
 
 
 def warm(name: str, params: SamplingParams = PARAMS, num_steps: int = 30) -> tuple[Drafter, Sequence]:
-    drafter, sequence = create_drafter(name, TABLE, free_rows), new_sequence(params=params)
+    drafter, sequence = create_bench_drafter(name, TABLE, free_rows), new_sequence(params=params)
     drafter.start(sequence, NO_CACHE)
     generate(drafter, sequence, num_steps)
     return drafter, sequence
@@ -81,7 +81,7 @@ def mean_acceptance_length(verifications: list[Verification]) -> float:
 
 
 def test_autoregressive_proposes_nothing() -> None:
-    assert len(proposed(create_drafter("autoregressive", TABLE, free_rows), new_sequence(), 8, 8)) == 0
+    assert len(proposed(create_bench_drafter("autoregressive", TABLE, free_rows), new_sequence(), 8, 8)) == 0
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_autoregressive_proposes_nothing() -> None:
     ],
 )
 def test_prompt_lookup_copies_from_the_longest_and_latest_match(prompt: list[int], expected: list[int]) -> None:
-    drafter, sequence = create_drafter("prompt-lookup", TABLE, free_rows), new_sequence(prompt)
+    drafter, sequence = create_bench_drafter("prompt-lookup", TABLE, free_rows), new_sequence(prompt)
     drafter.start(sequence, NO_CACHE)
     assert proposed(drafter, sequence, 4, 9) == DraftTree.chain(expected)
 
@@ -103,7 +103,7 @@ def test_prompt_lookup_copies_from_the_longest_and_latest_match(prompt: list[int
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix"])
 def test_a_repeated_text_is_drafted_as_one_path(name: str) -> None:
     text = [10, 20, 30, 40, 50, 60, 11, 21]
-    drafter, sequence = create_drafter(name, TABLE, free_rows), new_sequence(text * 4 + text[:3], GREEDY)
+    drafter, sequence = create_bench_drafter(name, TABLE, free_rows), new_sequence(text * 4 + text[:3], GREEDY)
     drafter.start(sequence, NO_CACHE)
     assert proposed(drafter, sequence, 5, 9) == DraftTree.chain([40, 50, 60, 11, 21])
 
@@ -115,7 +115,7 @@ def test_a_long_prompt_is_taken_in_at_constant_cost_per_token(name: str) -> None
     for length in (10_000, 40_000):
         sequence = new_sequence(tokens[:length])
         started = time.process_time()
-        create_drafter(name, TABLE, free_rows).start(sequence, NO_CACHE)
+        create_bench_drafter(name, TABLE, free_rows).start(sequence, NO_CACHE)
         seconds.append(time.process_time() - started)
     assert seconds[1] < 4 * 2.5 * seconds[0]
 
@@ -126,7 +126,7 @@ def test_recycling_starts_hot_with_the_next_job(params: SamplingParams) -> None:
     drafter.stop(first)
     second = new_sequence([8, 17], params, "b")
     drafter.start(second, NO_CACHE)
-    cold_drafter, cold = create_drafter("token-recycling", TABLE, free_rows), new_sequence([8, 17], params, "b")
+    cold_drafter, cold = create_bench_drafter("token-recycling", TABLE, free_rows), new_sequence([8, 17], params, "b")
     cold_drafter.start(cold, NO_CACHE)
     hot = mean_acceptance_length(generate(drafter, second, 10))
     assert hot > mean_acceptance_length(generate(cold_drafter, cold, 10)) + 1
@@ -143,7 +143,7 @@ def test_drafting_with_the_noise_accepts_more() -> None:
 
 
 def test_the_most_recent_row_of_a_token_stays() -> None:
-    drafter, sequence = create_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9], GREEDY)
+    drafter, sequence = create_bench_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9], GREEDY)
     top_ids = np.arange(3 * TOP_K).reshape(3, TOP_K)
     top_logprobs = np.tile(np.log(np.linspace(0.3, 0.01, TOP_K, dtype=np.float32)), (3, 1))
     sequence.extend([9])
@@ -174,7 +174,7 @@ def test_unfit_state_is_refused_and_changes_nothing(damage) -> None:  # type: ig
 
 
 def test_tokens_that_min_p_cuts_off_are_not_drafted() -> None:
-    drafter, sequence = create_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9])
+    drafter, sequence = create_bench_drafter("token-recycling", TABLE, free_rows), new_sequence([4, 9])
     logprobs = np.log(np.array([[0.9, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]], dtype=np.float32))
     sequence.extend([9])
     drafter.update(sequence, Verification(DraftTree(), [], [9], np.array([9]), np.arange(TOP_K)[None] + 20, logprobs))
@@ -204,7 +204,7 @@ def test_pairs_that_share_a_row_take_it_over() -> None:
 
 
 def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
-    drafter = create_drafter("token-recycling", TABLE, free_rows)
+    drafter = create_bench_drafter("token-recycling", TABLE, free_rows)
     sequence = new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
     drafter.start(sequence, NO_CACHE)
     top_ids = np.tile(np.arange(40, 40 + TOP_K), (8, 1))

@@ -10,9 +10,10 @@ import torch
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import defined_outputs, load, random_draft_model, random_tokens, read_sequence
+from worker.bench.variants import GRIFFIN_PAPER
 from worker.drafters.base import DraftRequest
 from worker.drafters.griffin.draft import GriffinDraft
-from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinDrafter, GriffinOptions
+from worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
 from worker.drafters.griffin.window import slot_of, window_start
 from worker.engine import Engine
 from worker.target.target import TargetModel
@@ -32,7 +33,7 @@ def target_model(tiny_model: Path) -> TargetModel:
     return load(tiny_model)
 
 
-def new_drafter(target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER_OPTIONS) -> GriffinDrafter:
+def new_drafter(target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER) -> GriffinDrafter:
     return GriffinDrafter(target, GriffinDraft(random_draft_model(target), target), None, options)
 
 

@@ -22,8 +22,8 @@ from transformers import (
 
 from jobs.sampling import SamplingParams
 from scheduler.cli import main
-from worker.drafters.tokenswift.heads import HEADS_FILE, DecodingHeads, head_states, save_heads
-from worker.model.files import ModelError, ModelFiles, locate_model
+from worker.drafters.tokenswift.heads import DecodingHeads, head_states, save_heads
+from worker.model.files import HEADS_FILE, ModelError, ModelFiles, locate_model
 from worker.model.text import TextCodec
 from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError
@@ -102,13 +102,14 @@ def test_heads_do_not_change_what_model_it_is(tiny_model: Path, tmp_path: Path) 
 
 
 def test_missing_heads_say_how_to_train_them(tmp_path: Path, tiny_target: TargetModel) -> None:
-    command = f"swiftbatch train tokenswift --model {tiny_target.files.name} --data DIR --output {tmp_path}"
-    assert refusal(tmp_path, tiny_target).endswith(f"no such file; train them with `{command}`")
+    command = f"swiftbatch train tokenswift --model {tiny_target.files.name} --data DIR --output DIR"
+    expected = f"engine tokenswift: no file {tmp_path / HEADS_FILE}; train it with `{command}` and name that folder"
+    assert refusal(tmp_path, tiny_target).startswith(expected)
 
 
 def test_heads_of_another_model_are_refused(tmp_path: Path, tiny_target: TargetModel) -> None:
     save_heads(tmp_path, random_weight(64), "0123456789abcdef" * 4)
-    assert "trained for the model with fingerprint 0123456789ab" in refusal(tmp_path, tiny_target)
+    assert "belongs to a model with fingerprint 0123456789ab" in refusal(tmp_path, tiny_target)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,9 @@ def test_unfit_weights_are_refused(tmp_path: Path, tiny_target: TargetModel, wei
 def test_files_that_hold_no_heads_are_refused(tmp_path: Path, tiny_target: TargetModel) -> None:
     path = tmp_path / HEADS_FILE
     save_file({"other": torch.zeros(1)}, path, metadata={"model_fingerprint": tiny_target.files.fingerprint})
-    assert "not a safetensors file with `heads.weight`" in refusal(tmp_path, tiny_target)
+    assert "`heads.weight` is missing; expected floats [num_heads, 64, 64]; train it" in refusal(tmp_path, tiny_target)
     path.write_bytes(path.read_bytes()[:20])
-    assert "not a safetensors file with `heads.weight`" in refusal(tmp_path, tiny_target)
+    assert "no safetensors file with a `model_fingerprint`" in refusal(tmp_path, tiny_target)
 
 
 def test_training_makes_heads_that_predict(tiny_model: Path, books: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.caches import retrieval as retrieval_cache
-from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
+from worker.drafters.catalogue import create_drafter
 from worker.drafters.triforce.triforce import POLICIES, TriForceOptions, triforce
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.engine import Engine

@@ -11,10 +11,11 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
+from worker.bench.variants import TOKENSWIFT_PAPER
 from worker.caches import summary as summary_cache
-from worker.drafters import create_drafter
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, STRATEGIES, TokenSwiftOptions, tokenswift
+from worker.drafters.catalogue import create_drafter
+from worker.drafters.tokenswift.tokenswift import STRATEGIES, TokenSwiftOptions, tokenswift
 from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import FixedPlanner
@@ -81,7 +82,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 ) -> None:
     options = TokenSwiftOptions(strategy=strategy, budget=SMALL_BUDGET, draft_rounds=draft_rounds)
     sequence = new_sequence(target, sampler, NUM_TOKENS)
-    run(target, tokenswift(target, free_rows, target.files.path, options), sequence)
+    run(target, tokenswift(target, free_rows, None, options), sequence)
     assert sequence.output_ids.tolist() == plain[sampler]
 
 
@@ -90,7 +91,7 @@ def always(
 ) -> TwoLevelDrafter:
     """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
     options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
-    drafter = tokenswift(target, free_rows, target.files.path, options)
+    drafter = tokenswift(target, free_rows, None, options)
     drafter._planner = FixedPlanner(DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length))
     return drafter
 
@@ -175,7 +176,7 @@ def test_committed_positions_keep_their_bits_where_a_machine_is_not_exact(target
 
 @pytest.mark.parametrize("damage", ["plan_means", "recycling_ids"])
 def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: str) -> None:
-    drafter = tokenswift(target, free_rows, target.files.path, TokenSwiftOptions())
+    drafter = tokenswift(target, free_rows, None, TokenSwiftOptions())
     sequence = new_sequence(target, "T=0", 60)
     run(target, drafter, sequence)
     state = drafter.state(sequence)
@@ -227,7 +228,7 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> 
 
 def first_tree(target: TargetModel, **changes: object) -> DraftTree:
     """The draft tree behind one step with the paper's options."""
-    drafter = tokenswift(target, free_rows, target.files.path, replace(PAPER_OPTIONS, num_ngrams=0, **changes))  # type: ignore[arg-type]
+    drafter = tokenswift(target, free_rows, None, replace(TOKENSWIFT_PAPER, num_ngrams=0, **changes))  # type: ignore[arg-type]
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)
     engine.start(sequence)
@@ -251,4 +252,4 @@ def test_the_first_digit_counts_candidates_for_the_drawn_token(target: TargetMod
 
 def test_more_digits_than_heads_are_refused(target: TargetModel) -> None:
     with pytest.raises(ModelError, match=r"tree 1,3,3,3,3: the heads in .* are 3"):
-        tokenswift(target, free_rows, target.files.path, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))
+        tokenswift(target, free_rows, None, TokenSwiftOptions(digits=(1, 3, 3, 3, 3)))

@@ -10,7 +10,7 @@ import torch
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
-from worker.drafters import DRAFTERS, create_drafter
+from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from worker.drafters.griffin.model import GriffinConfig, GriffinModel
 from worker.drafters.griffin.weights import save_griffin
 from worker.drafters.tokenswift.heads import save_heads
@@ -20,7 +20,6 @@ from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
 WINDOWS = {"mistral": 40, "gemma2": 70, "gpt_oss": 40}  # they begin to forget before the text ends
-VARIANTS = {name for name in DRAFTERS if name.endswith(("-paper", "-static", "-static-80", "-no-noise"))}
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23
 
 
@@ -44,7 +43,7 @@ def sequences(target: TargetModel) -> list[Sequence]:
 
 
 def decode(target: TargetModel, engine_name: str, batch: list[Sequence]) -> list[list[int]]:
-    engine = Engine(target, create_drafter(engine_name, target, free_rows))
+    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     for sequence in batch:
         engine.start(sequence)
     while any(sequence.finish_reason is None for sequence in batch):
@@ -58,7 +57,7 @@ def plain(target: TargetModel) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in DRAFTERS]
+    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in BENCH_ENGINES]
 )
 def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(
     target: TargetModel, plain: list[list[int]], engine_name: str

@@ -169,7 +169,7 @@ def test_another_engine_goes_on_and_leaves_the_drafter_state_alone(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     lose_a_worker(run, tiny_model, 100, "token-recycling")
-    to_the_end(session(run, tiny_model, engine="token-recycling-static"), claimed(run, record("fox")))
+    to_the_end(session(run, tiny_model, engine="suffix"), claimed(run, record("fox")))
     assert digest(run, record("fox")) == undisturbed
     assert "drafter" not in caplog.text
 

@@ -17,10 +17,9 @@ from worker.bench.engine import BenchError
 from worker.bench.long.records import write_json
 from worker.bench.options import BenchOptions, Positions
 from worker.bench.text import own_tokens, text_tokens
+from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from worker.caches.full import FullKVCache
-from worker.drafters import create_drafter
 from worker.drafters.base import Drafter
-from worker.drafters.names import ENGINE_NAMES
 from worker.engine import read
 from worker.model.files import locate_model
 from worker.sequence import Sequence
@@ -48,10 +47,10 @@ class DecodeBenchOptions(BenchOptions):
     @field_validator("engines")
     @classmethod
     def _known_engines(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [name for name in engines if name not in ENGINE_NAMES]
+        unknown = [name for name in engines if name not in BENCH_ENGINES]
         if unknown or not engines or len(set(engines)) < len(engines):
             raise ValueError(
-                f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(ENGINE_NAMES)}, each once"
+                f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(BENCH_ENGINES)}, each once"
             )
         return engines
 
@@ -126,7 +125,7 @@ def _contestants(
         ignore_eos=True,
     )
     for name in options.engines:
-        drafter = create_drafter(name, target, costs, options.draft_model)
+        drafter = create_bench_drafter(name, target, costs, options.draft_model)
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
         contestant = EngineContestant(name, target, drafter, sequence, cache)
         state = drafters[name].state(sequence)
@@ -139,7 +138,7 @@ def _contestants(
 
 def _warm_drafters(target: TargetModel, costs: Costs, options: DecodeBenchOptions) -> dict[str, Drafter]:
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
-    drafters = {name: create_drafter(name, target, costs, options.draft_model) for name in options.engines}
+    drafters = {name: create_bench_drafter(name, target, costs, options.draft_model) for name in options.engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
         other_job = own_tokens(target, num_tokens)

@@ -30,14 +30,15 @@ from worker.bench.options import BenchOptions
 from worker.bench.text import encode, read_text
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
-from worker.drafters.griffin.griffin import GRIFFIN_PAPER_OPTIONS, GriffinOptions, griffin
+from worker.bench.variants import GRIFFIN_PAPER
+from worker.drafters.griffin.griffin import GriffinOptions, griffin
 from worker.model.files import ModelFiles, locate_model
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 from worker.training.griffin.features import TEST
 from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 
-OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER_OPTIONS}
+OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER}
 
 
 class GriffinAblationOptions(BenchOptions):

@@ -17,8 +17,8 @@ from worker.bench.long.records import LongRecord, LongResult, write_json
 from worker.bench.options import BenchOptions
 from worker.bench.text import own_tokens, text_tokens
 from worker.bench.tokenswift.reuse import ReuseTally, metered_drafter
+from worker.bench.variants import BENCH_ENGINES
 from worker.drafters.base import Drafter
-from worker.drafters.names import ENGINE_NAMES
 from worker.model.files import ModelFiles, locate_model
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
@@ -47,8 +47,8 @@ class LongBenchOptions(BenchOptions):
     @field_validator("engine")
     @classmethod
     def _known_engine(cls, engine: str) -> str:
-        if engine not in ENGINE_NAMES:
-            raise ValueError(f"got {engine}; expected one of: {', '.join(ENGINE_NAMES)}")
+        if engine not in BENCH_ENGINES:
+            raise ValueError(f"got {engine}; expected one of: {', '.join(BENCH_ENGINES)}")
         return engine
 
     @property

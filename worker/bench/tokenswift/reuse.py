@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.drafters import create_drafter
+from worker.bench.variants import TOKENSWIFT_PAPER, create_bench_drafter
 from worker.drafters.base import Drafter
 from worker.drafters.tokenswift.digit_tree import Sources, by_token
 from worker.drafters.tokenswift.proposer import TokenSwiftProposer
-from worker.drafters.tokenswift.tokenswift import PAPER_OPTIONS, TokenSwiftOptions, tokenswift
+from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from worker.drafters.two_level.draft import Draft
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
@@ -21,7 +21,7 @@ from worker.target.target import TargetModel
 from worker.tree import DraftTree
 from worker.verification import Verification
 
-BASE_OPTIONS = {"tokenswift-paper": PAPER_OPTIONS, "tokenswift": TokenSwiftOptions()}
+BASE_OPTIONS = {"tokenswift-paper": TOKENSWIFT_PAPER, "tokenswift": TokenSwiftOptions()}
 NOTHING = Sources([], [])
 
 
@@ -79,11 +79,11 @@ def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
 
 
 def metered_drafter(
-    engine: str, target: TargetModel, costs: Costs, draft_model: Path | None, options: TokenSwiftOptions | None = None
+    engine: str, target: TargetModel, costs: Costs, parts_folder: Path | None, options: TokenSwiftOptions | None = None
 ) -> tuple[Drafter, ReuseTally | None]:
     """An engine's drafter, and for TokenSwift, where `options` may be others, what its n-grams bring. ModelError."""
     if engine not in BASE_OPTIONS:
-        return create_drafter(engine, target, costs, draft_model), None
-    folder, tally = draft_model or target.files.path, ReuseTally()
+        return create_bench_drafter(engine, target, costs, parts_folder), None
+    tally = ReuseTally()
     new_proposer = partial(MeteredProposer, tally)
-    return tokenswift(target, costs, folder, options or BASE_OPTIONS[engine], new_proposer), tally
+    return tokenswift(target, costs, parts_folder, options or BASE_OPTIONS[engine], new_proposer), tally

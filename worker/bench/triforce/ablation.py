@@ -33,7 +33,7 @@ from worker.bench.triforce.plot import plot
 from worker.bench.triforce.prompts import Prompt, make_prompts, num_text_tokens, read_prompt
 from worker.bench.triforce.tables import Results, render, summary
 from worker.caches.room import check_folder
-from worker.drafters.parts import check_parts
+from worker.drafters.catalogue import check_parts
 from worker.model.files import ModelFiles, locate_model
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
@@ -100,8 +100,7 @@ def _check(options: PromptAblationOptions, files: ModelFiles) -> None:
         raise BenchError(
             f"{length} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
         )
-    draft_model = None if options.draft_model is None else str(options.draft_model)
-    check_parts("triforce", options.model, files.fingerprint, draft_model)
+    check_parts("triforce", options.model, files.fingerprint, options.draft_model)
     check_folder(None if options.kv_offload is None else str(options.kv_offload))
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from worker.bench.triforce.catalogue import Arm
+from worker.bench.variants import TRIFORCE_PAPER
 from worker.caches.draft_cache import NUM_PINNED, DraftCache
 from worker.caches.retrieval import StreamingKVCache
-from worker.drafters.parts import draft_folder
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.triforce.triforce import TRIFORCE_PAPER_OPTIONS, TriForceOptions, triforce
+from worker.drafters.triforce.triforce import TriForceOptions, triforce
 from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import MeasuredPlanner
@@ -20,12 +20,12 @@ from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
 
-def new_drafter(target: TargetModel, costs: Costs, arm: Arm, draft_model: Path | None) -> TwoLevelDrafter:
+def new_drafter(target: TargetModel, costs: Costs, arm: Arm, parts_folder: Path | None) -> TwoLevelDrafter:
     """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
     if arm.plan == "naive":
-        return _naive_policy(target, costs, draft_model)
-    base = TRIFORCE_PAPER_OPTIONS if arm.plan == "paper" else TriForceOptions()
-    return triforce(target, costs, draft_model, replace(base, **arm.options))
+        return _naive_policy(target, costs, parts_folder)
+    base = TRIFORCE_PAPER if arm.plan == "paper" else TriForceOptions()
+    return triforce(target, costs, parts_folder, replace(base, **arm.options))
 
 
 class NaivePlanner(MeasuredPlanner):
@@ -35,9 +35,9 @@ class NaivePlanner(MeasuredPlanner):
         return DraftPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
 
 
-def _naive_policy(target: TargetModel, costs: Costs, draft_model: Path | None) -> TwoLevelDrafter:
+def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> TwoLevelDrafter:
     """The draft model's tokens go straight to the full verification."""
-    proposer = DraftModelProposer(DraftModel.load(draft_folder(target.files.path, draft_model), target), width=1)
+    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), width=1)
 
     def new_cache(sequence: Sequence) -> DraftCache:
         return StreamingKVCache(target.cache_shape, NUM_PINNED, 0)  # no round ever asks for it

@@ -33,7 +33,7 @@ class GriffinOptions:
     is_full: bool = False  # False: as many nodes and levels as pay
 
 
-GRIFFIN_PAPER_OPTIONS = GriffinOptions(is_full=True)
+DEFAULTS = GriffinOptions()
 
 
 @dataclass
@@ -46,9 +46,11 @@ class _Tracked:
     num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
 
 
-def griffin(target: TargetModel, costs: Costs, folder: Path, options: GriffinOptions) -> GriffinDrafter:
-    """Put the engine's parts together. Raises ModelError where `folder` has no draft model for this target."""
-    draft = GriffinDraft(load_griffin(folder, target), target)
+def griffin(
+    target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
+) -> GriffinDrafter:
+    """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    draft = GriffinDraft(load_griffin(parts_folder, target), target)
     planner = None if options.is_full else PricePlanner(costs(), draft.level_seconds())
     return GriffinDrafter(target, draft, planner, options)
 

@@ -6,6 +6,7 @@ from worker.caches.full import FullKVCache
 from worker.drafters.budget import BudgetedDrafter
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
 from worker.tree import DraftTree
 from worker.verification import Verification
 
@@ -53,9 +54,9 @@ class NGramIndex:
 class PromptLookupDrafter(BudgetedDrafter):
     """Proposes the tokens behind the most recent earlier match of the last three tokens, else two, else one."""
 
-    def __init__(self, vocab_size: int, costs: Costs | None) -> None:
+    def __init__(self, target: TargetModel, costs: Costs, *_: object) -> None:
         super().__init__(costs)
-        self._vocab_size = vocab_size
+        self._vocab_size = target.vocab_size
         self._indexes: dict[str, NGramIndex] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:

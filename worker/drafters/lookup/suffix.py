@@ -11,6 +11,7 @@ from worker.drafters.lookup.suffix_automaton import ROOT_STATE, SuffixAutomaton
 from worker.drafters.ranking import CandidateRanker
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
 from worker.tree import DraftTree
 from worker.verification import Verification
 
@@ -22,7 +23,7 @@ MAX_FOLLOWERS = 16  # followers looked at in one suffix, the most recent ones
 class SuffixDrafter(BudgetedDrafter):
     """Grows best-first trees from what followed the longest repeated suffixes, ranked with the noise."""
 
-    def __init__(self, costs: Costs | None) -> None:
+    def __init__(self, target: TargetModel, costs: Costs, *_: object) -> None:
         super().__init__(costs)
         self._automata: dict[str, SuffixAutomaton] = {}
 

@@ -12,6 +12,7 @@ from worker.drafters.recycling.static_tree import static_tree
 from worker.drafters.recycling.token_recycling import top_candidates_of
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
 from worker.tree import ROOT, DraftTree
 from worker.verification import TOP_K, Verification
 
@@ -24,9 +25,9 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
 
     needs_top_k = True
 
-    def __init__(self, vocab_size: int, costs: Costs | None) -> None:
+    def __init__(self, target: TargetModel, costs: Costs | None, *_: object) -> None:
         super().__init__(costs)
-        self._matrix = RecyclingMatrix(vocab_size, TOP_K, new_share=1.0)
+        self._matrix = RecyclingMatrix(target.vocab_size, TOP_K, new_share=1.0)
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         ranker = CandidateRanker(sequence)

@@ -20,6 +20,7 @@ from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
 from worker.tree import DraftTree
 from worker.verification import TOP_K, Verification
 
@@ -33,11 +34,11 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 
     needs_top_k = True
 
-    def __init__(self, vocab_size: int, costs: Costs | None, with_noise: bool = True) -> None:
+    def __init__(self, target: TargetModel, costs: Costs | None, *_: object, with_noise: bool = True) -> None:
         super().__init__(costs)
-        self._vocab_size = vocab_size
+        self._vocab_size = target.vocab_size
         self._with_noise = with_noise
-        self._tokens = RecyclingMatrix(vocab_size, WIDTH, NEW_SHARE)
+        self._tokens = RecyclingMatrix(target.vocab_size, WIDTH, NEW_SHARE)
         self._pairs = PairTable(TOP_K, NEW_SHARE)
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import linear
 
-from worker.drafters.parts import FINGERPRINT
-from worker.model.files import HEADS_FILE, ModelError
+from worker.drafters.catalogue import FINGERPRINT, HEADS
+from worker.drafters.trained_part import read_part
 from worker.target.target import TargetModel
-
-__all__ = ["HEADS_FILE", "DecodingHeads", "head_states", "save_heads"]
 
 TENSOR = "heads.weight"  # [num_heads, hidden, hidden]
 
@@ -39,26 +36,11 @@ class DecodingHeads:
         self._target = target
 
     @classmethod
-    def load(cls, folder: Path, target: TargetModel) -> DecodingHeads:
-        """Read the heads in `folder`. Raises ModelError where there are none that fit the target."""
-        path = folder / HEADS_FILE
-        training = f"swiftbatch train tokenswift --model {target.files.name} --data DIR --output {folder}"
-        if not path.is_file():
-            raise ModelError(f"heads {path}: no such file; train them with `{training}`")
-        try:
-            with safe_open(path, framework="pt") as file:
-                fingerprint = (file.metadata() or {}).get(FINGERPRINT, "none")
-                weight: torch.Tensor = file.get_tensor(TENSOR)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"heads {path}: not a safetensors file with `{TENSOR}`: {error}") from error
-        expected = target.files.fingerprint
-        if fingerprint != expected:
-            raise ModelError(
-                f"heads {path}: trained for the model with fingerprint {fingerprint[:12]}, but {target.files.name} "
-                f"has {expected[:12]}; train heads for it with `{training}`"
-            )
-        _check_weight(path, weight, target.model.config.hidden_size)
-        return cls(weight, target)
+    def load(cls, parts_folder: Path | None, target: TargetModel) -> DecodingHeads:
+        """Read the heads in a folder, None for the target's own. Raises ModelError where none there fit the target."""
+        size = target.model.config.hidden_size
+        part = read_part(HEADS, target, parts_folder)
+        return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -73,16 +55,4 @@ class DecodingHeads:
 def save_heads(folder: Path, weight: torch.Tensor, model_fingerprint: str) -> None:
     """Write heads `[num_heads, hidden, hidden]` in bf16, with the fingerprint of their model, to `folder`."""
     tensors = {TENSOR: weight.detach().to("cpu", torch.bfloat16).contiguous()}
-    save_file(tensors, folder / HEADS_FILE, metadata={FINGERPRINT: model_fingerprint})
-
-
-def _check_weight(path: Path, weight: torch.Tensor, hidden_size: int) -> None:
-    """Refuse anything but finite `[num_heads, hidden, hidden]`."""
-    fits = weight.ndim == 3 and len(weight) > 0 and weight.shape[1:] == (hidden_size, hidden_size)
-    if not fits or not weight.is_floating_point():
-        raise ModelError(
-            f"heads {path}: `{TENSOR}` is {weight.dtype} {list(weight.shape)}; expected floats "
-            f"[num_heads, {hidden_size}, {hidden_size}], as this model's hidden states need; train them anew"
-        )
-    if not weight.isfinite().all():
-        raise ModelError(f"heads {path}: `{TENSOR}` has values that are not finite; train them anew")
+    save_file(tensors, folder / HEADS.name, metadata={FINGERPRINT: model_fingerprint})

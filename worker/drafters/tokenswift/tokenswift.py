@@ -25,7 +25,7 @@ from worker.target.target import TargetModel
 
 @dataclass(frozen=True)
 class TokenSwiftOptions:
-    """The paper's parameters. Defaults are what is fastest; `PAPER_OPTIONS` are the paper's own."""
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
 
     digits: tuple[int, ...] = (1, 3, 3, 3)
     ngram_size: int = 4
@@ -36,22 +36,23 @@ class TokenSwiftOptions:
     recycles: bool = True  # also what the target said at the rows it verified (token recycling)
 
 
-PAPER_OPTIONS = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1, recycles=False)
+DEFAULTS = TokenSwiftOptions()
 
 
 def tokenswift(
     target: TargetModel,
     costs: Costs,
-    heads_folder: Path,
-    options: TokenSwiftOptions,
+    parts_folder: Path | None,
+    options: TokenSwiftOptions = DEFAULTS,
     new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
 ) -> TwoLevelDrafter:
-    """Put the engine's parts together. Raises ModelError where `heads_folder` has no heads for this target."""
-    heads = DecodingHeads.load(heads_folder, target)
+    """A `DrafterFactory`. Raises ModelError where there are no heads for this target, or too few."""
+    heads = DecodingHeads.load(parts_folder, target)
     if len(options.digits) > heads.num_heads + 1:
         digits = ",".join(map(str, options.digits))
-        raise ModelError(f"tree {digits}: the heads in {heads_folder} are {heads.num_heads}, for that many digits + 1")
-    recycling = TokenRecyclingDrafter(target.vocab_size, None) if options.recycles else None
+        folder = parts_folder or target.files.path
+        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
+    recycling = TokenRecyclingDrafter(target, None) if options.recycles else None
     proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
     planner = (
         MeasuredPlanner(costs(), options.budget)

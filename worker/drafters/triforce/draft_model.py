@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from worker.caches.full import FullKVCache
-from worker.drafters.parts import check_vocabulary
+from worker.drafters.catalogue import DRAFT_MODEL
 from worker.model.files import ModelError, locate_model
 from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
@@ -43,10 +43,13 @@ class DraftModel:
         self._contexts: dict[str, _Context] = {}
 
     @classmethod
-    def load(cls, folder: Path, target: TargetModel) -> DraftModel:
-        """Load the model in `folder` as the target's draft model. Raises ModelError where it does not fit."""
+    def load(cls, parts_folder: Path | None, target: TargetModel) -> DraftModel:
+        """Load the target's draft model: `draft` in a folder, None for the target's own, or that folder itself.
+
+        Raises ModelError where it does not fit.
+        """
+        folder = DRAFT_MODEL.find(target.files.name, target.files.path, target.files.fingerprint, parts_folder)
         files = locate_model(str(folder))
-        check_vocabulary(target.files, files)
         longest = NUM_SINKS + 2 * WINDOW + BLOCK
         if files.max_positions < longest:
             raise ModelError(f"draft model {folder}: it has {files.max_positions} positions; {longest} are needed")

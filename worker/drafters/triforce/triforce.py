@@ -11,12 +11,11 @@ from worker.caches.full import CacheShape
 from worker.caches.partial import PartialKVCache
 from worker.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
 from worker.caches.summary import SummaryKVCache
-from worker.drafters.parts import draft_folder
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner, Planner
+from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
@@ -24,7 +23,7 @@ from worker.target.target import TargetModel
 
 @dataclass(frozen=True)
 class TriForceOptions:
-    """The paper's parameters. Defaults are what is fastest; `TRIFORCE_PAPER_OPTIONS` are the paper's own."""
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
 
     policy: str = "summary"
     budget: int = 1024
@@ -33,24 +32,24 @@ class TriForceOptions:
     width: int = 1  # candidates at every depth of the first level
 
 
-TRIFORCE_PAPER_OPTIONS = TriForceOptions(policy="retrieval", budget=4096, gammas=(2, 6))
+DEFAULTS = TriForceOptions()
 
 
-def triforce(target: TargetModel, costs: Costs, draft_model: Path | None, options: TriForceOptions) -> TwoLevelDrafter:
-    """Put the engine's parts together. Raises ModelError where no draft model fits this target."""
-    folder = draft_folder(target.files.path, draft_model)
-    proposer = DraftModelProposer(DraftModel.load(folder, target), options.width)
+def triforce(
+    target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
+) -> TwoLevelDrafter:
+    """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), options.width)
+    planner = (
+        MeasuredPlanner(costs(), options.budget, proposer.node_seconds)
+        if options.gammas is None
+        else FixedPlanner(hierarchy(*options.gammas, options.width))
+    )
 
     def new_cache(sequence: Sequence) -> DraftCache:
         return POLICIES[options.policy](target.cache_shape, options, sequence)
 
-    return TwoLevelDrafter(target, proposer, new_cache, _planner(costs, proposer, options))
-
-
-def _planner(costs: Costs, proposer: DraftModelProposer, options: TriForceOptions) -> Planner:
-    if options.gammas is None:
-        return MeasuredPlanner(costs(), options.budget, proposer.node_seconds)
-    return FixedPlanner(hierarchy(*options.gammas, options.width))
+    return TwoLevelDrafter(target, proposer, new_cache, planner)
 
 
 def hierarchy(gamma_1: int, gamma_2: int, width: int) -> DraftPlan:

@@ -1,0 +1,35 @@
+"""The engines that benchmarks compare: the user's, and variants as the papers have them or with a part left out."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from worker.drafters.base import Drafter
+from worker.drafters.catalogue import ENGINES, DrafterFactory
+from worker.drafters.griffin.griffin import GriffinOptions, griffin
+from worker.drafters.recycling.static_recycling import StaticTokenRecyclingDrafter
+from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from worker.drafters.triforce.triforce import TriForceOptions, triforce
+from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
+
+TOKENSWIFT_PAPER = TokenSwiftOptions(strategy="dynamic", budget=4096, draft_rounds=1, recycles=False)
+TRIFORCE_PAPER = TriForceOptions(policy="retrieval", budget=4096, gammas=(2, 6))
+GRIFFIN_PAPER = GriffinOptions(is_full=True)
+
+VARIANTS: dict[str, DrafterFactory] = {
+    "token-recycling-static": StaticTokenRecyclingDrafter,
+    "token-recycling-static-80": lambda target, *_: StaticTokenRecyclingDrafter(target, None),
+    "token-recycling-no-noise": functools.partial(TokenRecyclingDrafter, with_noise=False),
+    "tokenswift-paper": functools.partial(tokenswift, options=TOKENSWIFT_PAPER),
+    "triforce-paper": functools.partial(triforce, options=TRIFORCE_PAPER),
+    "griffin-paper": functools.partial(griffin, options=GRIFFIN_PAPER),
+}
+BENCH_ENGINES = {name: entry.factory() for name, entry in ENGINES.items()} | VARIANTS
+
+
+def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
+    """As `create_drafter`, for variants, too."""
+    return BENCH_ENGINES[name](target, costs, parts_folder)

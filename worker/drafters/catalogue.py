@@ -1,0 +1,155 @@
+"""The engines that users choose from: where their drafters are made, and what they draft with. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from worker.model.files import (
+    DRAFT_FOLDER,
+    GRIFFIN_FILE,
+    HEADS_FILE,
+    ModelError,
+    locate_model,
+    model_folder,
+    read_config,
+)
+
+if TYPE_CHECKING:
+    from worker.drafters.base import Drafter
+    from worker.target.step_costs import Costs
+    from worker.target.target import TargetModel
+
+FINGERPRINT = "model_fingerprint"  # in the header of a part's file: of the model that it was trained for
+
+DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
+"""Makes a drafter for a target with its costs, and a folder of trained parts, or None for those beside its weights."""
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A file of weights that an engine drafts with, beside the target's own or in the folder of `--draft-model`."""
+
+    engine: str
+    training: str  # as in `swiftbatch train`
+    name: str  # of the file, or of a model's folder
+
+    def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
+        """Where it lies. Raises ModelError, with what to do, where it is missing or was trained for another model."""
+        path = (parts_folder or model_path) / self.name
+        if not path.is_file():
+            raise ModelError(f"engine {self.engine}: no file {path}; {self.advice(model)}")
+        try:
+            with safe_open(path, framework="numpy") as file:
+                found = file.metadata()[FINGERPRINT]
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            reason = f"no safetensors file with a `{FINGERPRINT}`: {error}"
+            raise ModelError(f"engine {self.engine}: {path}: {reason}; {self.advice(model)}") from error
+        if found != fingerprint:
+            raise ModelError(
+                f"engine {self.engine}: {path} belongs to a model with fingerprint {found[:12]}, {model} has "
+                f"{fingerprint[:12]}; {self.advice(model)}"
+            )
+        return path
+
+    def advice(self, model: str) -> str:
+        """What to do where it does not fit."""
+        return (
+            f"train it with `swiftbatch train {self.training} --model {model} --data DIR --output DIR` "
+            "and name that folder with --draft-model"
+        )
+
+
+class DraftModelPart(TrainedPart):
+    """A small model with the target's vocabulary, in a folder beside the target's weights or in any that is named."""
+
+    def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
+        inside = (parts_folder or model_path) / self.name
+        path = inside if parts_folder is None or inside.is_dir() else parts_folder
+        if not (path / "config.json").is_file():
+            raise ModelError(f"engine {self.engine}: no draft model in {path}; {self.advice(model)}")
+        found, expected = locate_model(str(path)).vocab_size, read_config(model, model_path)["vocab_size"]
+        if found != expected or _tokens(path) not in (None, _tokens(model_path)):
+            raise ModelError(
+                f"draft model {path}: its vocabulary ({found:,} tokens) is not that of {model} ({expected:,} tokens); "
+                f"a draft model needs the same one: {self.advice(model)}"
+            )
+        return path
+
+
+def _tokens(folder: Path) -> object:
+    """Tokens and their ids as `tokenizer.json` has them; None where there is no such file. Raises ModelError."""
+    path = folder / "tokenizer.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ModelError(f"{path} has no vocabulary that can be read: {type(error).__name__}; copy it again") from error
+
+
+HEADS = TrainedPart("tokenswift", "tokenswift", HEADS_FILE)
+DRAFT_MODEL = DraftModelPart("triforce", "draft", DRAFT_FOLDER)
+GRIFFIN = TrainedPart("griffin", "griffin", GRIFFIN_FILE)
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """One engine."""
+
+    place: str  # module:function of its `DrafterFactory`, below `worker.drafters`
+    drafts_from: str  # a line for users
+    part: TrainedPart | None = None
+
+    def factory(self) -> DrafterFactory:
+        """Imports what it needs, torch among it."""
+        module, function = self.place.split(":")
+        return getattr(importlib.import_module(f"worker.drafters.{module}"), function)  # type: ignore[no-any-return]
+
+
+ENGINES = {
+    "autoregressive": EngineEntry("autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"),
+    "prompt-lookup": EngineEntry(
+        "lookup.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
+    ),
+    "suffix": EngineEntry("lookup.suffix:SuffixDrafter", "a suffix automaton over prompt and output"),
+    "token-recycling": EngineEntry(
+        "recycling.token_recycling:TokenRecyclingDrafter", "the target's own candidates at rows that it verified before"
+    ),
+    "tokenswift": EngineEntry(
+        "tokenswift.tokenswift:tokenswift", "trained heads, reused n-grams: for long texts", HEADS
+    ),
+    "triforce": EngineEntry(
+        "triforce.triforce:triforce", "a small draft model: for long texts without trained heads", DRAFT_MODEL
+    ),
+    "griffin": EngineEntry("griffin.griffin:griffin", "one trained layer over the target's features", GRIFFIN),
+}
+DEFAULT_ENGINE = "token-recycling"
+
+
+def engine_entry(name: str) -> EngineEntry:
+    """Raises ModelError for an unknown engine."""
+    if name not in ENGINES:
+        raise ModelError(
+            f"unknown engine {name!r}; expected one of: {', '.join(ENGINES)}; a run that was made with another goes on "
+            f"with any of them, and gives the same output: `swiftbatch resume RUN --engine {DEFAULT_ENGINE}`"
+        )
+    return ENGINES[name]
+
+
+def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None) -> None:
+    """Raise ModelError, with what to do, for an unknown engine, or where its part is missing or does not fit."""
+    if part := engine_entry(engine).part:
+        part.find(model, model_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
+
+
+def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
+    """Make the drafter of an engine; `parts_folder` holds its trained part, None for the target's own folder.
+
+    Raises ModelError for an unknown engine, or where its part is missing or does not fit the model.
+    """
+    return engine_entry(name).factory()(target, costs, None if parts_folder is None else Path(parts_folder))
