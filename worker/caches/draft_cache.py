@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from worker.sequence import Sequence
 
 DRAFT_ROOM = 2 * MAX_TREE_NODES  # slots for drafted tokens and one tree below them
 NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
@@ -79,3 +80,7 @@ class DraftCache(ABC):
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
         """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
         return full.stored(layer)[0][:, positions].to(self.shape.device)
+
+
+DraftCacheFactory = Callable[[CacheShape, int, Sequence], DraftCache]
+"""Makes a sequence's draft cache with a budget of slots."""

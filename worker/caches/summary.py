@@ -14,6 +14,7 @@ import torch
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
 from worker.caches.draft_cache import NUM_PINNED, DraftCache, Queries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.sequence import Sequence
 
 CHUNK_SIZE = 32
 NUM_RECENT = 256  # newest positions, whole whatever their importance
@@ -23,8 +24,9 @@ PERIOD = 256  # positions from one build to the next
 class SummaryKVCache(DraftCache):
     """Pinned positions, chosen chunks, summaries of the others, newest positions. It is built at fixed positions."""
 
-    def __init__(self, shape: CacheShape, budget: int, max_length: int) -> None:
+    def __init__(self, shape: CacheShape, budget: int, sequence: Sequence) -> None:
         """`budget` counts the slots that hold whole positions; there is one more for every chunk left out."""
+        max_length = sequence.max_length
         self._num_chosen = max(1, (budget - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE)  # chunks
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
         num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE + NUM_RECENT + CHUNK_SIZE + PERIOD

@@ -12,13 +12,14 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from scheduler.cli import main
+from worker.bench.caches.catalogue import DRAFT_CACHES
+from worker.bench.caches.partial import PartialKVCache
 from worker.bench.engine import BenchError
 from worker.bench.long.records import Figures, LongRecord, LongResult
 from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
 from worker.bench.tokenswift.catalogue import ABLATIONS
 from worker.bench.tokenswift.tables import LAYOUTS, MEASURES, render
 from worker.drafters.tokenswift.heads import save_heads
-from worker.drafters.tokenswift.tokenswift import STRATEGIES
 from worker.model.files import locate_model
 
 LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
@@ -101,7 +102,7 @@ def test_every_arm_is_a_generation_that_can_run(table: str) -> None:
         assert long.sampling.ignore_eos
         drafter = options.tokenswift_options(arm)
         assert drafter.draft_rounds == 1
-        assert drafter.strategy in STRATEGIES
+        assert drafter.cache is (DRAFT_CACHES[arm.options["cache"]] if table == "5" else PartialKVCache)
         assert options.model_copy(update={"engine": "tokenswift"}).tokenswift_options(arm).draft_rounds is None
     labels = [arm.label for arm in options.ablation.arms]
     assert len(set(labels)) == len(labels) > 1
@@ -112,7 +113,7 @@ def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str) 
     options = AblationOptions(table=table, engine="tokenswift-paper", num_tokens=20_000, seed=0)
     arms = options.ablation.arms
     about = {
-        "5": {"strategy"},
+        "5": {"cache"},
         "6": {"min_p", "top_p", "eta", "repetition_penalty"},
         "7": {"digits"},
         "8": {"repetition_penalty"},

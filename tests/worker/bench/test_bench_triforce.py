@@ -14,13 +14,18 @@ from click.testing import CliRunner, Result
 
 from scheduler.cli import main
 from tests.worker.bench.bench_parts import words
+from worker.bench.caches.catalogue import DRAFT_CACHES
+from worker.bench.caches.retrieval import RetrievalKVCache
 from worker.bench.text import encode
 from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
+from worker.bench.triforce.arm_drafters import triforce_options
 from worker.bench.triforce.catalogue import PROMPT_TABLES, Prompts, PromptTable
 from worker.bench.triforce.generation import PromptFigures
 from worker.bench.triforce.prompts import NEEDLE, make_prompts
 from worker.bench.triforce.tables import MEASURES, Results, arm_name, render
-from worker.drafters.triforce.triforce import POLICIES, TriForceOptions
+from worker.bench.variants import TRIFORCE_PAPER
+from worker.caches.summary import SummaryKVCache
+from worker.drafters.triforce.triforce import TriForceOptions
 from worker.model.files import locate_model
 
 PREFILL = 300
@@ -51,8 +56,8 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
     for row in layout.rows:
         assert len(row.labels) == len(layout.label_headers)
         for arm in row.arms.values():
-            options = replace(TriForceOptions(), **arm.options)
-            assert options.policy in POLICIES
+            options = triforce_options(arm)
+            assert options.cache in DRAFT_CACHES.values() or table == "6b"
             assert options.budget < prefill or table == "4"
     for column in layout.columns:
         assert column.measure in MEASURES
@@ -64,8 +69,8 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
 @pytest.mark.parametrize(
     ("table", "about"),
     [
-        ("1", {"policy", "prompts"}),
-        ("2", {"temperature", "plan", "policy", "gammas", "budget"}),
+        ("1", {"cache", "prompts"}),
+        ("2", {"temperature", "plan", "cache", "gammas", "budget"}),
         ("3", {"temperature"}),
         ("4", {"temperature", "plan", "prompts", "budget"}),
         ("6a", {"budget"}),
@@ -75,12 +80,25 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
 def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str, about: set[str]) -> None:
     layout = PROMPT_TABLES[table](100_000, "embedded")
     everything = [
-        asdict(replace(TriForceOptions(), **arm.options))
+        asdict(TriForceOptions())
+        | arm.options
         | {"temperature": arm.temperature, "plan": arm.plan, "prompts": arm.prompts}
         for row in layout.rows
         for arm in row.arms.values()
     ]
     assert {name for name in everything[0] if len({str(arm[name]) for arm in everything}) > 1} == about
+
+
+def test_draft_caches_are_those_that_rows_are_named_after() -> None:
+    table_2 = {row.labels: triforce_options(row.arms["triforce"]) for row in PROMPT_TABLES["2"](32_768, "m").rows}
+    assert table_2["TriForce", "0.6"].cache is SummaryKVCache
+    assert table_2["TriForce, retrieval cache", "0.6"].cache is table_2["the same, gammas 2 and 6", "0.6"].cache
+    assert table_2["the same, gammas 2 and 6", "0.6"] == replace(TRIFORCE_PAPER, budget=4096)
+    sizes = [triforce_options(row.arms["triforce"]).cache for row in PROMPT_TABLES["6b"](32_768, "m").rows]
+    assert [(cache.func, cache.keywords["chunk_size"]) for cache in sizes[:2]] == [
+        (RetrievalKVCache, 1),
+        (RetrievalKVCache, 2),
+    ]  # type: ignore[attr-defined]
 
 
 def test_tables_have_the_rows_of_the_paper() -> None:

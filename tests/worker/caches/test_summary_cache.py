@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from jobs.sampling import SamplingParams
 from worker.caches.chunk_means import chunk_scores
 from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.summary import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache
+from worker.sequence import Sequence
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
 MAX_LENGTH = 4000
@@ -34,7 +36,7 @@ def queries(position: int) -> torch.Tensor:
 
 
 def followed(full: FullKVCache, *lengths: int) -> SummaryKVCache:
-    cache = SummaryKVCache(SHAPE, BUDGET, MAX_LENGTH)
+    cache = SummaryKVCache(SHAPE, BUDGET, Sequence("a", [0], SamplingParams(max_tokens=MAX_LENGTH - 1), 1))
     for length in lengths:
         full.roll_back(0)
         full.advance(length)

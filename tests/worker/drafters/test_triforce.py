@@ -8,10 +8,11 @@ import pytest
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
-from worker.caches import retrieval as retrieval_cache
+from worker.bench.caches import retrieval as retrieval_cache
+from worker.bench.caches.catalogue import DRAFT_CACHES
 from worker.drafters.base import Drafter
 from worker.drafters.catalogue import create_drafter
-from worker.drafters.triforce.triforce import POLICIES, TriForceOptions, triforce
+from worker.drafters.triforce.triforce import TriForceOptions, triforce
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.engine import Engine
 from worker.model.files import locate_model
@@ -27,6 +28,7 @@ SAMPLERS = {
     "T=1.2, top-p 0.9": {"temperature": 1.2, "top_p": 0.9},
 }
 NUM_TOKENS = 100
+CACHES = ("retrieval", "streaming", "h2o", "topk", "summary")
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +47,10 @@ def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int =
     return Sequence(name, TextCodec(target.files).encode(PROMPT), params, target.vocab_size)
 
 
-def hierarchical(target: TargetModel, policy: str = "retrieval", width: int = 1) -> TwoLevelDrafter:
+def hierarchical(target: TargetModel, cache: str = "retrieval", width: int = 1) -> TwoLevelDrafter:
     """Always two draft tokens per middle verification, until there are six; a budget that the text overflows."""
-    return triforce(target, free_rows, None, TriForceOptions(policy=policy, budget=48, gammas=(2, 6), width=width))
+    options = TriForceOptions(cache=DRAFT_CACHES[cache], budget=48, gammas=(2, 6), width=width)
+    return triforce(target, free_rows, None, options)
 
 
 def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
@@ -69,13 +72,13 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_tokens_are_those_of_plain_decoding(
-    target: TargetModel, plain: dict[str, list[int]], sampler: str, policy: str
+    target: TargetModel, plain: dict[str, list[int]], sampler: str, cache: str
 ) -> None:
     sequence = new_sequence(target, sampler)
-    drafter = hierarchical(target, policy)
+    drafter = hierarchical(target, cache)
     counters = run(target, drafter, sequence).counters
     assert sequence.output_ids.tolist() == plain[sampler]
     assert counters.num_accepted_tokens > 0
@@ -105,9 +108,9 @@ def test_a_batch_shares_the_middle_verification(
     assert group_counts.count(3) > group_counts.count(1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_resumed_job_has_the_same_drafts(target: TargetModel, policy: str) -> None:
-    undisturbed, resumed = hierarchical(target, policy), hierarchical(target, policy)
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_resumed_job_has_the_same_drafts(target: TargetModel, cache: str) -> None:
+    undisturbed, resumed = hierarchical(target, cache), hierarchical(target, cache)
     sequence = new_sequence(target, "T=1, penalty")
     engine = Engine(target, undisturbed)
     slot = engine.start(sequence)

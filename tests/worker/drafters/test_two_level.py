@@ -11,11 +11,12 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
+from worker.bench.caches.catalogue import DRAFT_CACHES
 from worker.bench.variants import TOKENSWIFT_PAPER
 from worker.caches import summary as summary_cache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.catalogue import create_drafter
-from worker.drafters.tokenswift.tokenswift import STRATEGIES, TokenSwiftOptions, tokenswift
+from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import FixedPlanner
@@ -71,26 +72,26 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("draft_rounds", [None, 2])
 @pytest.mark.parametrize(
-    ("sampler", "strategy"),
+    ("sampler", "cache"),
     [
         *itertools.product(SAMPLERS, ["summary"]),
-        *itertools.product(["T=1.2, eta, penalty"], sorted({*STRATEGIES} - {"summary"})),
+        *itertools.product(["T=1.2, eta, penalty"], ["dynamic", "full", "static"]),
     ],
 )
 def test_the_tokens_are_those_of_plain_decoding(
-    target: TargetModel, plain: dict[str, list[int]], sampler: str, strategy: str, draft_rounds: int | None
+    target: TargetModel, plain: dict[str, list[int]], sampler: str, cache: str, draft_rounds: int | None
 ) -> None:
-    options = TokenSwiftOptions(strategy=strategy, budget=SMALL_BUDGET, draft_rounds=draft_rounds)
+    options = TokenSwiftOptions(cache=DRAFT_CACHES[cache], budget=SMALL_BUDGET, draft_rounds=draft_rounds)
     sequence = new_sequence(target, sampler, NUM_TOKENS)
     run(target, tokenswift(target, free_rows, None, options), sequence)
     assert sequence.output_ids.tolist() == plain[sampler]
 
 
 def always(
-    target: TargetModel, chain_length: int, strategy: str, num_nodes: int | None = None, **changes: int
+    target: TargetModel, chain_length: int, cache: str, num_nodes: int | None = None, **changes: int
 ) -> TwoLevelDrafter:
     """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
-    options = TokenSwiftOptions(strategy=strategy, draft_rounds=1, **changes)  # type: ignore[arg-type]
+    options = TokenSwiftOptions(cache=DRAFT_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, free_rows, None, options)
     drafter._planner = FixedPlanner(DraftPlan(chain_length, 5, chain_length, num_nodes or chain_length))
     return drafter
@@ -106,8 +107,8 @@ def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampl
 
 
 def test_a_resumed_job_has_the_same_draft_cache_and_n_grams(target: TargetModel) -> None:
-    for strategy in STRATEGIES:
-        undisturbed, resumed = (always(target, 8, strategy, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
+    for cache in ("dynamic", "static", "full", "summary"):
+        undisturbed, resumed = (always(target, 8, cache, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
         sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 200)
         engine = Engine(target, undisturbed)
         slot = engine.start(sequence)

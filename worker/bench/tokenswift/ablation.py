@@ -11,6 +11,7 @@ from pydantic import Field
 from rich.console import Group
 
 from jobs.sampling import SamplingParams
+from worker.bench.caches.catalogue import with_cache
 from worker.bench.long.long import LongBenchOptions, Report, check_length, generate_long
 from worker.bench.long.records import LongResult, write_json
 from worker.bench.options import BenchOptions
@@ -56,7 +57,7 @@ class AblationOptions(BenchOptions):
 
     def tokenswift_options(self, arm: Arm) -> TokenSwiftOptions:
         """One arm's drafter."""
-        return replace(BASE_OPTIONS[self.engine], **arm.options)
+        return replace(BASE_OPTIONS[self.engine], **with_cache(arm.options))
 
 
 def run_ablation(options: AblationOptions, report: Report = lambda line: None) -> Group:

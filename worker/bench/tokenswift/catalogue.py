@@ -24,7 +24,7 @@ Layout = Literal["by_length", "by_arm", "at_end"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One generation: what it changes in `TokenSwiftOptions` and in the sampling."""
+    """One generation: what it changes in `TokenSwiftOptions` (a cache by its name) and in the sampling."""
 
     label: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "eta 2e-4": {"min_p": 0.0, "eta": 2e-4},
 }
 DIGITS = ((3, 3, 3, 3), (1, 9, 9, 9), (1, 3, 3, 3))  # 120, 820 and 40 nodes; the cache has room for 127
-STRATEGIES = {
+CACHES = {
     "full": "full cache",
     "static": "partial cache",
     "dynamic": "dynamic partial",
@@ -75,7 +75,7 @@ def _by_reuse(*nums_ngrams: int) -> tuple[Arm, ...]:
 
 ABLATIONS: dict[str, Ablation] = {
     "5": Ablation(
-        tuple(Arm(label, NO_REUSE | {"strategy": strategy}) for strategy, label in STRATEGIES.items()),
+        tuple(Arm(label, NO_REUSE | {"cache": cache}) for cache, label in CACHES.items()),
         (
             View(
                 "Table 5: KV management, k = 0; the summary holds one slot more for every 32 positions",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
+from worker.bench.caches.catalogue import with_cache
+from worker.bench.caches.retrieval import StreamingKVCache
 from worker.bench.triforce.catalogue import Arm
 from worker.bench.variants import TRIFORCE_PAPER
-from worker.caches.draft_cache import NUM_PINNED, DraftCache
-from worker.caches.retrieval import StreamingKVCache
+from worker.caches.draft_cache import NUM_PINNED
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.triforce.triforce import TriForceOptions, triforce
 from worker.drafters.two_level.draft import DraftPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import MeasuredPlanner
-from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
@@ -24,8 +25,12 @@ def new_drafter(target: TargetModel, costs: Costs, arm: Arm, parts_folder: Path 
     """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
     if arm.plan == "naive":
         return _naive_policy(target, costs, parts_folder)
-    base = TRIFORCE_PAPER if arm.plan == "paper" else TriForceOptions()
-    return triforce(target, costs, parts_folder, replace(base, **arm.options))
+    return triforce(target, costs, parts_folder, triforce_options(arm))
+
+
+def triforce_options(arm: Arm) -> TriForceOptions:
+    """What an arm drafts with."""
+    return replace(TRIFORCE_PAPER if arm.plan == "paper" else TriForceOptions(), **with_cache(arm.options))
 
 
 class NaivePlanner(MeasuredPlanner):
@@ -38,9 +43,6 @@ class NaivePlanner(MeasuredPlanner):
 def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> TwoLevelDrafter:
     """The draft model's tokens go straight to the full verification."""
     proposer = DraftModelProposer(DraftModel.load(parts_folder, target), width=1)
-
-    def new_cache(sequence: Sequence) -> DraftCache:
-        return StreamingKVCache(target.cache_shape, NUM_PINNED, 0)  # no round ever asks for it
-
+    new_cache = functools.partial(StreamingKVCache, target.cache_shape, NUM_PINNED)  # no round ever asks for it
     planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
     return TwoLevelDrafter(target, proposer, new_cache, planner)

@@ -32,7 +32,7 @@ class Prompts:
 class Arm:
     """One generation behind the prompts."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # what it changes in `TriForceOptions`
+    options: dict[str, Any] = field(default_factory=dict)  # what it changes in `TriForceOptions`, its cache by name
     temperature: float = 0.6
     plan: Plan = "own"
     prompts: Prompts = Prompts()
@@ -67,7 +67,7 @@ class PromptTable:
     x_option: str | None = None
 
 
-POLICIES = {
+CACHES = {
     "topk": "Top-K (ref.)",
     "streaming": "StreamingLLM",
     "h2o": "H2O",
@@ -90,8 +90,8 @@ def budget_for(prefill: int, most: int) -> int:
 
 
 def _table_1(prefill: int, model: str) -> PromptTable:
-    def arms(policy: str) -> dict[str, Arm]:
-        options = {"policy": policy, "gammas": (0, 6), "budget": budget_for(prefill, BUDGET)}
+    def arms(cache: str) -> dict[str, Arm]:
+        options = {"cache": cache, "gammas": (0, 6), "budget": budget_for(prefill, BUDGET)}
         return {kind: Arm(options, 0.0, prompts=Prompts(kind)) for kind in ("books", "needle")}
 
     return PromptTable(
@@ -102,7 +102,7 @@ def _table_1(prefill: int, model: str) -> PromptTable:
             Column("needle", "needle", "acceptance"),
             Column("needle repeated\nby plain decoding", "needle", "needle_share"),
         ),
-        tuple(Row((label,), arms(policy)) for policy, label in POLICIES.items()),
+        tuple(Row((label,), arms(cache)) for cache, label in CACHES.items()),
         "The summary holds one slot more for every 32 positions. A model that does not repeat the needle with its full "
         "cache retrieves nothing: then that column is a second text, not a test of retrieval.",
     )
@@ -114,10 +114,10 @@ def _table_2(prefill: int, model: str) -> PromptTable:
         Row(("TriForce", f"{t:.1f}"), {"triforce": Arm(own, t), "naive": Arm(own, t, "naive")}) for t in TEMPERATURES
     )
     others = {
-        "TriForce, retrieval cache": Arm(budget | {"policy": "retrieval"}),
+        "TriForce, retrieval cache": Arm(budget | {"cache": "retrieval"}),
         "the same, gammas 2 and 6": Arm(budget, plan="paper"),
-        "retrieval w/o hierarchy": Arm(budget | {"policy": "retrieval", "gammas": (0, 6)}),
-        "StreamingLLM w/ hierarchy": Arm(budget | {"policy": "streaming"}),
+        "retrieval w/o hierarchy": Arm(budget | {"cache": "retrieval", "gammas": (0, 6)}),
+        "StreamingLLM w/ hierarchy": Arm(budget | {"cache": "streaming"}),
     }
     return PromptTable(
         "Table 2: speed-up over plain decoding, and the share of drafted tokens that was accepted",

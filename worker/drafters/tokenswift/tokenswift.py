@@ -1,15 +1,13 @@
-"""TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a partial cache checks."""
+"""TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a summarised cache checks."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.caches.draft_cache import DraftCache
-from worker.caches.full import MAX_TREE_NODES, CacheShape
-from worker.caches.partial import PartialKVCache
+from worker.caches.draft_cache import DraftCache, DraftCacheFactory
+from worker.caches.full import MAX_TREE_NODES
 from worker.caches.summary import SummaryKVCache
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.heads import DecodingHeads
@@ -30,7 +28,7 @@ class TokenSwiftOptions:
     digits: tuple[int, ...] = (1, 3, 3, 3)
     ngram_size: int = 4
     num_ngrams: int = 20  # k
-    strategy: str = "summary"
+    cache: DraftCacheFactory = SummaryKVCache  # what the rounds see
     budget: int = 2048
     draft_rounds: int | None = None  # K; None: as many as pay
     recycles: bool = True  # also what the target said at the rows it verified (token recycling)
@@ -59,36 +57,13 @@ def tokenswift(
         if options.draft_rounds is None
         else FixedPlanner(whole_trees(options.draft_rounds))
     )
-    new_cache = functools.partial(STRATEGIES[options.strategy], target.cache_shape, options.budget)
+
+    def new_cache(sequence: Sequence) -> DraftCache:
+        return options.cache(target.cache_shape, min(options.budget, sequence.max_length), sequence)
+
     return TwoLevelDrafter(target, proposer, new_cache, planner, options.digits[0])
 
 
 def whole_trees(num_rounds: int) -> DraftPlan:
     """The paper's plan: whole trees; the first round's forward has one row."""
     return DraftPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)
-
-
-def _dynamic(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
-    return PartialKVCache(shape, min(budget, sequence.max_length), sequence.num_prompt_tokens - 1)
-
-
-def _static(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
-    end = sequence.num_prompt_tokens - 1
-    return PartialKVCache(shape, min(budget, sequence.max_length), end, last_fed=end)
-
-
-def _full(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
-    return PartialKVCache(shape, sequence.max_length, sequence.num_prompt_tokens - 1)
-
-
-def _summary(shape: CacheShape, budget: int, sequence: Sequence) -> DraftCache:
-    return SummaryKVCache(shape, budget, sequence.max_length)
-
-
-STRATEGIES: dict[str, Callable[[CacheShape, int, Sequence], DraftCache]] = {
-    "dynamic": _dynamic,  # follows the output
-    "static": _static,  # built once, behind the prompt
-    "full": _full,  # everything
-    "summary": _summary,  # the most important chunks, and the others as one slot each
-}
-"""What the drafts see of the cache: the first three are those of table 5."""

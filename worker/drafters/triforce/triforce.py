@@ -1,15 +1,14 @@
-"""TriForce (Sun et al. 2024): a small draft model proposes, the target with a retrieval cache checks."""
+"""TriForce (Sun et al. 2024): a small draft model proposes, the target with a summarised cache checks.
+
+The paper's retrieval cache, which leaves out what it does not retrieve, is one of those that `bench` compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.caches.draft_cache import DraftCache
-from worker.caches.full import CacheShape
-from worker.caches.partial import PartialKVCache
-from worker.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
+from worker.caches.draft_cache import DraftCache, DraftCacheFactory
 from worker.caches.summary import SummaryKVCache
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
@@ -25,9 +24,8 @@ from worker.target.target import TargetModel
 class TriForceOptions:
     """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
 
-    policy: str = "summary"
+    cache: DraftCacheFactory = SummaryKVCache  # what the middle level sees
     budget: int = 1024
-    chunk_size: int = 8
     gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None: as many as pay
     width: int = 1  # candidates at every depth of the first level
 
@@ -47,7 +45,7 @@ def triforce(
     )
 
     def new_cache(sequence: Sequence) -> DraftCache:
-        return POLICIES[options.policy](target.cache_shape, options, sequence)
+        return options.cache(target.cache_shape, min(options.budget, sequence.max_length), sequence)
 
     return TwoLevelDrafter(target, proposer, new_cache, planner)
 
@@ -55,41 +53,6 @@ def triforce(
 def hierarchy(gamma_1: int, gamma_2: int, width: int) -> DraftPlan:
     """Algorithm 1: `gamma_1` draft tokens per middle verification, until there are at least `gamma_2` tokens.
 
-    gamma_1 = 0 is self-speculation with the partial cache alone.
+    gamma_1 = 0 is self-speculation with the draft cache alone.
     """
     return DraftPlan(gamma_2, gamma_1 * width, gamma_2, gamma_2)
-
-
-def _retrieval(shape: CacheShape, options: TriForceOptions, sequence: Sequence) -> DraftCache:
-    first_build = sequence.num_prompt_tokens - 1
-    return RetrievalKVCache(shape, _budget(options, sequence), first_build, sequence.max_length, options.chunk_size)
-
-
-def _streaming(shape: CacheShape, options: TriForceOptions, sequence: Sequence) -> DraftCache:
-    return StreamingKVCache(shape, _budget(options, sequence), sequence.num_prompt_tokens - 1)
-
-
-def _h2o(shape: CacheShape, options: TriForceOptions, sequence: Sequence) -> DraftCache:
-    return HeavyHitterKVCache(shape, _budget(options, sequence))
-
-
-def _topk(shape: CacheShape, options: TriForceOptions, sequence: Sequence) -> DraftCache:
-    return PartialKVCache(shape, _budget(options, sequence), sequence.num_prompt_tokens - 1, period=1)
-
-
-def _summary(shape: CacheShape, options: TriForceOptions, sequence: Sequence) -> DraftCache:
-    return SummaryKVCache(shape, options.budget, sequence.max_length)
-
-
-def _budget(options: TriForceOptions, sequence: Sequence) -> int:
-    return min(options.budget, sequence.max_length)
-
-
-POLICIES: dict[str, Callable[[CacheShape, TriForceOptions, Sequence], DraftCache]] = {
-    "retrieval": _retrieval,  # the chunks that the newest query attends to most
-    "streaming": _streaming,  # the newest positions
-    "h2o": _h2o,  # half the newest, half those that had most attention so far
-    "topk": _topk,  # the positions that the newest query attends to most, chosen before every draft
-    "summary": _summary,  # the most important chunks, and the others as one slot each
-}
-"""What the middle level sees of the cache: the first four are those of table 1."""

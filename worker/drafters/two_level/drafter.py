@@ -1,7 +1,7 @@
 """Two levels of speculation: a cheap proposer drafts trees, the target with a partial cache checks them in rounds.
 
 What those two agree on is the chain that the target with the full cache verifies (TokenSwift 3.1 to 3.3; algorithm 1 of
-TriForce is the same machine with another proposer and another partial cache). Every level draws with the coupled noise
+TriForce is the same machine with another proposer). Every level draws with the coupled noise
 and compares, so nothing can be biased.
 """
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from jobs.sampling import SamplingParams
+from worker.bench.caches.partial import PartialKVCache
 from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialKVCache
+from worker.sequence import Sequence
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 BUDGET = 40
-PROMPT = 25
+PROMPT = 25  # tokens in front of a prompt's last one
 PERIOD = BUDGET - NUM_PINNED
+
+
+def text(num_prompt_tokens: int) -> Sequence:
+    return Sequence("a", [0] * num_prompt_tokens, SamplingParams(max_tokens=400 - num_prompt_tokens), 1)
 
 
 def random_cache() -> FullKVCache:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import torch
 
+from worker.bench.caches.partial import PartialKVCache
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
 from worker.caches.draft_cache import NUM_PINNED, Queries
 from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialKVCache
+from worker.sequence import Sequence
 
+CHUNK_SIZE = 8
 STRIDE = 256  # positions from one build to the next
 OBSERVED_EVERY = 64  # positions from one query to the next that H2O's sums of attention take in
 
@@ -21,12 +23,12 @@ OBSERVED_EVERY = 64  # positions from one query to the next that H2O's sums of a
 class RetrievalKVCache(PartialKVCache):
     """Whole chunks, best first. Whatever was left out may come back at the next build."""
 
-    def __init__(self, shape: CacheShape, budget: int, first_build: int, max_length: int, chunk_size: int) -> None:
+    def __init__(self, shape: CacheShape, budget: int, sequence: Sequence, chunk_size: int = CHUNK_SIZE) -> None:
         """`budget` is rounded up to whole chunks behind the pinned positions."""
         self._num_chosen = max(1, -(-(budget - NUM_PINNED) // chunk_size))  # chunks
-        super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, first_build, period=STRIDE)
+        super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, sequence, period=STRIDE)
         self._chunk_size = chunk_size
-        self._means = ChunkMeans(shape, max_length, chunk_size, "keys")
+        self._means = ChunkMeans(shape, sequence.max_length, chunk_size, "keys")
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
         num_chunks = (length - NUM_PINNED) // self._chunk_size
@@ -51,8 +53,9 @@ class HeavyHitterKVCache(PartialKVCache):
     The sums take in every 64th query; positions are evicted as those come, each head on its own, and stay evicted.
     """
 
-    def __init__(self, shape: CacheShape, budget: int) -> None:
-        super().__init__(shape, budget, 0, period=OBSERVED_EVERY)
+    def __init__(self, shape: CacheShape, budget: int, sequence: Sequence) -> None:
+        super().__init__(shape, budget, sequence, period=OBSERVED_EVERY)
+        self._first_build = self._budget
         self._sums = torch.zeros(shape.num_layers, shape.num_kv_heads, self._budget, device=shape.device)
         self._held = torch.arange(self._budget, device=shape.device).repeat(shape.num_layers, shape.num_kv_heads, 1)
         self._num_observed = self._budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker.caches.draft_cache_parts import (
+from tests.worker.bench.draft_cache_parts import (
     BUDGET,
     PERIOD,
     PROMPT,
@@ -14,10 +14,11 @@ from tests.worker.caches.draft_cache_parts import (
     follow,
     queries,
     random_cache,
+    text,
 )
+from worker.bench.caches.partial import PartialKVCache, importance
 from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import FullKVCache
-from worker.caches.partial import PartialKVCache, importance
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def full() -> FullKVCache:
 
 
 def test_everything_is_held_as_long_as_it_fits(full: FullKVCache) -> None:
-    partial = PartialKVCache(SHAPE, BUDGET, PROMPT)
+    partial = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))
     for length in (PROMPT, PROMPT + 1, BUDGET - 1):
         follow(partial, full, length)
         assert partial.positions[1, 1, :length].tolist() == list(range(length))
@@ -35,7 +36,7 @@ def test_everything_is_held_as_long_as_it_fits(full: FullKVCache) -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT, 150])
 def test_pinned_newest_and_most_important_positions_are_held(full: FullKVCache, prompt: int) -> None:
-    partial = PartialKVCache(SHAPE, BUDGET, prompt)
+    partial = PartialKVCache(SHAPE, BUDGET, text(prompt + 1))
     built_at = max(prompt, BUDGET) + PERIOD
     length = built_at + 5
     follow(partial, full, length)
@@ -51,12 +52,12 @@ def test_pinned_newest_and_most_important_positions_are_held(full: FullKVCache, 
 
 
 def test_what_it_holds_follows_from_the_tokens_alone(full: FullKVCache) -> None:
-    slow = PartialKVCache(SHAPE, BUDGET, PROMPT)
+    slow = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))
     generator = torch.Generator().manual_seed(1)
     length = PROMPT
     while length < 300:
         follow(slow, full, length)
-        fresh = PartialKVCache(SHAPE, BUDGET, PROMPT)  # as a job has it that was resumed here
+        fresh = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))  # as a job has it that was resumed here
         follow(fresh, full, length)
         assert torch.equal(fresh.positions, slow.positions)
         check_copies(slow, full, min(length, BUDGET))
@@ -65,7 +66,7 @@ def test_what_it_holds_follows_from_the_tokens_alone(full: FullKVCache) -> None:
 
 def test_a_static_cache_never_follows_the_output(full: FullKVCache) -> None:
     for prompt in (PROMPT, 150):
-        partial = PartialKVCache(SHAPE, BUDGET, prompt, last_fed=prompt)
+        partial = PartialKVCache(SHAPE, BUDGET, text(prompt + 1), is_static=True)
         follow(partial, full, prompt)
         held = partial.positions.clone()
         follow(partial, full, prompt + 100)
@@ -74,7 +75,7 @@ def test_a_static_cache_never_follows_the_output(full: FullKVCache) -> None:
 
 
 def test_a_draft_lies_behind_the_slots_and_is_forgotten(full: FullKVCache) -> None:
-    partial = PartialKVCache(SHAPE, BUDGET, PROMPT)
+    partial = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))
     follow(partial, full, 60)
     rows = torch.arange(5.0)[None, :, None].expand(SHAPE.num_kv_heads, 5, SHAPE.head_dim)  # the newest and four nodes
     for layer in range(SHAPE.num_layers):

@@ -10,24 +10,26 @@ import torch
 
 from worker.caches.draft_cache import NUM_PINNED, DraftCache, Queries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.sequence import Sequence
 
 
 class PartialKVCache(DraftCache):
     """At most `budget` positions, chosen for each layer and head. It is built at fixed positions."""
 
     def __init__(
-        self, shape: CacheShape, budget: int, first_build: int, last_fed: int | None = None, period: int | None = None
+        self, shape: CacheShape, budget: int, sequence: Sequence, is_static: bool = False, period: int | None = None
     ) -> None:
-        """Choose by importance from position `first_build` on, if that is above the budget, and every `period` anew.
+        """Choose by importance at the prompt's last position, or where the budget is full, and every `period` anew.
 
-        Positions from `last_fed` on stay out for ever (the paper's static cache); None: all go in. Without a period it
-        is built when all chosen positions are overwritten.
+        The output stays out of a static one for ever. Without a period it is built when all chosen positions are
+        overwritten.
         """
         self._budget = max(budget, NUM_PINNED + 1)
         super().__init__(shape, self._budget)
+        first_build = sequence.num_prompt_tokens - 1
         self._period = min(period or self._budget, self._budget - NUM_PINNED)
         self._first_build = max(first_build, self._budget)
-        self._last_fed = last_fed
+        self._last_fed = first_build if is_static else None
         self._built_at: int | None = None
         self._first_new = 0  # position that overwrites the last slot
         self._num_fed = 0  # positions of the sequence that it has seen

@@ -7,21 +7,30 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.worker.caches.draft_cache_parts import BUDGET, PROMPT, SHAPE, check_copies, follow, queries, random_cache
-from worker.caches import retrieval as retrieval_cache
+from tests.worker.bench.draft_cache_parts import (
+    BUDGET,
+    PROMPT,
+    SHAPE,
+    check_copies,
+    follow,
+    queries,
+    random_cache,
+    text,
+)
+from worker.bench.caches import retrieval as retrieval_cache
+from worker.bench.caches.partial import PartialKVCache
+from worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
 from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import FullKVCache
-from worker.caches.partial import PartialKVCache
-from worker.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
 
 CHUNK = 4
 STRIDE = 12
 
 KINDS: dict[str, Callable[[], PartialKVCache]] = {
-    "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, PROMPT, 400, CHUNK),
-    "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, PROMPT, 400, 17),
-    "streaming": lambda: StreamingKVCache(SHAPE, BUDGET, PROMPT),
-    "h2o": lambda: HeavyHitterKVCache(SHAPE, BUDGET),
+    "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), CHUNK),
+    "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), 17),
+    "streaming": lambda: StreamingKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
+    "h2o": lambda: HeavyHitterKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
 }
 
 
@@ -38,7 +47,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryKind:
-    """The contract of worker/caches/partial.py, whatever is chosen."""
+    """The contract of worker/bench/caches/partial.py, whatever is chosen."""
 
     def test_slots_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
         cache = KINDS[kind]()
