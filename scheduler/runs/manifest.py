@@ -85,7 +85,7 @@ def refuse_changed_model(run: Run) -> None:
 
 
 def _new_manifest(settings: Settings) -> RunManifest:
-    import torch  # the tokenizer brings it in anyway
+    import torch  # for what this machine is: a new run says it
 
     computation = with_absolute_folders(replace(Computation(), **settings.said))
     has_own_gpu = settings.address is None and torch.cuda.is_available()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 from jobs.job import Job, Message
-from worker.model.files import ModelError, ModelFiles
+from worker.model.files import ModelError, ModelFiles, read_config
 from worker.model.token_length import max_chars_per_token
 
+GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 MAX_WORDS = 500  # characters of another program's error
 
 
@@ -16,10 +19,8 @@ class TextCodec:
     """A model's tokenizer. Raises ModelError where the model folder has none that loads."""
 
     def __init__(self, files: ModelFiles) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
+            self._tokenizer = _loader(files).from_pretrained(
                 files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False
             )
         except Exception as error:  # of any kind: the library raises bare ones
@@ -74,6 +75,20 @@ class TextCodec:
     @cached_property
     def _max_chars_per_token(self) -> int | None:
         return max_chars_per_token(self._tokenizer)
+
+
+def _loader(files: ModelFiles) -> Any:
+    """What AutoTokenizer would choose, without AutoTokenizer where that is sure: it costs torch, seconds, 300 MB."""
+    config = read_config(files.name, files.path)
+    path = files.path / "tokenizer_config.json"
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if config.get("model_type") == "llama" and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _words(error: Exception) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -13,13 +15,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jobs.job import Job, Message
 from jobs.sampling import SamplingParams
 from scheduler.cli import main
+from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
-from worker.model.files import ModelError, locate_model
+from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.model.text import TextCodec
 from worker.model.token_length import max_chars_per_token
 
@@ -31,6 +34,27 @@ SAMPLING = SamplingParams(max_tokens=5, seed=1)
 def model(tmp_path: Path, tiny_model: Path) -> Path:
     """A copy of the tiny model, to be changed."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_the_tokenizer_is_the_one_that_transformers_chooses(embedded_files: ModelFiles, model: Path) -> None:
+    text = "It had rained since noon.\n\n  naïve — 12,345 <|endoftext|> \U0001f642"
+    for files in (embedded_files, locate_model(str(model))):
+        chosen, ours = AutoTokenizer.from_pretrained(files.path), TextCodec(files)._tokenizer
+        assert type(ours) is type(chosen)
+        assert ours.encode(text) == chosen.encode(text)
+        assert ours.decode(range(200)) == chosen.decode(range(200), clean_up_tokenization_spaces=False)
+        assert ours.special_tokens_map == chosen.special_tokens_map
+        assert ours.chat_template == chosen.chat_template
+
+
+def test_the_text_of_the_embedded_model_needs_no_torch() -> None:
+    """So that the driver, `tail` and `status` start seconds sooner."""
+    program = (
+        "import sys; from worker.model.files import locate_model; from worker.model.text import TextCodec; "
+        "print(TextCodec(locate_model('embedded')).encode('a') != [], 'torch' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == "True False\n"
 
 
 def prompt_job(prompt: str) -> Job:
