@@ -10,7 +10,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TREE, VOCAB, gate, ours, plain_steps, rows_of
-from worker.drafters.tokenswift.digit_tree import digit_tree
+from worker.drafters.tokenswift.digit_tree import Sources, digit_tree
 from worker.drafters.tokenswift.ngram_table import NgramTable
 from worker.sampling import TokenSampler, penalise, process
 from worker.sequence import Sequence
@@ -36,7 +36,8 @@ def paper_tree() -> DraftTree:
         [best, *((math.log(count / len(text)), token) for token in behind)]
         for behind, count in table.most_frequent(best[1], 20)
     ]
-    return digit_tree(levels, (1, 3, 3, 3), ngrams, max_nodes=100, max_depth=4)[0]
+    best_digits = [level[:digit] for level, digit in zip(levels, (1, 3, 3, 3), strict=True)]
+    return digit_tree(Sources(best_digits, ngrams), max_nodes=100, max_depth=4)
 
 
 PAPER_TREE = paper_tree()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jobs.run.run import Run
-from scheduler.runs.settings import Settings
 from tests import ROOT
 from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
@@ -56,7 +55,7 @@ def test_a_run_that_was_made_with_a_variant_says_how_it_goes_on(
     tmp_path: Path, tiny_model: Path, jobs_file: str
 ) -> None:
     place, variant = str(tmp_path / "run"), "token-recycling-static"  # a choice of `submit` in earlier versions
-    submit_file(jobs_file, place, Settings(model=str(tiny_model), engine=variant))
+    submit_file(jobs_file, place, model=str(tiny_model), engine=variant)
     for line in (refusal("resume", place), refusal("submit", jobs_file, "--run", place)):
         assert f"unknown engine '{variant}'; expected one of: autoregressive, " in line
         assert "`swiftbatch resume RUN --engine token-recycling`" in line

@@ -96,7 +96,7 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
 
 
 def test_a_store_that_fails_a_worker_stops_the_run_and_blames_no_job(tmp_path: Path, cluster: Cluster) -> None:
-    run, counters = make_run(tmp_path / "run", {"storeless": 400, "good": 400}), DriverCounters()
+    run, counters = make_run(tmp_path / "run", {"storeless": 400, "good": 20_000}), DriverCounters()
     with pytest.raises(StoreError, match="no answer for 120 s"):
         make_driver(run, cluster, RecordingDisplay(), attempts=1, counters=counters).run()
     assert counters.num_preemptions == {}
