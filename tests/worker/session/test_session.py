@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import urllib.request
@@ -147,8 +148,13 @@ def test_a_store_that_fails_for_good_blames_no_job(tmp_path: Path, tiny_model: P
     run, job = make_run(tmp_path / "run"), record("fox", 100_000)
     worker = session(run, tiny_model, store_retry_seconds=0.0)
     until(worker, job, 50, claimed(run, job))
-    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    in_the_way, checkpoints = tmp_path / "in the way", tmp_path / "run" / "checkpoints"
+    in_the_way.touch()
+    for number in range(100):  # the writer may make the folder again in between
+        checkpoints.rename(tmp_path / f"elsewhere-{number}")
+        with contextlib.suppress(IsADirectoryError):
+            in_the_way.rename(checkpoints)
+            break
     with pytest.raises(StoreError, match="checkpoints"):
         to_the_end(worker)
 
