@@ -15,7 +15,7 @@ from worker.tree import DraftTree
 from worker.verification import walk
 
 VOCAB = 6
-NUM_TRIALS = 5_000
+NUM_TRIALS = 6_500
 PROMPT = [1]
 # Logits of the next token after each token: a little model whose exact law can be written down.
 TABLE = torch.tensor(

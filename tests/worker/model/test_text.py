@@ -38,7 +38,10 @@ def model(tmp_path: Path, tiny_model: Path) -> Path:
 
 def test_the_tokenizer_is_the_one_that_transformers_chooses(embedded_files: ModelFiles, model: Path) -> None:
     text = "It had rained since noon.\n\n  naïve — 12,345 <|endoftext|> \U0001f642"
-    for files in (embedded_files, locate_model(str(model))):
+    other = Path(shutil.copytree(model, model.with_name("other")))
+    said = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(said | {"tokenizer_class": "Qwen2Tokenizer"}))
+    for files in (embedded_files, locate_model(str(model)), locate_model(str(other))):
         chosen, ours = AutoTokenizer.from_pretrained(files.path), TextCodec(files)._tokenizer
         assert type(ours) is type(chosen)
         assert ours.encode(text) == chosen.encode(text)
