@@ -16,7 +16,7 @@ RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))
     > requirements.txt
 
 FROM python AS wheel
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
 COPY jobs/ jobs/
 COPY metrics/ metrics/
 COPY scheduler/ scheduler/

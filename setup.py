@@ -1,0 +1,35 @@
+"""The one step that `pyproject.toml` cannot say: the kernels are compiled, where there is a compiler."""
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from worker.kernels.build import compile_all, stale_variants
+
+
+class BuildKernels(build_py):
+    """Compiles into the package itself: an editable install finds the libraries there, a wheel takes them along."""
+
+    def run(self) -> None:
+        for problem in compile_all(stale) if (stale := stale_variants()) else ():
+            print(f"swiftbatch: kernels were not built, torch serves instead: {problem}", file=sys.stderr)
+        super().run()
+
+
+class WheelForOneMachine(bdist_wheel):
+    """A wheel with libraries: for any Python, on machines like this one."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": WheelForOneMachine})

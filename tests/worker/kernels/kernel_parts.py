@@ -1,0 +1,149 @@
+"""Random decoders, caches and rows for the kernels' tests; no transformers, nothing larger than the shapes need."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.caches.full import CacheShape, FullKVCache
+from worker.kernels.angles import Rotary, default_frequencies
+from worker.kernels.library import runnable_variants
+from worker.kernels.native import NativeDecoder
+from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
+from worker.tree import ROOT, DraftTree
+
+VARIANTS = runnable_variants()
+F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]
+needs_kernels = pytest.mark.skipif(not VARIANTS, reason="no kernels were compiled: no C compiler at install")
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+MAX_LENGTH = 4500
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of decoder: what the kernels treat in ways of their own."""
+
+    head_dim: int = 64
+    num_kv_heads: int = 1
+    group: int = 2
+    hidden: int = 48  # no multiple of the 32 that products of bf16 take at a time
+    intermediate: int = 80
+    vocab: int = 100  # no multiple of 16
+    has_bias: bool = False
+    has_head_norm: bool = False
+    is_tied: bool = True
+    dtype: torch.dtype = BF16
+
+
+SHAPES = (
+    Shape(),
+    Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32),
+    Shape(head_dim=96, group=3, has_head_norm=True, dtype=FLOAT32),
+    Shape(head_dim=128, num_kv_heads=2, group=4, hidden=64, vocab=64, is_tied=False),
+    Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True),
+)
+
+
+@functools.cache
+def random_weights(shape: Shape) -> DecoderWeights:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*sizes: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(sizes, generator=generator) * scale).to(shape.dtype)
+
+    def linear(columns: int, depth: int) -> Linear:
+        return Linear(normal(columns, depth, scale=depth**-0.5), normal(columns) if shape.has_bias else None)
+
+    def layer() -> LayerWeights:
+        query, key = shape.num_kv_heads * shape.group * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return LayerWeights(
+            input_norm=normal(shape.hidden),
+            query=linear(query, shape.hidden),
+            key=linear(key, shape.hidden),
+            value=linear(key, shape.hidden),
+            output=linear(shape.hidden, query),
+            mlp_norm=normal(shape.hidden),
+            gate=linear(shape.intermediate, shape.hidden),
+            up=linear(shape.intermediate, shape.hidden),
+            down=linear(shape.hidden, shape.intermediate),
+            query_norm=normal(shape.head_dim) if shape.has_head_norm else None,
+            key_norm=normal(shape.head_dim) if shape.has_head_norm else None,
+        )
+
+    num_heads = shape.num_kv_heads * shape.group
+    counts = (2, shape.hidden, num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
+    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype)
+    embedding = normal(shape.vocab, shape.hidden)
+    head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
+    rotary = Rotary(default_frequencies(10000.0, shape.head_dim))
+    return DecoderWeights(sizes, embedding, [layer() for _ in range(2)], normal(shape.hidden), head, rotary)
+
+
+@functools.cache
+def native(shape: Shape, variant: str, num_threads: int = 1) -> NativeDecoder:
+    return NativeDecoder(random_weights(shape), num_threads, variant)
+
+
+@functools.cache
+def noise(shape: Shape) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, 2, shape.num_kv_heads, MAX_LENGTH, shape.head_dim, generator=generator).to(shape.dtype)
+
+
+def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
+    """`length` committed positions of noise; NaN in every slot that nobody has written."""
+    sizes = CacheShape(2, shape.num_kv_heads, shape.head_dim, shape.dtype, torch.device("cpu"))
+    cache = FullKVCache(sizes, length + room)
+    cache._buffer[..., :length, :] = noise(shape)[..., :length, :]
+    cache._buffer[..., length:, :] = float("nan")
+    cache.advance(length)
+    return cache
+
+
+def random_tree(numbers: random.Random, num_nodes: int, length: int, vocab: int) -> DraftTree:
+    """A tree below the position `length` that stays within its block."""
+    parents, depths = [], {ROOT: 0}
+    for node in range(num_nodes):
+        above = [each for each, depth in depths.items() if depth < max_tree_depth(length)]
+        if not above:
+            break
+        parents.append(numbers.choice(above))
+        depths[node] = depths[parents[-1]] + 1
+    return DraftTree([numbers.randrange(vocab) for _ in parents], parents)
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from below the root to `node`."""
+    path: list[int] = []
+    while node != ROOT:
+        path.insert(0, node)
+        node = tree.parents[node]
+    return path
+
+
+def decoded_alone(decoder: NativeDecoder, cache: FullKVCache, token_ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Tokens behind a cache, one forward of one row each; the last one's hidden state and logits."""
+    for token_id in token_ids:
+        hidden, logits = decoder.forward([tree_rows(cache, token_id, DraftTree())])
+        cache.advance(1)
+    assert hidden is not None
+    assert logits is not None
+    return hidden[0], logits[0]
+
+
+def whole(outputs: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of a forward that gave both."""
+    hidden, logits = outputs
+    assert hidden is not None
+    assert logits is not None
+    return hidden, logits
+
+
+def chain(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
+    return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))

@@ -1,0 +1,83 @@
+"""A program: random row tables through a library built to find wrong reads and writes, whose path is its argument.
+
+Right tables give finite logits, spoiled ones a ValueError; anything else ends the process with the sanitizer's report.
+Draws, walks and candidates of random rows likewise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.worker.kernels.kernel_parts import SHAPES, Shape, random_cache, random_tree, random_weights
+from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
+from worker.kernels import native, sampling, sampling_calls
+from worker.kernels.library import open_library
+from worker.kernels.native import NativeDecoder, Team, native_attention
+from worker.sequence import Sequence
+from worker.target.tiles import SequenceRows, tree_rows
+from worker.verification import TOP_K
+
+NUM_ROUNDS = 12
+SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
+
+
+def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows:
+    length = numbers.choice((0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100))
+    tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
+    return tree_rows(random_cache(shape, length), numbers.randrange(shape.vocab), tree)
+
+
+def spoil(numbers: random.Random, rows: SequenceRows) -> SequenceRows:
+    """The same with one number of its table changed."""
+    value = numbers.choice(SPOILED)
+    name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name != "cache"])
+    field = getattr(rows, name)
+    if isinstance(field, int):
+        return dataclasses.replace(rows, **{name: value})
+    changed = field.copy()
+    changed[numbers.randrange(len(rows))] = value
+    return dataclasses.replace(rows, **{name: changed})
+
+
+def fuzz(shape: Shape, numbers: random.Random) -> None:
+    decoder = NativeDecoder(random_weights(shape), 2, "sanitized")
+    for _ in range(NUM_ROUNDS):
+        groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
+        _, logits = decoder.forward(groups)
+        assert logits is not None
+        assert torch.isfinite(logits).all()
+        try:
+            decoder.forward([spoil(numbers, group) for group in groups])
+        except ValueError:
+            continue
+    heads = [numbers.randrange(1, 9), 1, 1]
+    rows = random_rows(numbers, shape)
+    tensors = [torch.randn(len(rows), num * shape.num_kv_heads, shape.head_dim).to(shape.dtype) for num in heads]
+    native_attention(Team(open_library(Path(sys.argv[1])), 2), [rows], 1, *tensors, 0.1)
+
+
+def fuzz_sampling(vocab: int, numbers: random.Random) -> None:
+    for row, position, params, counts in cases(numbers, vocab, 5 * NUM_ROUNDS):
+        sampling.draw(row, position, params, 0, penalised_counts(params, counts))
+    for _ in range(NUM_ROUNDS):
+        tree = random_tree(numbers, numbers.randrange(40), 0, vocab)
+        rows = torch.stack([any_row(numbers, vocab) for _ in range(len(tree) + 1)])
+        sequence = Sequence("s", [numbers.randrange(vocab) for _ in range(9)], any_params(numbers), vocab)
+        sampling.walk([sampling.NativeSampler(sequence)], [tree], [rows])
+        if vocab >= TOP_K:
+            sampling.top_candidates(rows)
+
+
+if __name__ == "__main__":
+    native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
+    sampling_calls.chosen_variant = lambda: "sanitized"
+    for each in SHAPES:
+        fuzz(each, random.Random(str(each)))
+    for size in (1, 7, 8, 64, 65, 1000):
+        fuzz_sampling(size, random.Random(size))
+    print("nothing found")

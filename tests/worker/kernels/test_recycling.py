@@ -1,0 +1,248 @@
+"""Token recycling in C drafts and learns what it does in Python, in every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from jobs.sampling import SamplingParams
+from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
+from worker.drafters.recycling import recycler
+from worker.drafters.recycling.recycler import NativeRecycler, PythonRecycler, Recycler, create_recycler
+from worker.drafters.recycling.tables import RecyclingTables
+from worker.kernels.recycling import MOST_NODES, NativeRecycling
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+from worker.verification import TOP_K
+
+pytestmark = needs_kernels
+
+VOCAB, LARGE_VOCAB = 300, 128_256
+NUM_TOKENS = 40  # the last of a vocabulary, which stand in the tables' texts
+SAMPLED = SamplingParams(max_tokens=9, seed=2**40 + 3)
+PARAMS = {
+    "plain": SAMPLED,
+    "greedy": SAMPLED.model_copy(update={"temperature": 0.0, "min_p": 0.5}),
+    "one candidate": SAMPLED.model_copy(update={"top_k": 1}),
+    "min-p": SAMPLED.model_copy(update={"min_p": 0.1}),
+    "none but the best": SAMPLED.model_copy(update={"min_p": 1.0}),
+    "tiny T": SAMPLED.model_copy(update={"temperature": 1e-30, "min_p": 0.1}),
+    "huge T": SAMPLED.model_copy(update={"temperature": 100.0, "min_p": 0.1}),
+}
+Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def random_write(numbers: np.random.Generator, num_rows: int, vocab_size: int = VOCAB) -> Write:
+    """Candidates behind some tokens, among them many that come twice, and the pairs of some rows."""
+    token_ids = vocab_size - 1 - numbers.integers(0, NUM_TOKENS, num_rows)
+    ids = vocab_size - 1 - np.argsort(numbers.random((num_rows, NUM_TOKENS + 9)), axis=1)[:, :TOP_K]
+    logits = -np.sort(-3 * numbers.standard_normal((num_rows, TOP_K + 4)).astype(np.float32), axis=1)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    text_rows = np.flatnonzero(numbers.random(num_rows) < 0.5)
+    previous_ids = vocab_size - 1 - numbers.integers(0, NUM_TOKENS // 4, len(text_rows))
+    return token_ids, ids, logprobs[:, :TOP_K].copy(), text_rows, previous_ids
+
+
+def arrays_of(tables: RecyclingTables) -> list[np.ndarray]:
+    pairs = tables.pairs
+    return [tables.tokens.ids, tables.tokens.logprobs, pairs.keys, pairs.matrix.ids, pairs.matrix.logprobs]
+
+
+def with_writes(make: Callable[[RecyclingTables], Recycler], num_writes: int, vocab_size: int = VOCAB) -> Recycler:
+    """A recycler that has learned what all others learn."""
+    numbers, made = np.random.default_rng(1), make(RecyclingTables(vocab_size))
+    for _ in range(num_writes):
+        made.write(*random_write(numbers, int(numbers.integers(0, 33)), vocab_size))
+    return made
+
+
+def python(tables: RecyclingTables, with_noise: bool = True) -> Recycler:
+    return PythonRecycler(tables, with_noise)
+
+
+def native(variant: str, with_noise: bool = True) -> Callable[[RecyclingTables], Recycler]:
+    return lambda tables: NativeRecycler(tables, with_noise, variant)
+
+
+def sequence(params: SamplingParams, *token_ids: int, vocab_size: int = VOCAB) -> Sequence:
+    return Sequence("a", list(token_ids), params, vocab_size)
+
+
+def sequences(params: SamplingParams) -> Iterator[Sequence]:
+    """Ends of texts, most of which stand in the tables; of the last nothing does."""
+    numbers = np.random.default_rng(2)
+    for _ in range(12):
+        yield sequence(params, *numbers.integers(VOCAB - NUM_TOKENS, VOCAB, int(numbers.integers(1, 20))).tolist())
+    yield sequence(params, VOCAB - 1)
+    yield sequence(params, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def learned() -> Recycler:
+    return with_writes(python, 30)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", PARAMS)
+def test_trees_are_those_of_the_reference(variant: str, name: str, learned: Recycler) -> None:
+    found = with_writes(native(variant), 30)
+    sizes = set()
+    for text in sequences(PARAMS[name]):
+        for max_nodes, max_depth in ((16, 20), (MOST_NODES, 6), (1, 1), (40, 2), (0, 5), (5, 0), (-1, -1)):
+            tree = found.tree(text, max_nodes, max_depth)
+            assert tree == learned.tree(text, max_nodes, max_depth)
+            sizes.add(len(tree))
+    assert {0, 1} <= sizes
+    assert max(sizes) >= 4  # where the noise counts for nothing, all trees are chains
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tree_without_noise_is_that_of_the_reference(variant: str) -> None:
+    expected = with_writes(lambda tables: python(tables, with_noise=False), 30)
+    found = with_writes(native(variant, with_noise=False), 30)
+    for text in sequences(PARAMS["min-p"]):
+        assert found.tree(text, 16, 20) == expected.tree(text, 16, 20)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, LARGE_VOCAB])
+def test_rows_are_those_of_the_reference_and_the_same_bits_in_every_variant(vocab_size: int) -> None:
+    tables = [RecyclingTables(vocab_size) for _ in (None, *VARIANTS)]
+    makers = [python, *(native(variant) for variant in VARIANTS)]
+    for own, make in zip(tables, makers, strict=True):
+        with_writes(lambda _, own=own, make=make: make(own), 60, vocab_size)  # type: ignore[misc]
+    expected, found = arrays_of(tables[0]), arrays_of(tables[1])
+    for other in tables[2:]:
+        assert all(np.array_equal(a, b) for a, b in zip(arrays_of(other), found, strict=True))
+    np.testing.assert_array_equal(found[2], expected[2])
+    for ids, logprobs in ((0, 1), (3, 4)):
+        assert np.array_equal(found[logprobs] == -np.inf, expected[logprobs] == -np.inf)
+        known = expected[logprobs] > -np.inf
+        assert 400 < known.sum() < known.size
+        np.testing.assert_allclose(found[logprobs][known], expected[logprobs][known], atol=1e-6, rtol=1e-6)
+        assert np.array_equal(found[ids][known], expected[ids][known])
+
+
+def test_the_ends_of_a_large_vocabulary_are_drafted_from() -> None:
+    last = LARGE_VOCAB - 1
+    ids = np.array([[last, 0, 1, 2, 3, 4, 5, 6], [0, last, 1, 2, 3, 4, 5, 6]])
+    logprobs = np.log(np.array([0.6, 0.2, *[0.02] * 6], dtype=np.float32))[None].repeat(2, axis=0)
+    trees = []
+    for make in (python, *(native(variant) for variant in VARIANTS)):
+        made = make(RecyclingTables(LARGE_VOCAB))
+        made.write(np.array([last, 0]), ids, logprobs, np.array([0]), np.array([last]))
+        trees.append(made.tree(sequence(SAMPLED, last, last, vocab_size=LARGE_VOCAB), 12, 3))
+    assert trees == trees[:1] * len(trees)
+    assert {0, last} <= set(trees[0].token_ids)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pairs_that_share_a_row_take_it_over(variant: str) -> None:
+    """Also within one call, where the last one has it."""
+    recyclers = [(tables := RecyclingTables(LARGE_VOCAB), make(tables)) for make in (python, native(variant))]
+    pairs = recyclers[0][0].pairs
+    keys = [key for key in range(200_000) if pairs._index(key) == pairs._index(5)][:4]
+    previous, tokens = np.divmod(np.array(keys), LARGE_VOCAB)
+    _, ids, logprobs, _, _ = random_write(np.random.default_rng(3), 4)
+    for order in ([0, 1, 2, 3], [3, 0], [1, 1], [2]):
+        rows = np.arange(len(order))
+        for _, each in recyclers:
+            each.write(tokens[order], ids[order], logprobs[order], rows, previous[order])
+        expected, found = (arrays_of(tables)[2:] for tables, _ in recyclers)
+        assert np.array_equal(found[0], expected[0])
+        for pair in zip(previous, tokens, strict=True):
+            text = sequence(PARAMS["greedy"], *pair, vocab_size=LARGE_VOCAB)
+            assert recyclers[1][1].tree(text, 9, 1) == recyclers[0][1].tree(text, 9, 1)
+        row = pairs._index(5)
+        assert found[0][row] == keys[order[-1]]
+        np.testing.assert_allclose(found[2][row], expected[2][row], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_candidates_that_are_as_likely_come_in_the_order_of_the_reference(variant: str) -> None:
+    token_ids = np.arange(2 * TOP_K)
+    ids, logprobs = np.tile(token_ids[3 : 3 + TOP_K], (len(token_ids), 1)), np.full((len(token_ids), TOP_K), -3.0)
+    trees = []
+    for make in (python, native(variant)):
+        made = make(RecyclingTables(VOCAB))
+        made.write(token_ids, ids, logprobs, token_ids[:0], token_ids[:0])
+        trees.append(made.tree(sequence(PARAMS["greedy"], 1, 2), 50, 3))
+    assert trees[0] == trees[1]
+    assert max(trees[0].depths()) == 2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_nothing_stay_unknown(variant: str) -> None:
+    """The target's rows with NaN come as candidates that are as unlikely as can be."""
+    tables = RecyclingTables(VOCAB)
+    found = NativeRecycler(tables, True, variant)
+    text = sequence(SAMPLED, 3, 4)
+    assert found.tree(text, 8, 8) == DraftTree()
+    tokens, rows = np.array([4]), np.array([0])
+    for unlikely in (-1e4, -np.inf):
+        found.write(tokens, np.arange(TOP_K)[None], np.full((1, TOP_K), unlikely), rows, np.array([3]))
+        assert found.tree(text, 8, 8) == DraftTree()
+    found.write(tokens, np.arange(TOP_K)[None], np.log(np.full((1, TOP_K), 0.1)), rows, np.array([3]))
+    assert sorted(found.tree(text, 8, 1).token_ids) == list(range(TOP_K))
+    assert tables.tokens.row(4)[0] == list(range(TOP_K))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_damaged_numbers_make_poor_trees_and_nothing_worse(variant: str) -> None:
+    numbers, tables = np.random.default_rng(5), RecyclingTables(VOCAB)
+    found = NativeRecycler(tables, True, variant)
+    for _ in range(30):
+        for matrix in (tables.tokens, tables.pairs.matrix):
+            matrix.ids[:] = numbers.integers(0, VOCAB, matrix.ids.shape)
+            matrix.logprobs[:] = numbers.choice([-1.0, 0.0, 1e30, np.nan, np.inf, -np.inf, -1e30], matrix.ids.shape)
+        tables.pairs.keys[:] = numbers.integers(-(2**62), 2**62, len(tables.pairs.keys))
+        found.write(*random_write(numbers, 32))
+        tree = found.tree(sequence(SAMPLED, *numbers.integers(0, VOCAB, 9).tolist()), 60, 9)
+        assert all(0 <= token_id < VOCAB for token_id in tree.token_ids)
+        assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    tables = RecyclingTables(VOCAB)
+    found = NativeRecycler(tables, True, VARIANTS[0])
+    found.write(*random_write(np.random.default_rng(6), 20))
+    before = [array.copy() for array in arrays_of(tables)]
+    good = (*random_write(np.random.default_rng(7), 4)[:3], np.array([1, 3]), np.array([8, 9]))
+    for place, bad in (
+        *((0, bad) for bad in (np.zeros((2, 2)), np.array([0, 1, 2, VOCAB]), np.array([0, -1, 2, 3]))),
+        *((1, bad) for bad in (good[1][:3], good[1][:, :5], good[1] - VOCAB, good[1] + VOCAB)),
+        *((2, bad) for bad in (good[2][:3], good[2][:, :5], good[2].ravel())),
+        *((3, bad) for bad in (np.array([1, 4]), np.array([-1, 0]), np.array([1]), np.array([[1], [3]]))),
+        *((4, bad) for bad in (np.array([8]), np.array([8, VOCAB]), np.array([-8, 1]))),
+    ):
+        with pytest.raises(ValueError, match=r"expected|outside"):
+            found.write(*good[:place], bad, *good[place + 1 :])
+    with pytest.raises(ValueError, match=r"ends with 3, 300; expected tokens below 300"):
+        found.tree(sequence(SAMPLED, 3, VOCAB), 8, 8)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(arrays_of(tables), before, strict=True))
+
+
+def misshapen() -> Iterator[tuple[str, list[np.ndarray]]]:
+    good = arrays_of(RecyclingTables(VOCAB))
+    yield "ids int64", [good[0].astype(np.int64), *good[1:]]
+    yield "log-probabilities of fewer rows", [good[0], good[1][:-1], *good[2:]]
+    yield "rows apart", [good[0][::2], good[1][::2], *good[2:]]
+    yield "rows too wide", [np.tile(good[0], 2), np.tile(good[1], 2), *good[2:]]
+    yield "rows too narrow", [np.zeros((VOCAB, 4), np.int32), np.zeros((VOCAB, 4), np.float32), *good[2:]]
+    yield "keys of fewer pairs", [*good[:2], good[2][:-1], *good[3:]]
+    yield "no power of two", [*good[:2], good[2][:-1], good[3][:-1], good[4][:-1]]
+
+
+@pytest.mark.parametrize("arrays", [arrays for _, arrays in misshapen()], ids=[name for name, _ in misshapen()])
+def test_arrays_that_do_not_fit_are_refused(arrays: list[np.ndarray]) -> None:
+    token_ids, token_logprobs, keys, pair_ids, pair_logprobs = arrays
+    with pytest.raises(ValueError, match="expected"):
+        NativeRecycling((token_ids, token_logprobs), (pair_ids, pair_logprobs), keys, (0.3, 0.5), VARIANTS[0])
+
+
+def test_kernels_are_used_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = RecyclingTables(VOCAB)
+    assert isinstance(create_recycler(tables, with_noise=True), NativeRecycler)
+    monkeypatch.setattr(recycler, "chosen_variant", lambda: None)
+    assert isinstance(create_recycler(tables, with_noise=True), PythonRecycler)

@@ -1,0 +1,46 @@
+"""The kernels under the sanitizers for addresses and undefined behaviour, with random row tables, right and wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
+from worker.kernels.build import compile_library
+
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+
+
+def sanitizer() -> tuple[list[str], str] | None:
+    """A compiler that has them, and the library that a process must be started with; None where there is none."""
+    compiler = os.environ.get("CC") or shutil.which("gcc")
+    if not compiler:
+        return None
+    command = [compiler, "-print-file-name=libasan.so"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ([compiler], path) if Path(path).is_absolute() else None
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sanitizers_find_nothing(variant: str, tmp_path: Path) -> None:
+    if (found := sanitizer()) is None:
+        pytest.skip("no compiler with sanitizers")
+    compiler, preloaded = found
+    compile_library(variant, tmp_path / "sanitized.so", compiler, FLAGS)
+    environment = {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.worker.kernels.sanitized_run", str(tmp_path / "sanitized.so")],
+        env=os.environ | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout) == (0, "nothing found\n"), run.stderr[-4000:]

@@ -1,0 +1,133 @@
+"""Compiles the C source, once for each instruction set. Standard library alone: `setup.py` runs it at install."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "source"
+LIBRARIES = Path(__file__).parent / "lib"
+X86_MACHINES = ("x86_64", "AMD64")
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+AVX512_BF16 = (*AVX512, "-mavx512bf16")
+X86_FLAGS = {
+    "amx-bf16": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512-bf16": AVX512_BF16,
+    "avx512": AVX512,
+    "avx2": AVX2,
+}
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall")
+SAME_BITS = ("-ffp-contract=off", "-fno-math-errno")  # a square root is an instruction, and nothing else is rearranged
+
+
+class BuildError(Exception):
+    """No library came out; the text says in one line what the compiler said."""
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Flags of every library for this kind of machine, by the name of its instruction set, the fastest first."""
+    return (X86_FLAGS if platform.machine() in X86_MACHINES else {}) | {"portable": ()}
+
+
+def find_compiler() -> list[str] | None:
+    """`$CC`, else the compiler that the package `ziglang` brings, else this machine's own; None where there is none."""
+    if command := os.environ.get("CC"):
+        return shlex.split(command)
+    if (package := importlib.util.find_spec("ziglang")) and package.submodule_search_locations:
+        return [str(Path(package.submodule_search_locations[0]) / "zig"), "cc", *_zig_target()]
+    return [command] if (command := shutil.which("cc")) else None
+
+
+def compile_library(
+    variant: str, path: Path, compiler: list[str], extra_flags: Sequence[str] = (), cache: str | None = None
+) -> None:
+    """Compile one variant into the file `path`; `cache` is a folder for the compiler's own. Raises BuildError."""
+    digest = source_digest()
+    environment = os.environ | ({"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache} if cache else {})
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)  # rather none than one of an older source
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        everything = Path(folder) / "kernels.c"  # one unit: reading the processor's headers takes longest
+        everything.write_text("".join(f'#include "{source}"\n' for source in sorted(SOURCE.glob("*.c"))))
+        flags = (*FLAGS, *SAME_BITS, *variants()[variant], *extra_flags)
+        _run([*compiler, *flags, "-c", everything.name, "-o", "kernels.o"], folder, environment)
+        # without the variant's flags: ziglang would build its runtime anew for each of them
+        _run([*compiler, "-shared", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"], folder, environment)
+        (Path(folder) / path.name).replace(path)
+    _mark(path).write_text(digest, encoding="ascii")
+
+
+def _run(command: list[str], folder: str, environment: dict[str, str]) -> None:
+    try:
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error.strerror}") from error
+    if run.returncode:
+        raise BuildError(f"{command[0]}: {_first_error(run.stderr)}")
+
+
+def library_path(variant: str) -> Path:
+    """Where a variant lies after the install."""
+    return LIBRARIES / f"kernels-{variant}.so"
+
+
+def source_digest() -> str:
+    """SHA-256 over all that decides the libraries beside the compiler: source, this file, the kind of machine."""
+    kind = f"{sys.platform} {platform.machine()}".encode()
+    files = [path.name.encode() + path.read_bytes() for path in (*sorted(SOURCE.glob("*.[ch]")), Path(__file__))]
+    return hashlib.sha256(b"\0".join([kind, *files])).hexdigest()
+
+
+def stale_variants() -> list[str]:
+    """Those whose library is absent, or was made of another source."""
+    digest = source_digest()
+    paths = {name: library_path(name) for name in variants()}
+    return [
+        name
+        for name, path in paths.items()
+        if not (path.is_file() and _mark(path).is_file() and _mark(path).read_text(encoding="ascii") == digest)
+    ]
+
+
+def compile_all(names: Iterable[str] | None = None) -> list[str]:
+    """Compile every variant, or these, several at a time; one line for each that failed."""
+    names = variants() if names is None else names
+    if (compiler := find_compiler()) is None:
+        return ["no C compiler was found (the package ziglang brings one; $CC names another)"]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = {
+            name: pool.submit(compile_library, name, library_path(name), compiler, cache=folder) for name in names
+        }
+    return [f"{name}: {error}" for name, build in builds.items() if (error := build.exception())]
+
+
+def _mark(library: Path) -> Path:
+    """The file that says of which source a library was made."""
+    return library.with_suffix(".sha256")
+
+
+def _zig_target() -> list[str]:
+    """Flags for any processor of this kind, where this compiler would take the one that it runs on."""
+    system = {"linux": "linux-gnu.2.28", "darwin": "macos"}.get(sys.platform)
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    return ["-target", f"{machine}-{system}"] if system else []
+
+
+def _first_error(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines()
+    return lines[0].strip() if lines else "it failed and said nothing"
+
+
+if __name__ == "__main__":  # for who changes the source
+    sys.exit("\n".join(compile_all()) or 0)

@@ -1,0 +1,138 @@
+"""The compiled kernels: which of them this processor can run, and the one that is in use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import UserError
+from worker.kernels.build import library_path, variants
+
+CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
+    "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},
+    "avx512-bf16": {"avx512_bf16"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx2": {"avx2", "fma"},
+    "portable": set(),
+}
+NEEDED_BY = {"amx-bf16": "avx512", "avx512-bf16": "avx512", "avx512": "avx2"}
+ASKING = ("amx-bf16",)  # sets that the system has to permit
+OVERRIDE = "SWIFTBATCH_ISA"
+NO_KERNELS = "torch"  # as a name for what serves without them
+NUMERICS_VERSION = 1  # to be raised with every change that gives other bits
+POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes in
+    "kernels_variant": (ctypes.c_char_p, []),
+    "kernels_usable": (INT, []),
+    "team_new": (POINTER, [INT]),
+    "team_free": (None, [POINTER]),
+    "team_is_busy": (INT, [POINTER]),
+    "rows_fit": (INT, [POINTER, INT, POINTER, POINTER, INT, INT]),
+    "attend": (None, [POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER, POINTER]),
+    "decoder_new": (POINTER, [POINTER]),
+    "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
+    "decoder_free": (None, [POINTER]),
+    "decoder_forward": (None, [POINTER, POINTER, POINTER]),
+    "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
+    "recycling_grow": (LONG, [POINTER, POINTER, *[LONG] * 5, POINTER, POINTER]),
+    "recycling_write": (INT, [*[POINTER] * 4, LONG, POINTER, POINTER, LONG, POINTER]),
+}
+
+
+class KernelError(UserError):
+    """The kernels cannot be used as was asked."""
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What this processor has; nothing where the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def _flags_of(variant: str) -> set[str]:
+    below = NEEDED_BY.get(variant)
+    return CPU_FLAGS[variant] | (_flags_of(below) if below else set())
+
+
+def runnable_variants() -> list[str]:
+    """Instruction sets that this processor and system can run and that were compiled, the fastest first."""
+    found = [name for name in variants() if _flags_of(name) <= cpu_flags() and library_path(name).exists()]
+    return [name for name in found if name not in ASKING or _is_allowed(name)]
+
+
+def chosen_variant() -> str | None:
+    """The instruction set in use: `$SWIFTBATCH_ISA`, else the fastest; None for none, or where nothing was compiled.
+
+    Raises KernelError for a name that is unknown or that cannot run here.
+    """
+    runnable = runnable_variants()
+    if not (name := os.environ.get(OVERRIDE)):
+        return runnable[0] if runnable else None
+    if name == NO_KERNELS:
+        return None
+    if name not in runnable:
+        here = (
+            f"this machine runs {', '.join([*runnable, NO_KERNELS])}" if runnable else "no kernels were compiled here"
+        )
+        raise KernelError(f"{OVERRIDE}={name}: {here}")
+    return name
+
+
+def why_none() -> str:
+    """Why `chosen_variant` found none."""
+    if os.environ.get(OVERRIDE) == NO_KERNELS:
+        return f"{OVERRIDE}={NO_KERNELS} leaves them out"
+    return "none were compiled; install swiftbatch anew, with a network for the package ziglang, or with $CC"
+
+
+def numerics_of(variant: str, dtype: str) -> str:
+    """What decides the bits of a variant's forwards: neither the processor, nor threads, nor how many rows there are.
+
+    Variants that multiply float32 give the same. `dtype` as in `bfloat16`.
+    """
+    is_bf16 = dtype == "bfloat16" and variant.endswith("bf16")
+    return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}, {dtype}"
+
+
+def chosen_numerics(device_type: str, dtype: str) -> str:
+    """Numerics of those models that the kernels know; empty where torch serves every model.
+
+    Raises KernelError as `chosen_variant` does.
+    """
+    variant = chosen_variant() if device_type == "cpu" else None
+    return numerics_of(variant, dtype) if variant else ""
+
+
+@functools.cache
+def _is_allowed(variant: str) -> bool:
+    return bool(open_library(library_path(variant)).kernels_usable())
+
+
+@functools.cache
+def load_library(variant: str) -> ctypes.CDLL:
+    """The library of a variant. Raises KernelError where it does not load, or the system does not let it run."""
+    library = open_library(library_path(variant))
+    if not library.kernels_usable():
+        raise KernelError(f"kernels for {variant}: this system does not let a process use them")
+    return library
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """A library with its functions as they are called. Raises KernelError."""
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"kernels do not load: {error}; install swiftbatch anew") from error
+    return library

@@ -1,0 +1,122 @@
+"""The kernels' work in plain torch, on any device: what they are tested against, rounded where they round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from worker.kernels.angles import angles
+from worker.kernels.weights import DecoderWeights, LayerWeights, Linear
+
+if TYPE_CHECKING:
+    from worker.target.tiles import SequenceRows
+
+
+class ReferenceDecoder:
+    """A dense decoder over the rows of any number of sequences; sums are float32 in torch's own order."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.sizes = weights.sizes
+        self._weights = weights
+
+    def forward(
+        self,
+        groups: Sequence[SequenceRows],
+        with_logits: bool = True,
+        layers: range | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `NativeDecoder.forward`."""
+        layers = range(self.sizes.num_layers) if layers is None else layers
+        device = self._weights.embedding.device
+        rows = torch.tensor([token_id for group in groups for token_id in group.token_ids], device=device)
+        if state is None:
+            state = torch.empty(len(rows), self.sizes.hidden, device=device)
+        if layers.start == 0:
+            state.copy_(self._weights.embedding[rows])
+        for layer in layers:
+            self._layer(layer, groups, state)
+        if layers.stop < self.sizes.num_layers:
+            return None, None
+        hidden = self._norm(state, self._weights.final_norm).to(self.sizes.dtype)
+        return hidden, self.logits(hidden) if with_logits else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
+        return _product(hidden.float(), self._weights.head)
+
+    def _layer(self, number: int, groups: Sequence[SequenceRows], state: Tensor) -> None:
+        weights = self._weights.layers[number]
+        normed = self._norm(state, weights.input_norm)
+        query, key, value = self._heads(normed, weights, groups)
+        mixed = reference_attention(groups, number, query, key, value, self.sizes.scale)
+        state.copy_(self._rounded(state + self._linear(mixed.flatten(1).float(), weights.output)))
+        normed = self._norm(state, weights.mlp_norm)
+        gate = self._rounded(silu(self._linear(normed, weights.gate)))
+        gated = self._rounded(gate * self._linear(normed, weights.up))
+        state.copy_(self._rounded(state + self._linear(gated, weights.down)))
+
+    def _heads(
+        self, normed: Tensor, weights: LayerWeights, groups: Sequence[SequenceRows]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
+        positions = np.array([position for group in groups for position in group.positions])
+        table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
+        turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
+        query, key, value = (
+            self._linear(normed, each).unflatten(1, (-1, self.sizes.head_dim))
+            for each in (weights.query, weights.key, weights.value)
+        )
+        query = query if weights.query_norm is None else self._norm(query, weights.query_norm)
+        key = key if weights.key_norm is None else self._norm(key, weights.key_norm)
+        query, key, value = (
+            each.to(self.sizes.dtype) for each in (_turned(query, *turns), _turned(key, *turns), value)
+        )
+        return query, key, value
+
+    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        scaled = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon)
+        return self._rounded(self._rounded(scaled) * weight.float())
+
+    def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
+        return self._rounded(_product(rows, linear))
+
+    def _rounded(self, rows: Tensor) -> Tensor:
+        return rows.to(self.sizes.dtype).float()
+
+
+def reference_attention(
+    groups: Sequence[SequenceRows], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """As `native_attention`."""
+    output = torch.empty_like(query)
+    ends = list(itertools.accumulate(len(group) for group in groups))
+    for group, end in zip(groups, ends, strict=True):
+        new_keys, new_values = (each[end - len(group) : end].transpose(0, 1) for each in (key, value))
+        group.cache.write(layer, group.first_entry, new_keys, new_values)
+    for group, end in zip(groups, ends, strict=True):
+        for row, number in enumerate(range(end - len(group), end)):
+            tail = torch.from_numpy(group.tail_entries[row, : group.tail_lengths[row]]).to(query.device)
+            slots = torch.cat((torch.arange(group.boundary, device=query.device), tail))
+            keys, values = (each[:, slots].float() for each in group.cache.layer(layer))
+            heads = query[number].float().unflatten(0, (len(keys), -1))  # [num_kv_heads, heads of each, head_dim]
+            weights = torch.softmax(heads @ keys.transpose(1, 2) * scale, dim=-1)
+            output[number] = (weights @ values).flatten(0, 1).to(output.dtype)
+    return output
+
+
+def _product(rows: Tensor, linear: Linear) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.float()
+    return torch.nn.functional.linear(rows, linear.weight.float(), bias)
+
+
+def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """`[num_rows, heads, head_dim]` turned by angles `[num_rows, 1, head_dim]`."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-second, first), dim=-1) * sines

@@ -1,0 +1,185 @@
+"""Row tables: what a call says of its rows, checked, as the kernels take it. A wrong one is a ValueError."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from worker.target.tiles import SequenceRows
+
+BLOCK = 64
+MOST_POSITIONS = 2**21
+
+
+class CRowGroup(ctypes.Structure):
+    """`row_group` of source/api.h."""
+
+    _fields_ = (
+        ("cache", ctypes.c_void_p),
+        ("layer_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("tail_slots", ctypes.c_void_p),
+        ("tail_lengths", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+        ("first_slot", ctypes.c_int32),
+        ("boundary", ctypes.c_int32),
+        ("capacity", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What all caches of a call must be."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CachePlace:
+    """Where a cache's keys of one layer begin, and its strides in elements."""
+
+    address: int
+    layer_stride: int
+    value_stride: int
+    head_stride: int
+    capacity: int  # slots
+
+    @classmethod
+    def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: CacheShape) -> CachePlace:
+        """Of the keys and values `[num_kv_heads, capacity, head_dim]` of consecutive layers. Raises ValueError."""
+        (keys, values), last = layers[0], layers[-1]
+        expected = (shape.num_kv_heads, keys.shape[1], shape.head_dim)
+        strides = (keys.stride(0), shape.head_dim, 1)
+        itemsize = shape.dtype.itemsize
+        layer_stride = (last[0].data_ptr() - keys.data_ptr()) // itemsize // max(len(layers) - 1, 1)
+        value_stride = (values.data_ptr() - keys.data_ptr()) // itemsize
+        for number, pair in enumerate(layers):
+            for which, tensor in enumerate(pair):
+                if tensor.shape != expected or tensor.dtype != shape.dtype or tensor.device.type != "cpu":
+                    raise ValueError(
+                        f"found a cache of {tensor.dtype} {list(tensor.shape)} on {tensor.device}, expected "
+                        f"{shape.dtype} {list(expected)} on cpu"
+                    )
+                place = keys.data_ptr() + (number * layer_stride + which * value_stride) * itemsize
+                if tensor.stride() != strides or tensor.data_ptr() != place:
+                    raise ValueError(f"found a cache with strides {tensor.stride()}, expected slots side by side")
+        return cls(keys.data_ptr(), layer_stride, value_stride, keys.stride(0), keys.shape[1])
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of a call, group by group, and what keeps their memory alive."""
+
+    groups: Any  # array of CRowGroup
+    num_groups: int
+    num_rows: int
+    token_ids: NDArray[np.int32]  # [num_rows]
+    positions: NDArray[np.int32]  # [num_rows]
+    arrays: tuple[NDArray[np.int32], ...]  # that `groups` points into
+
+    @classmethod
+    def of(
+        cls, library: ctypes.CDLL, groups: Sequence[SequenceRows], places: Sequence[CachePlace], vocab: int
+    ) -> RowTable:
+        """Lay out rows whose caches lie at `places`. Raises ValueError for what would reach beyond a cache."""
+        if not groups:
+            raise ValueError("found no rows")
+        sizes = [_num_rows(group) for group in groups]
+        slots = _narrowed(np.concatenate([group.tail_entries for group in groups]))
+        lengths = _int32(group.tail_lengths for group in groups)
+        token_ids = _int32(group.token_ids for group in groups)
+        positions = _int32(group.positions for group in groups)
+        table = (CRowGroup * len(groups))()
+        slot_address, length_address = slots.ctypes.data, lengths.ctypes.data
+        for group, place, entry, size in zip(groups, places, table, sizes, strict=True):
+            entry.cache, entry.layer_stride = place.address, place.layer_stride
+            entry.value_stride, entry.head_stride = place.value_stride, place.head_stride
+            entry.tail_slots, entry.tail_lengths = slot_address, length_address
+            entry.num_rows, entry.capacity = size, place.capacity
+            entry.first_slot, entry.boundary = _narrow(group.first_entry), _narrow(group.boundary)
+            slot_address += size * BLOCK * 4
+            length_address += size * 4
+        numbers = token_ids.ctypes.data, positions.ctypes.data
+        if not library.rows_fit(table, len(groups), *numbers, vocab, MOST_POSITIONS):
+            _refuse(groups, places, slots, lengths, token_ids, positions, vocab)
+        return cls(table, len(groups), len(token_ids), token_ids, positions, (slots, lengths))
+
+
+def _int32(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
+    """All numbers of some lists, one after the other."""
+    return _narrowed(np.array(list(itertools.chain.from_iterable(lists))))
+
+
+def _narrow(number: int) -> int:
+    if not -(2**31) <= number < 2**31:
+        raise ValueError(f"found {number}, expected a number of 32 bits")
+    return number
+
+
+def _narrowed(numbers: NDArray[Any]) -> NDArray[np.int32]:
+    if numbers.dtype.kind not in "iu":
+        raise ValueError(f"found numbers of {numbers.dtype}, expected whole ones")
+    narrowed = np.ascontiguousarray(numbers, dtype=np.int32)
+    if not (narrowed == numbers).all():
+        raise ValueError(f"found numbers up to {numbers.max()}, expected 32 bits")
+    return narrowed
+
+
+def _refuse(
+    groups: Sequence[SequenceRows],
+    places: Sequence[CachePlace],
+    slots: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    token_ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    vocab: int,
+) -> NoReturn:
+    """Say what is wrong with a table that does not fit."""
+    sizes = [len(group.token_ids) for group in groups]
+    _check_tails(slots, lengths, np.repeat([place.capacity for place in places], sizes))
+    _check_range("token", token_ids, vocab)
+    _check_range("position", positions, MOST_POSITIONS)
+    for group, place, size in zip(groups, places, sizes, strict=True):
+        _check_group(group, size, place.capacity)
+    raise ValueError("found rows that do not fit their caches")
+
+
+def _num_rows(group: SequenceRows) -> int:
+    size = len(group.token_ids)
+    found = (len(group.positions), len(group.tail_lengths), tuple(group.tail_entries.shape))
+    if size < 1 or found != (size, size, (size, BLOCK)):
+        raise ValueError(f"found {size} tokens with positions, tail lengths and tail slots {found}")
+    return size
+
+
+def _check_group(group: SequenceRows, size: int, capacity: int) -> None:
+    if group.boundary % BLOCK or not 0 <= group.boundary <= min(capacity, MOST_POSITIONS):
+        raise ValueError(
+            f"found a boundary at {group.boundary}, expected a multiple of {BLOCK} within {capacity} slots"
+        )
+    if not 0 <= group.first_entry <= capacity - size:
+        raise ValueError(f"found {size} rows from slot {group.first_entry} on, expected them within {capacity} slots")
+
+
+def _check_tails(slots: NDArray[np.int32], lengths: NDArray[np.int32], capacities: NDArray[Any]) -> None:
+    if lengths.min() < 1 or lengths.max() > BLOCK:
+        raise ValueError(f"found tails of {lengths.min()} to {lengths.max()} keys, expected 1 to {BLOCK}")
+    is_real = np.arange(BLOCK) < lengths[:, None]
+    if (is_real & ((slots < 0) | (slots >= capacities[:, None]))).any():
+        raise ValueError("found a tail slot outside its cache")
+
+
+def _check_range(name: str, values: NDArray[np.int32], end: int) -> None:
+    if values.min() < 0 or values.max() >= end:
+        raise ValueError(f"found {name}s from {values.min()} to {values.max()}, expected them from 0 to {end - 1}")

@@ -1,0 +1,167 @@
+"""Draws, walks and candidates in C (source/sampling.c): the tokens that worker/sampling.py draws, on a CPU.
+
+Their bits depend on no instruction set. Other threads run while a call does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.kernels.sampling_calls import (
+    CPenaltyWindow,
+    CSamplingParams,
+    CTreeWalk,
+    address_of,
+    check_counts,
+    check_logits,
+    kernels,
+    sampling_params,
+    scratch,
+)
+from worker.tree import DraftTree
+from worker.verification import TOP_K, Walk
+
+if TYPE_CHECKING:
+    from worker.sequence import Sequence
+
+
+class NativeSampler:
+    """Draws one sequence's tokens. What the penalty looks at follows from the sequence's own: nothing is pushed."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        params = sequence.sampling
+        self.sequence = sequence
+        self._params = sampling_params(params, params.seed or 0)
+        self._counts = np.zeros(sequence.vocab_size, dtype=np.int32) if params.repetition_penalty != 1.0 else None
+        self._window = CPenaltyWindow(address_of(self._counts), sequence.vocab_size, params.penalty_window, 0)
+        self._call = CTreeWalk(
+            params=ctypes.addressof(self._params),
+            penalties=ctypes.addressof(self._window),
+        )
+
+    def fork(self, sequence: Sequence) -> NativeSampler:
+        """A sampler for a fork of the sequence, to be extended by a draft."""
+        fork = NativeSampler(sequence)
+        if fork._counts is not None and self._counts is not None:
+            fork._counts[:] = self._counts
+            fork._window.num_counted = self._window.num_counted
+        return fork
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """Draw the token behind the sequence from logits `[vocab] float32`; some token where they are not finite."""
+        check_logits(logits, (self.sequence.vocab_size,))
+        return _draw(logits, len(self.sequence), self._params, self.counts())
+
+    def counts(self) -> np.ndarray | None:
+        """How often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
+        if self._counts is not None:
+            self._check_grown()
+            token_ids = self.sequence.token_ids
+            kernels().sampling_follow(ctypes.addressof(self._window), address_of(token_ids), len(token_ids))
+        return self._counts
+
+    def _check_grown(self) -> None:
+        if len(self.sequence) < self._window.num_counted:
+            raise ValueError(
+                f"sequence {self.sequence.sequence_id} has {len(self.sequence)} tokens; expected at least the "
+                f"{self._window.num_counted} that its sampler has seen"
+            )
+
+    def _walk(self, tree: DraftTree, logits: torch.Tensor) -> tuple[CTreeWalk, np.ndarray]:
+        """One tree for C, and the memory that it points into: nodes, parents, drawn tokens, path, one row each."""
+        self._check_grown()
+        num_nodes, token_ids = len(tree), self.sequence.token_ids
+        check_logits(logits, (num_nodes + 1, self.sequence.vocab_size))
+        room = np.empty((4, num_nodes + 1), dtype=np.int64)
+        room[:2, :num_nodes] = tree.token_ids, tree.parents
+        walk, start, row_bytes = self._call, address_of(room) or 0, room.strides[0]
+        walk.logits, walk.row_stride = logits.data_ptr(), logits.stride(0)
+        walk.num_nodes, walk.node_ids, walk.parents = num_nodes, start, start + row_bytes
+        walk.drawn, walk.path = start + 2 * row_bytes, start + 3 * row_bytes
+        walk.token_ids, walk.length = address_of(token_ids), len(token_ids)
+        return walk, room
+
+
+def walk(samplers: Many[NativeSampler], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
+    """Draw from every root on and follow the children that carry the drawn tokens, as worker/verification.py does.
+
+    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's. A walk knows no end of
+    a sequence; it stops in front of a row that nothing can be drawn from. Samplers stay as they are: what the
+    caller commits to a sequence is what its sampler sees next. Raises ValueError for shapes that do not fit.
+    """
+    if not samplers:
+        return []
+    vocab_size = samplers[0].sequence.vocab_size
+    if any(sampler.sequence.vocab_size != vocab_size for sampler in samplers):
+        raise ValueError(f"sequences have different vocabularies; expected {vocab_size} tokens in all")
+    made = [sampler._walk(tree, rows) for sampler, tree, rows in zip(samplers, trees, logits, strict=True)]
+    walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
+    kernels().sampling_walk(walks, len(made), vocab_size, scratch(vocab_size))
+    return [_outcome(walk, room) for walk, (_, room) in zip(walks, made, strict=True)]
+
+
+def draw(
+    logits: torch.Tensor, position: int, params: SamplingParams, seed: int, counts: np.ndarray | None = None
+) -> int:
+    """Draw the token at `position` from logits `[vocab] float32`; those not finite are drawn as the reference does.
+
+    `counts [vocab] int32` of the tokens in the penalty window; None: none is penalised.
+    """
+    check_logits(logits, (logits.shape[-1],))
+    if counts is not None:
+        check_counts(counts, len(logits))
+    return _draw(logits, position, sampling_params(params, seed), counts)
+
+
+def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Ids `[num_rows, TOP_K] int64` and log-probabilities `float32` of the best tokens of `[num_rows, vocab]` logits.
+
+    Equals come in the order of their ids. In a row with NaN all candidates are as unlikely as can be.
+    """
+    check_logits(logits, (len(logits), logits.shape[-1]))
+    num_rows, vocab_size = logits.shape
+    if vocab_size < TOP_K:
+        raise ValueError(f"logits of {vocab_size} tokens; expected at least {TOP_K}")
+    ids, logprobs = np.empty((num_rows, TOP_K), dtype=np.int64), np.empty((num_rows, TOP_K), dtype=np.float32)
+    kernels().sampling_top_candidates(
+        logits.data_ptr(), num_rows, logits.stride(0), vocab_size, address_of(ids), address_of(logprobs)
+    )
+    return ids, logprobs
+
+
+def noise(seed: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """The noise `[count] float32` that `token_ids [count]` have at `positions [count]`, whole numbers from 0."""
+    places, tokens = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (positions, token_ids))
+    if places.shape != tokens.shape or places.ndim != 1:
+        raise ValueError(f"positions {list(places.shape)} and tokens {list(tokens.shape)}; expected one list of each")
+    if (tokens < 0).any():
+        raise ValueError(f"found token {tokens.min()}, expected none below 0")
+    values = np.empty(len(places), dtype=np.float32)
+    kernels().sampling_noise(seed, address_of(places), address_of(tokens), len(places), address_of(values))
+    return values
+
+
+def noise_row(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    """The noise `[vocab] float32` of all tokens at a position."""
+    values = np.empty(vocab_size, dtype=np.float32)
+    kernels().sampling_noise_row(seed, position, vocab_size, address_of(values))
+    return values
+
+
+def _draw(logits: torch.Tensor, position: int, params: CSamplingParams, counts: np.ndarray | None) -> int:
+    vocab_size = len(logits)
+    token_id: int = kernels().sampling_draw(
+        logits.data_ptr(), vocab_size, position, ctypes.addressof(params), address_of(counts), scratch(vocab_size)
+    )
+    return token_id
+
+
+def _outcome(walk: CTreeWalk, room: np.ndarray) -> Walk:
+    failed_row = walk.failed_row if walk.failed_row >= 0 else None
+    return Walk(room[3, : walk.path_length].tolist(), room[2, : walk.num_drawn].tolist(), failed_row)

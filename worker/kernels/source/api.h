@@ -1,0 +1,81 @@
+// What Python sees. It checks every shape, and every number with `rows_fit`; nothing else here checks anything.
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define TAIL 64  // keys of a row's own, behind the prefix that it shares
+
+typedef enum { BF16 = 0, F32 = 1 } element;
+
+// ---- this build
+
+EXPORT const char *kernels_variant(void);  // the name of its instruction set
+EXPORT int kernels_usable(void);           // whether the system lets this process use it
+
+// ---- threads
+
+typedef struct team team;
+EXPORT team *team_new(int num_threads);  // the caller's own included; others start when there is work for them
+EXPORT void team_free(team *team);       // waits for all of them
+EXPORT int team_is_busy(team *team);     // whether a late helper may still read what past calls were given
+
+// ---- rows of one sequence that share a prefix
+
+typedef struct {
+    void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie head_dim elements apart
+    int64_t layer_stride, value_stride, head_stride;  // elements to the next layer, from key to value, to the next head
+    const int32_t *tail_slots;                        // [num_rows, TAIL] in the order of positions
+    const int32_t *tail_lengths;                      // [num_rows] from 1 to TAIL: how many of them are real
+    int32_t num_rows, first_slot;                     // the rows' own keys and values go to consecutive slots
+    int32_t boundary;                                 // keys below it are the prefix; a multiple of 64
+    int32_t capacity;                                 // slots of the cache
+} row_group;
+
+// Whether all numbers of a call stay within their caches, the vocabulary and the positions.
+EXPORT int rows_fit(const row_group *groups, int num_groups, const int32_t *token_ids, const int32_t *positions,
+                    int vocab, int num_positions);
+
+// ---- attention of one layer
+
+typedef struct {
+    int32_t element, num_heads, num_kv_heads, head_dim;
+    float scale;
+} attention_sizes;
+
+// Stores the rows' keys and values and attends: queries, output [num_rows, num_heads, head_dim], keys, values
+// [num_rows, num_kv_heads, head_dim].
+EXPORT void attend(team *team, const attention_sizes *sizes, const row_group *groups, int num_groups,
+                   const void *queries, const void *keys, const void *values, void *output);
+
+// ---- a dense decoder
+
+typedef struct {
+    int32_t element, num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
+    float epsilon, scale;  // of the norms; of the scores
+} decoder_sizes;
+
+typedef enum {
+    EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
+    INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, MLP_NORM, GATE, UP, DOWN
+} weight_role;
+
+typedef struct decoder decoder;
+EXPORT decoder *decoder_new(const decoder_sizes *sizes);
+// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding.
+EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
+EXPORT void decoder_free(decoder *decoder);
+
+typedef struct {
+    const int32_t *token_ids, *positions;  // [num_rows]; token_ids NULL where the call begins behind the embedding
+    const float *angles;                   // [positions, head_dim] cosines of the first half, then sines
+    const row_group *groups;
+    int32_t num_rows, num_groups, first_layer, end_layer;
+    float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers
+    void *hidden;   // [num_rows, hidden] behind the final norm; written by a call that ends with the last layer
+    float *logits;  // [num_rows, vocab], or NULL
+} forward_call;
+
+EXPORT void decoder_forward(decoder *decoder, team *team, const forward_call *call);
+// Logits of hidden states that an earlier call gave.
+EXPORT void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits);

@@ -1,0 +1,35 @@
+// Attention of one layer alone, for models whose other layers run elsewhere.
+#include "attention.h"
+
+static void load_row(element element, const void *rows, long row, int count, float *out) {
+    for (int i = 0; i < count; i += LANES)
+        vec_store(out + i, element == BF16 ? vec_load_bf16((const bf16 *)rows + row * count + i)
+                                           : vec_load((const float *)rows + row * count + i));
+}
+
+void attend(team *team, const attention_sizes *sizes, const row_group *groups, int num_groups, const void *queries,
+            const void *keys, const void *values, void *output) {
+    frame *frame = frame_open(team);
+    attention *attention = attention_new(frame, sizes, groups, num_groups);
+    int head_dim = sizes->head_dim, bytes = head_dim * (sizes->element == BF16 ? 2 : 4);
+    long num_rows = 0;
+    for (int group = 0; group < num_groups; group++)
+        for (int row = 0; row < groups[group].num_rows; row++, num_rows++) {
+            for (int head = 0; head < sizes->num_kv_heads; head++) {
+                long from = (num_rows * sizes->num_kv_heads + head) * bytes;
+                memcpy(attention_slot(attention, 0, group, row, head, false), (const char *)keys + from, (size_t)bytes);
+                memcpy(attention_slot(attention, 0, group, row, head, true), (const char *)values + from, (size_t)bytes);
+            }
+            for (int head = 0; head < sizes->num_heads; head++) {
+                float query[256];
+                load_row(sizes->element, queries, num_rows * sizes->num_heads + head, head_dim, query);
+                attention_query(attention, group, row, head, query);
+            }
+        }
+    size_t count = (size_t)num_rows * (size_t)(sizes->num_heads * head_dim);
+    float *mixed = sizes->element == BF16 ? frame_take(frame, sizeof(float) * count) : output;
+    attention_run(attention, frame, 0, mixed);
+    for (size_t i = 0; i < count && sizes->element == BF16; i += LANES)
+        vec_store_bf16((bf16 *)output + i, vec_load(mixed + i));
+    frame_close(frame);
+}

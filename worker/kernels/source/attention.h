@@ -1,0 +1,23 @@
+// Attention of groups of rows: each row to the prefix that its group shares, and to a tail of its own.
+//
+// A prefix is taken in spans of 2,048 keys and these in chunks of 256, each a softmax of its own; spans are merged in
+// order, then the tail, whose keys stand in the order of positions wherever they lie. So nothing that a row is made of
+// depends on another row, nor on who computed which span.
+#pragma once
+#include "api.h"
+#include "threads.h"
+#include "vectors.h"
+
+typedef struct attention attention;
+
+// What all layers of a call have in common; lives in the frame, as do copies of the groups.
+attention *attention_new(frame *frame, const attention_sizes *sizes, const row_group *groups, int num_groups);
+
+// Where a row's keys (or its values) of one head are stored.
+void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);
+// Takes one query [head_dim] in.
+void attention_query(attention *attention, int group, int row, int head, const float *query);
+
+// Attends with all queries to what the caches hold now: output [all rows, num_heads, head_dim], rounded to bf16 where
+// the sizes say so.
+void attention_run(attention *attention, frame *frame, int layer, float *output);

@@ -1,0 +1,254 @@
+// One unit of attention: scores, softmax and values, chunk by chunk.
+#include "attention_units.h"
+
+#include "packing.h"
+
+enum { CHUNK = 256, PACKED_KEYS = 64 };  // keys of a softmax; keys that are packed at a time
+
+typedef struct {
+    char *keys, *values;  // packed
+    float *scores;        // [num_queries, most columns], then weights
+    bf16 *weights;        // [num_queries, CHUNK] where products take bf16
+    float *shrink;        // [num_queries]
+} workspace;
+
+static long columns_at_once(const attention *attention) {
+    return attention->most_columns > CHUNK ? attention->most_columns : CHUNK;
+}
+
+static workspace workspace_at(const attention *attention, char *memory) {
+    long queries = round_up(attention->most_queries, LANES);
+    workspace space;
+    space.keys = memory;
+    space.values = space.keys + round_up(4L * PACKED_KEYS * attention->depth, 64);
+    space.scores = (float *)(space.values + round_up(2L * PACKED_KEYS * attention->sizes.head_dim, 64));
+    space.weights = (bf16 *)(space.scores + queries * columns_at_once(attention));
+    space.shrink = (float *)(space.weights + queries * CHUNK);
+    return space;
+}
+
+size_t scratch_bytes(const attention *attention) {
+    long queries = round_up(attention->most_queries, LANES);
+    return (size_t)((char *)(workspace_at(attention, NULL).shrink + queries) - (char *)NULL);
+}
+
+// ---- parts
+
+size_t part_bytes(int num_queries, int head_dim) {
+    return (size_t)round_up(4 * (2 * round_up(num_queries, LANES) + (long)num_queries * head_dim), 64);
+}
+
+part part_at(void *slot, int num_queries) {
+    float *maximum = slot, *sum = maximum + round_up(num_queries, LANES);
+    return (part){maximum, sum, sum + round_up(num_queries, LANES)};
+}
+
+static void scale_rows(float *rows, int num_rows, int head_dim, const float *factors) {
+    for (int i = 0; i < num_rows; i++)
+        for (int d = 0; d < head_dim; d += LANES) {
+            float *place = rows + (long)i * head_dim + d;
+            vec_store(place, vec_mul(vec_load(place), vec_set(factors[i])));
+        }
+}
+
+void merge(part *whole, part next, int num_queries, int head_dim) {
+    for (int first = 0; first < num_queries; first += LANES) {
+        vec old = vec_load(whole->maximum + first), new = vec_load(next.maximum + first), maximum = vec_max(old, new);
+        vec shrink = vec_exp2(vec_sub(old, maximum)), share = vec_exp2(vec_sub(new, maximum));
+        vec sum = vec_mul(vec_load(next.sum + first), share);
+        vec_store(whole->maximum + first, maximum);
+        vec_store(whole->sum + first, vec_fma(vec_load(whole->sum + first), shrink, sum));
+        float shrinks[LANES], shares[LANES];
+        vec_store(shrinks, shrink);
+        vec_store(shares, share);
+        for (int i = 0; i < LANES && first + i < num_queries; i++)
+            for (int d = 0; d < head_dim; d += LANES) {
+                float *place = whole->output + (long)(first + i) * head_dim + d;
+                vec added = vec_mul(vec_load(next.output + (long)(first + i) * head_dim + d), vec_set(shares[i]));
+                vec_store(place, vec_fma(vec_load(place), vec_set(shrinks[i]), added));
+            }
+    }
+}
+
+// ---- scores
+
+// What is read next is asked for a little at a time, so that memory works beside the products. It may lie beyond an end.
+INLINE void expect(const char *memory, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
+}
+
+// Packs `count` keys, a multiple of sixteen, at these addresses as the right side of a product; `next` is read after it.
+static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, char *packed) {
+    int row_bytes = attention->sizes.head_dim * attention->element_bytes, words = row_bytes / 4;
+    int words_deep = attention->depth * attention->element_bytes / 4;
+    for (int first = 0; first < count; first += LANES) {
+        uint32_t *block = (uint32_t *)packed + (long)first * words_deep;
+        transpose(keys + first, words, block);
+        memset(block + words * LANES, 0, sizeof(uint32_t) * LANES * (size_t)(words_deep - words));
+        if (next) expect(next + first * row_bytes, LANES * row_bytes);
+    }
+    if (attention->element_bytes == 2) return (operand){packed, 2L * LANES * words_deep, 2 * LANES, PAIRS, 0};
+    return (operand){packed, (long)LANES * words_deep, LANES, ROWS_F32, 0};
+}
+
+static void add_scores(const attention *attention, const head_rows *pair, const char *const *keys, int count,
+                       const char *next, char *packed, float *scores, long stride) {
+    operand right = pack_keys(attention, keys, count, next, packed);
+    int depth = attention->depth, blocks = count / LANES, rows = pair->num_queries;
+    if (attention->uses_bf16_products)
+        gemm_bf16(rows, blocks, depth, (bf16 *)attention->queries + pair->first_query, depth, right, scores, stride, false);
+    else
+        gemm_f32(rows, blocks, depth, (float *)attention->queries + pair->first_query, depth, right, scores, stride, false);
+}
+
+// ---- spans of the prefix
+
+// The largest of `count` scores, a multiple of 64.
+static float largest(const float *scores, int count) {
+    vec most[4];
+    for (int j = 0; j < 4; j++) most[j] = vec_load(scores + j * LANES);
+    for (int i = 4 * LANES; i < count; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) most[j] = vec_max(most[j], vec_load(scores + i + j * LANES));
+    return vec_max_lane(vec_max(vec_max(most[0], most[1]), vec_max(most[2], most[3])));
+}
+
+// Turns scores into weights 2^(score * scale - maximum); returns their sum.
+static float weigh(const attention *attention, float *scores, bf16 *weights, int count, float maximum) {
+    vec sums[4], scale = vec_set(attention->scale), shift = vec_set(-maximum);
+    for (int j = 0; j < 4; j++) sums[j] = vec_set(0.0f);
+    for (int i = 0; i < count; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            vec weight = vec_exp2(vec_fma(vec_load(scores + i + j * LANES), scale, shift));
+            sums[j] = vec_add(sums[j], weight);
+            if (attention->uses_bf16_products) vec_store_bf16(weights + i + j * LANES, weight);
+            else vec_store(scores + i + j * LANES, weight);
+        }
+    return vec_sum(vec_add(vec_add(sums[0], sums[2]), vec_add(sums[1], sums[3])));
+}
+
+// One chunk's softmax over all queries, merged into what the part holds of earlier chunks.
+static void softmax_of_chunk(const attention *attention, int num_queries, int count, bool is_first, workspace space, part part) {
+    for (int i = 0; i < num_queries; i++) {
+        float *scores = space.scores + (long)i * CHUNK, old = part.maximum[i];
+        float maximum = largest(scores, count) * attention->scale;
+        maximum = !is_first && old > maximum ? old : maximum;
+        float sum = weigh(attention, scores, space.weights + (long)i * CHUNK, count, maximum);
+        space.shrink[i] = is_first ? 0.0f : exp2_of(old - maximum);
+        part.sum[i] = is_first ? sum : __builtin_fmaf(part.sum[i], space.shrink[i], sum);
+        part.maximum[i] = maximum;
+    }
+}
+
+static void add_values(const attention *attention, int num_queries, const char *values, int first, int count,
+                       const char *next, bool is_first, workspace space, part part) {
+    int head_dim = attention->sizes.head_dim, blocks = head_dim / LANES;
+    if (!attention->uses_bf16_products) {
+        expect(next, (long)count * head_dim * attention->element_bytes);
+        layout layout = attention->element_bytes == 2 ? ROWS_BF16 : ROWS_F32;
+        operand plain = {values, LANES, head_dim, layout, 0};
+        gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, part.output, head_dim, !is_first);
+        return;
+    }
+    const bf16 *rows = (const bf16 *)values;
+    for (int i = 0; i < count; i += 2) {
+        expect(next + 2L * i * head_dim, 4L * head_dim);
+        interleave(rows + (long)i * head_dim, rows + (long)(i + 1) * head_dim, head_dim,
+                   (bf16 *)space.values + (long)i * head_dim);
+    }
+    operand packed = {space.values, 2 * LANES, 2L * head_dim, PAIRS, 0};
+    gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, head_dim, !is_first);
+}
+
+static void run_span(const attention *attention, int layer, const span *span, void *slot, workspace space) {
+    const head_rows *pair = &attention->pairs[span->pair];
+    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    const char *keys = head_start(attention, layer, pair->group, pair->head, false) + span->start * row_bytes;
+    const char *values = head_start(attention, layer, pair->group, pair->head, true) + span->start * row_bytes;
+    part part = part_at(slot, pair->num_queries);
+    for (int chunk = 0; chunk < span->count; chunk += CHUNK) {
+        int count = span->count - chunk < CHUNK ? span->count - chunk : CHUNK;
+        for (int first = 0; first < count; first += PACKED_KEYS) {
+            const char *rows[PACKED_KEYS];
+            for (int i = 0; i < PACKED_KEYS; i++) rows[i] = keys + (chunk + first + i) * row_bytes;
+            const char *next = values + (chunk + first) * row_bytes;
+            add_scores(attention, pair, rows, PACKED_KEYS, next, space.keys, space.scores + first, CHUNK);
+        }
+        softmax_of_chunk(attention, pair->num_queries, count, chunk == 0, space, part);
+        if (chunk) scale_rows(part.output, pair->num_queries, attention->sizes.head_dim, space.shrink);
+        for (int first = 0; first < count; first += PACKED_KEYS) {
+            const char *next = keys + (chunk + CHUNK + first) * row_bytes;
+            add_values(attention, pair->num_queries, values + (chunk + first) * row_bytes, first, PACKED_KEYS, next,
+                       chunk + first == 0, space, part);
+        }
+    }
+}
+
+// ---- tails
+
+INLINE vec load_elements(const attention *attention, const char *row, int first) {
+    return attention->element_bytes == 2 ? vec_load_bf16((const bf16 *)row + first) : vec_load((const float *)row + first);
+}
+
+// Adds weighted values of `blocks` times sixteen dimensions from `first` on, key by key.
+INLINE void add_tail(const int blocks, const attention *attention, const float *weights, const char *const *values,
+                     int count, int first, float *output) {
+    vec sum[4];
+    for (int n = 0; n < blocks; n++) sum[n] = vec_set(0.0f);
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < blocks; n++)
+            sum[n] = vec_fma(vec_set(weights[i]), load_elements(attention, values[i], first + n * LANES), sum[n]);
+    for (int n = 0; n < blocks; n++) vec_store(output + first + n * LANES, sum[n]);
+}
+
+// One query's softmax over its tail: a window of TAIL scores, whose rest weighs nothing.
+static void tail_of_query(const attention *attention, const float *scores, const int32_t *columns, int count,
+                          const char *const *values, int query, part part) {
+    float window[TAIL];
+    for (int i = 0; i < TAIL; i++) window[i] = scores[columns[i < count ? i : 0]];
+    float maximum = largest(window, TAIL) * attention->scale;
+    for (int i = 0; i < TAIL; i += LANES) {
+        vec score = vec_fma(vec_load(window + i), vec_set(attention->scale), vec_set(-maximum));
+        vec_store(window + i, vec_exp2(score));
+    }
+    for (int i = count; i < TAIL; i++) window[i] = 0.0f;
+    vec sum = vec_load(window);
+    for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
+    part.maximum[query] = maximum;
+    part.sum[query] = vec_sum(sum);
+    int head_dim = attention->sizes.head_dim, d = 0;
+    float *output = part.output + (long)query * head_dim;
+    for (; head_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, attention, window, values, count, d, output);
+    for (; d < head_dim; d += LANES) add_tail(1, attention, window, values, count, d, output);
+}
+
+static void run_tails(const attention *attention, int layer, const head_rows *pair, void *slot, workspace space) {
+    const tail_columns *tail = &attention->tails[pair->group];
+    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    const char *keys = head_start(attention, layer, pair->group, pair->head, false);
+    const char *values = head_start(attention, layer, pair->group, pair->head, true);
+    for (int first = 0; first < tail->num_columns; first += PACKED_KEYS) {
+        int count = tail->num_columns - first < PACKED_KEYS ? tail->num_columns - first : PACKED_KEYS;
+        const char *rows[PACKED_KEYS];
+        for (int i = 0; i < count; i++) rows[i] = keys + tail->slots[first + i] * row_bytes;
+        add_scores(attention, pair, rows, count, NULL, space.keys, space.scores + first, tail->num_columns);
+    }
+    part part = part_at(slot, pair->num_queries);
+    for (int row = 0; row < attention->groups[pair->group].num_rows; row++) {
+        const int32_t *columns = tail->columns + row * TAIL;
+        const char *rows[TAIL];
+        for (int i = 0; i < tail->lengths[row]; i++) rows[i] = values + tail->slots[columns[i]] * row_bytes;
+        for (int i = 0; i < attention->heads_per_kv; i++) {
+            int query = row * attention->heads_per_kv + i;
+            tail_of_query(attention, space.scores + (long)query * tail->num_columns, columns, tail->lengths[row], rows,
+                          query, part);
+        }
+    }
+}
+
+void run_unit(const void *job, int unit, void *slot, void *scratch) {
+    const unit_job *all = job;
+    const span *span = &all->attention->units[all->first_unit + unit];
+    workspace space = workspace_at(all->attention, scratch);
+    if (span->count) run_span(all->attention, all->layer, span, slot, space);
+    else run_tails(all->attention, all->layer, &all->attention->pairs[span->pair], slot, space);
+}

@@ -1,0 +1,61 @@
+// The units of attention: the rows of one group and head over one span of the prefix, or over their tails.
+#pragma once
+#include "attention.h"
+#include "gemm.h"
+
+// The keys of all tails of a group, each once.
+typedef struct {
+    const int32_t *slots;    // [num_columns] in the cache
+    const int32_t *columns;  // [num_rows, TAIL] for each key of a row's tail
+    const int32_t *lengths;  // [num_rows]
+    int num_columns;         // a multiple of sixteen
+} tail_columns;
+
+// The queries of a group of rows that share a head of keys: row by row, the heads of one row side by side.
+typedef struct {
+    int group, head, num_queries, first_unit, num_units;
+    long first_query;  // elements from the first pair's
+} head_rows;
+
+// Keys from `start` on; a count of 0 says the tails. A pair's spans stand in order, the tails behind them.
+typedef struct {
+    int pair, start, count;
+} span;
+
+struct attention {
+    attention_sizes sizes;
+    int element_bytes, depth, heads_per_kv;
+    bool uses_bf16_products;
+    float scale;  // of scores, to powers of two
+    const row_group *groups;
+    const tail_columns *tails;
+    head_rows *pairs;
+    span *units;
+    void *queries;
+    int num_pairs, num_units, most_queries, most_columns;
+    char *slots;
+    void **parts;
+};
+
+// What is known of each query after some keys: outputs are weighted by 2^(score - maximum) and not yet divided.
+typedef struct {
+    float *maximum, *sum, *output;  // [num_queries], [num_queries], [num_queries, head_dim]
+} part;
+
+typedef struct {
+    const attention *attention;
+    int layer, first_unit;
+} unit_job;
+
+INLINE const char *head_start(const attention *attention, int layer, int group, int head, bool is_value) {
+    const row_group *rows = &attention->groups[group];
+    long element = layer * rows->layer_stride + head * rows->head_stride + (is_value ? rows->value_stride : 0);
+    return (const char *)rows->cache + element * attention->element_bytes;
+}
+
+size_t part_bytes(int num_queries, int head_dim);
+part part_at(void *slot, int num_queries);
+void merge(part *whole, part next, int num_queries, int head_dim);
+
+size_t scratch_bytes(const attention *attention);
+void run_unit(const void *job, int unit, void *slot, void *scratch);

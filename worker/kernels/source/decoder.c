@@ -1,0 +1,295 @@
+// A dense decoder, straight on: embedding, layers of attention and gated products, norm, head.
+//
+// Rows are float between operations; with bf16 weights they hold numbers of bf16, rounded where transformers rounds.
+#include <stdlib.h>
+
+#include "attention.h"
+#include "linear.h"
+
+typedef struct {
+    matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each
+    float *input_norm, *mlp_norm, *query_norm, *key_norm;
+} layer_weights;
+
+struct decoder {
+    decoder_sizes sizes;
+    const void *embedding;  // [vocab, hidden]
+    float *final_norm;
+    matrix head;
+    layer_weights *layers;
+};
+
+typedef struct {
+    frame *frame;
+    const decoder *decoder;
+    const forward_call *call;
+    attention *attention;
+    float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, the widest matrix], [num_rows, most depth]
+    bool rounds;
+} pass;
+
+// ---- weights
+
+decoder *decoder_new(const decoder_sizes *sizes) {
+    decoder *fresh = calloc(1, sizeof(decoder));
+    int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
+    fresh->sizes = *sizes;
+    fresh->layers = calloc((size_t)sizes->num_layers, sizeof(layer_weights));
+    fresh->head = matrix_new((element)sizes->element, sizes->hidden, sizes->vocab);
+    for (int i = 0; i < sizes->num_layers; i++) {
+        layer_weights *layer = &fresh->layers[i];
+        layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns);
+        layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
+        layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, 2 * sizes->intermediate);
+        layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
+    }
+    return fresh;
+}
+
+void decoder_free(decoder *decoder) {
+    for (int i = 0; i < decoder->sizes.num_layers; i++) {
+        layer_weights *layer = &decoder->layers[i];
+        matrix_free(&layer->qkv);
+        matrix_free(&layer->output);
+        matrix_free(&layer->gate_up);
+        matrix_free(&layer->down);
+        free(layer->input_norm);
+        free(layer->mlp_norm);
+        free(layer->query_norm);
+        free(layer->key_norm);
+    }
+    matrix_free(&decoder->head);
+    free(decoder->final_norm);
+    free(decoder->layers);
+    free(decoder);
+}
+
+// `count` rows of a weight go to every `stride`-th block from `first_block` on, their biases likewise.
+static void load_matrix(matrix *matrix, int first_block, int stride, int count, const void *weight, const void *bias) {
+    int bytes = matrix->element == BF16 ? 2 : 4;
+    for (int row = 0; row < count; row += LANES) {
+        int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
+        matrix_pack(matrix, block, (const char *)weight + (long)row * matrix->depth * bytes, left);
+        if (bias) matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);
+    }
+}
+
+static void load_vector(float **vector, int element, int count, const void *weight) {
+    free(*vector);
+    *vector = malloc(sizeof(float) * (size_t)count);
+    for (int i = 0; i < count; i += LANES)
+        vec_store(*vector + i, element == BF16 ? vec_load_bf16((const bf16 *)weight + i) : vec_load((const float *)weight + i));
+}
+
+void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
+    const decoder_sizes *sizes = &decoder->sizes;
+    layer_weights *to = &decoder->layers[layer];
+    int query_blocks = sizes->num_heads * sizes->head_dim / LANES, key_blocks = sizes->num_kv_heads * sizes->head_dim / LANES;
+    int hidden = sizes->hidden, mlp = sizes->intermediate, element = sizes->element;
+    switch ((weight_role)role) {
+        case EMBEDDING: decoder->embedding = weight; break;
+        case FINAL_NORM: load_vector(&decoder->final_norm, element, hidden, weight); break;
+        case HEAD: load_matrix(&decoder->head, 0, 1, sizes->vocab, weight, bias); break;
+        case INPUT_NORM: load_vector(&to->input_norm, element, hidden, weight); break;
+        case QUERY: load_matrix(&to->qkv, 0, 1, query_blocks * LANES, weight, bias); break;
+        case KEY: load_matrix(&to->qkv, query_blocks, 1, key_blocks * LANES, weight, bias); break;
+        case VALUE: load_matrix(&to->qkv, query_blocks + key_blocks, 1, key_blocks * LANES, weight, bias); break;
+        case QUERY_NORM: load_vector(&to->query_norm, element, sizes->head_dim, weight); break;
+        case KEY_NORM: load_vector(&to->key_norm, element, sizes->head_dim, weight); break;
+        case OUTPUT: load_matrix(&to->output, 0, 1, hidden, weight, bias); break;
+        case MLP_NORM: load_vector(&to->mlp_norm, element, hidden, weight); break;
+        case GATE: load_matrix(&to->gate_up, 0, 2, mlp, weight, bias); break;
+        case UP: load_matrix(&to->gate_up, 1, 2, mlp, weight, bias); break;
+        case DOWN: load_matrix(&to->down, 0, 1, hidden, weight, bias); break;
+    }
+}
+
+// ---- operations on rows
+
+INLINE vec rounded(bool rounds, vec a) { return rounds ? vec_round_bf16(a) : a; }
+
+// Root mean square norm: the row is rounded before the weight and after it.
+static void norm(const float *row, const float *weight, int count, float epsilon, bool rounds, float *out) {
+    vec squares = vec_set(0.0f);
+    for (int i = 0; i < count; i += LANES) {
+        vec a = vec_load(row + i);
+        squares = vec_fma(a, a, squares);
+    }
+    vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + epsilon));
+    for (int i = 0; i < count; i += LANES) {
+        vec a = rounded(rounds, vec_mul(vec_load(row + i), scale));
+        vec_store(out + i, rounded(rounds, vec_mul(a, vec_load(weight + i))));
+    }
+}
+
+// Turns pairs of dimensions, one of each half, by the angles of a position. Both write up to sixteen floats too many.
+static void rotate(const float *head, const float *angles, int head_dim, bool rounds, float *out) {
+    int half = head_dim / 2;
+    const float *cosines = angles, *sines = angles + half;
+    for (int i = 0; i < half; i += LANES) {
+        vec back = vec_mul(vec_load(head + half + i), vec_load(sines + i));
+        vec a = vec_fma(vec_load(head + i), vec_load(cosines + i), vec_sub(vec_set(0.0f), back));
+        vec_store(out + i, rounded(rounds, a));
+    }
+    for (int i = 0; i < half; i += LANES) {
+        vec ahead = vec_mul(vec_load(head + i), vec_load(sines + i));
+        vec a = vec_fma(vec_load(head + half + i), vec_load(cosines + i), ahead);
+        vec_store(out + half + i, rounded(rounds, a));
+    }
+}
+
+static void add(float *to, const float *rows, long count, bool rounds) {
+    for (long i = 0; i < count; i += LANES) vec_store(to + i, rounded(rounds, vec_add(vec_load(to + i), vec_load(rows + i))));
+}
+
+// gate / (1 + e^-gate) * up, with the exponential of what is negative alone
+INLINE vec gated(vec gate, vec up, bool rounds) {
+    vec zero = vec_set(0.0f), minus = vec_sub(zero, gate);
+    vec power = vec_exp(vec_sub(zero, vec_max(gate, minus)));
+    vec positive = vec_max(zero, gate), negative = vec_mul(vec_sub(gate, positive), power);
+    vec silu = vec_div(vec_add(positive, negative), vec_add(vec_set(1.0f), power));
+    return rounded(rounds, vec_mul(rounded(rounds, silu), up));
+}
+
+static void gate_rows(const float *gate_up, int num_rows, int count, bool rounds, float *out) {
+    for (long row = 0; row < num_rows; row++)
+        for (int i = 0; i < count; i += LANES) {
+            const float *gate = gate_up + row * 2 * count + 2 * i;
+            vec_store(out + row * count + i, gated(vec_load(gate), vec_load(gate + LANES), rounds));
+        }
+}
+
+static void store(element element, const float *from, int count, void *to) {
+    for (int i = 0; i < count; i += LANES) {
+        if (element == BF16) vec_store_bf16((bf16 *)to + i, vec_load(from + i));
+        else vec_store((float *)to + i, vec_load(from + i));
+    }
+}
+
+// ---- a layer
+
+static void norm_rows(const pass *pass, const float *weight) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    for (long row = 0; row < pass->call->num_rows; row++)
+        norm(pass->call->state + row * sizes->hidden, weight, sizes->hidden, sizes->epsilon, pass->rounds,
+             pass->normed + row * sizes->hidden);
+}
+
+// One row's queries and keys are normed and turned; keys and values go to the cache.
+static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, const float *angles) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    const layer_weights *weights = &pass->decoder->layers[layer];
+    int num_heads = sizes->num_heads, num_kv_heads = sizes->num_kv_heads, head_dim = sizes->head_dim;
+    for (int head = 0; head < num_heads + 2 * num_kv_heads; head++, qkv += head_dim) {
+        float normed[256 + LANES], turned[256 + LANES];
+        const float *from = qkv, *head_norm = head < num_heads ? weights->query_norm : weights->key_norm;
+        int kv_head = (head - num_heads) % num_kv_heads;
+        bool is_value = head >= num_heads + num_kv_heads;
+        if (head_norm && !is_value) {
+            norm(qkv, head_norm, head_dim, sizes->epsilon, pass->rounds, normed);
+            from = normed;
+        }
+        if (!is_value) {
+            rotate(from, angles, head_dim, pass->rounds, turned);
+            from = turned;
+        }
+        if (head < num_heads) attention_query(pass->attention, group, row, head, from);
+        else
+            store((element)sizes->element, from, head_dim,
+                  attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
+    }
+}
+
+static void keep_rows(const pass *pass, int layer) {
+    const forward_call *call = pass->call;
+    const matrix *qkv = &pass->decoder->layers[layer].qkv;
+    long number = 0;
+    for (int group = 0; group < call->num_groups; group++)
+        for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
+            const float *angles = call->angles + (long)call->positions[number] * pass->decoder->sizes.head_dim;
+            keep_row(pass, layer, group, row, pass->wide + number * qkv->columns, angles);
+        }
+}
+
+static void run_layer(const pass *pass, int layer) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    const layer_weights *weights = &pass->decoder->layers[layer];
+    const forward_call *call = pass->call;
+    int num_rows = call->num_rows;
+    long count = (long)num_rows * sizes->hidden;
+    norm_rows(pass, weights->input_norm);
+    linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
+    keep_rows(pass, layer);
+    attention_run(pass->attention, pass->frame, layer - call->first_layer, pass->mixed);
+    linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    add(call->state, pass->wide, count, pass->rounds);
+    norm_rows(pass, weights->mlp_norm);
+    linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, 2L * sizes->intermediate, pass->rounds);
+    gate_rows(pass->wide, num_rows, sizes->intermediate, pass->rounds, pass->mixed);
+    linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    add(call->state, pass->wide, count, pass->rounds);
+}
+
+// ---- a call
+
+static void embed(const pass *pass) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    for (long row = 0; row < pass->call->num_rows; row++) {
+        long first = (long)pass->call->token_ids[row] * sizes->hidden;
+        for (int i = 0; i < sizes->hidden; i += LANES) {
+            vec a = pass->rounds ? vec_load_bf16((const bf16 *)pass->decoder->embedding + first + i)
+                                 : vec_load((const float *)pass->decoder->embedding + first + i);
+            vec_store(pass->call->state + row * sizes->hidden + i, a);
+        }
+    }
+}
+
+// Logits are not rounded. Columns that fill up the last block go through a place of their own.
+static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
+    int vocab = decoder->sizes.vocab, columns = decoder->head.columns;
+    if (vocab == columns) {
+        linear(frame, &decoder->head, num_rows, normed, logits, vocab, false);
+        return;
+    }
+    float *wide = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns);
+    linear(frame, &decoder->head, num_rows, normed, wide, columns, false);
+    for (long row = 0; row < num_rows; row++) memcpy(logits + row * vocab, wide + row * columns, sizeof(float) * (size_t)vocab);
+}
+
+static int most(int a, int b) { return a > b ? a : b; }
+
+void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
+    const decoder_sizes *sizes = &decoder->sizes;
+    frame *frame = frame_open(team);
+    attention_sizes heads = {sizes->element, sizes->num_heads, sizes->num_kv_heads, sizes->head_dim, sizes->scale};
+    size_t rows = (size_t)call->num_rows * sizeof(float);
+    int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
+    int widest = most(most(query_columns + 2 * key_columns, 2 * sizes->intermediate), sizes->hidden);
+    pass pass = {.frame = frame,
+                 .decoder = decoder,
+                 .call = call,
+                 .attention = attention_new(frame, &heads, call->groups, call->num_groups),
+                 .normed = frame_take(frame, rows * (size_t)sizes->hidden),
+                 .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
+                 .mixed = frame_take(frame, rows * (size_t)most(query_columns, sizes->intermediate)),
+                 .rounds = sizes->element == BF16};
+    if (call->token_ids) embed(&pass);
+    for (int layer = call->first_layer; layer < call->end_layer; layer++) run_layer(&pass, layer);
+    if (call->end_layer == sizes->num_layers) {
+        norm_rows(&pass, decoder->final_norm);
+        store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);
+        if (call->logits) apply_head(frame, decoder, call->num_rows, pass.normed, call->logits);
+    }
+    frame_close(frame);
+}
+
+void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits) {
+    frame *frame = frame_open(team);
+    long count = (long)num_rows * decoder->sizes.hidden;
+    float *normed = frame_take(frame, sizeof(float) * (size_t)count);
+    for (long i = 0; i < count; i += LANES)
+        vec_store(normed + i, decoder->sizes.element == BF16 ? vec_load_bf16((const bf16 *)hidden + i)
+                                                             : vec_load((const float *)hidden + i));
+    apply_head(frame, decoder, num_rows, normed, logits);
+    frame_close(frame);
+}

@@ -1,0 +1,140 @@
+// Rows times weights, in panels of columns that helpers may take.
+#include "linear.h"
+
+#include <stdlib.h>
+
+#include "packing.h"
+
+enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, LINEAR_WORTH_HELP = 1 << 23 };
+
+static long packed_depth(const matrix *matrix) {
+    return matrix->element == BF16 ? round_up(matrix->depth, BF16_DEPTH) : matrix->depth;
+}
+
+static operand operand_of(const matrix *matrix, int block, int first_k) {
+    long depth = packed_depth(matrix), start = block * depth * LANES + (long)first_k * LANES;
+    if (matrix->element == BF16) return (operand){(bf16 *)matrix->packed + start, depth * LANES, 2 * LANES, PAIRS, 0};
+    return (operand){(float *)matrix->packed + start, depth * LANES, LANES, ROWS_F32, 0};
+}
+
+matrix matrix_new(element element, int depth, int columns) {
+    matrix fresh = {.depth = depth, .columns = (int)round_up(columns, LANES), .element = element};
+    size_t count = (size_t)packed_depth(&fresh) * (size_t)fresh.columns;
+    fresh.packed = allocate_clear(count * (element == BF16 ? 2 : 4));
+    fresh.bias = allocate_clear(sizeof(float) * (size_t)fresh.columns);
+    return fresh;
+}
+
+void matrix_free(matrix *matrix) {
+    free(matrix->packed);
+    free(matrix->bias);
+}
+
+void matrix_pack(matrix *matrix, int block, const void *rows, int count) {
+    int row_bytes = matrix->depth * (matrix->element == BF16 ? 2 : 4);
+    const char *sources[LANES];
+    char *nothing = count < LANES ? allocate_clear((size_t)row_bytes) : NULL;
+    for (int i = 0; i < LANES; i++) sources[i] = i < count ? (const char *)rows + (long)i * row_bytes : nothing;
+    transpose(sources, row_bytes / 4, (uint32_t *)operand_of(matrix, block, 0).data);
+    free(nothing);
+}
+
+void matrix_bias(matrix *matrix, int first_column, int count, const void *bias) {
+    matrix->has_bias = true;
+    for (int i = 0; i < count; i++) {
+        uint32_t bits = matrix->element == BF16 ? (uint32_t)((const bf16 *)bias)[i] << 16 : ((const uint32_t *)bias)[i];
+        memcpy(&matrix->bias[first_column + i], &bits, sizeof bits);
+    }
+}
+
+typedef struct {
+    const matrix *matrix;
+    const void *rows;  // bf16 where products take it, else float
+    float *out;
+    long row_stride, out_stride;
+    int num_rows, blocks;
+    bool uses_bf16_products;
+} panel_job;
+
+static void run_panel(const void *job, int unit, void *slot, void *scratch) {
+    (void)scratch;
+    const panel_job *all = job;
+    int first = unit * all->blocks, left = all->matrix->columns / LANES - first;
+    int blocks = left < all->blocks ? left : all->blocks;
+    float *out = slot ? slot : all->out + (long)first * LANES;
+    long stride = slot ? (long)all->blocks * LANES : all->out_stride;
+    int depth = all->uses_bf16_products ? (int)packed_depth(all->matrix) : all->matrix->depth;
+    for (int k = 0; k < depth; k += DEPTH_AT_ONCE) {
+        int count = depth - k < DEPTH_AT_ONCE ? depth - k : DEPTH_AT_ONCE;
+        operand right = operand_of(all->matrix, first, k), next = operand_of(all->matrix, first, k + count);
+        if (k + count == depth) next = operand_of(all->matrix, first + all->blocks, 0);
+        right.ahead = (const char *)next.data - (const char *)right.data;
+        if (all->uses_bf16_products)
+            gemm_bf16(all->num_rows, blocks, count, (const bf16 *)all->rows + k, all->row_stride, right, out, stride, k > 0);
+        else
+            gemm_f32(all->num_rows, blocks, count, (const float *)all->rows + k, all->row_stride, right, out, stride, k > 0);
+    }
+}
+
+// Rows as bf16, with zeros up to the packed depth.
+static bf16 *narrow(frame *frame, int num_rows, int depth, const float *rows) {
+    long deep = round_up(depth, BF16_DEPTH);
+    bf16 *narrowed = frame_take(frame, sizeof(bf16) * (size_t)round_up(num_rows, LANES) * (size_t)deep);
+    for (long row = 0; row < num_rows; row++) {
+        for (int k = 0; k < depth; k += LANES) vec_store_bf16(narrowed + row * deep + k, vec_load(rows + row * depth + k));
+        memset(narrowed + row * deep + depth, 0, sizeof(bf16) * (size_t)(deep - depth));
+    }
+    return narrowed;
+}
+
+static void finish(const matrix *matrix, int num_rows, float *out, long stride, bool rounds) {
+    if (!matrix->has_bias && !rounds) return;
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < matrix->columns; i += LANES) {
+            float *place = out + row * stride + i;
+            vec sum = vec_load(place);
+            if (matrix->has_bias) sum = vec_add(sum, vec_load(matrix->bias + i));
+            vec_store(place, rounds ? vec_round_bf16(sum) : sum);
+        }
+}
+
+static void fetch_panel(const panel_job *job, int unit, const float *slot) {
+    int first = unit * job->blocks, left = job->matrix->columns / LANES - first;
+    size_t bytes = sizeof(float) * LANES * (size_t)(left < job->blocks ? left : job->blocks);
+    for (int row = 0; row < job->num_rows; row++)
+        memcpy(job->out + row * job->out_stride + first * LANES, slot + (long)row * job->blocks * LANES, bytes);
+}
+
+static void some_rows(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride) {
+    int all_blocks = matrix->columns / LANES, least = (all_blocks + MOST_UNITS - 1) / MOST_UNITS;
+    panel_job job = {.matrix = matrix,
+                     .rows = rows,
+                     .out = out,
+                     .row_stride = matrix->depth,
+                     .out_stride = stride,
+                     .num_rows = num_rows,
+                     .blocks = (int)round_up(least, LEAST_BLOCKS),
+                     .uses_bf16_products = HAS_BF16_PRODUCTS && matrix->element == BF16};
+    if (job.uses_bf16_products) {
+        job.rows = narrow(frame, num_rows, matrix->depth, rows);
+        job.row_stride = packed_depth(matrix);
+    }
+    stage_plan plan = {.num_units = (all_blocks + job.blocks - 1) / job.blocks,
+                       .run = run_panel,
+                       .job = &job,
+                       .job_bytes = sizeof job,
+                       .slot_bytes = sizeof(float) * (size_t)num_rows * (size_t)job.blocks * LANES,
+                       .is_small = (num_rows + 4L) * matrix->depth * matrix->columns < LINEAR_WORTH_HELP};
+    void *results[MOST_UNITS];
+    run_stage(frame, &plan, results);
+    for (int unit = 0; unit < plan.num_units; unit++)
+        if (results[unit]) fetch_panel(&job, unit, results[unit]);
+}
+
+void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds) {
+    for (int first = 0; first < num_rows; first += ROWS_AT_ONCE) {
+        int count = num_rows - first < ROWS_AT_ONCE ? num_rows - first : ROWS_AT_ONCE;
+        some_rows(frame, matrix, count, rows + (long)first * matrix->depth, out + first * stride, stride);
+    }
+    finish(matrix, num_rows, out, stride, rounds);
+}

@@ -1,0 +1,22 @@
+// Matrices of weights, packed once, and rows multiplied by them.
+#pragma once
+#include "api.h"
+#include "gemm.h"
+#include "threads.h"
+
+typedef struct {
+    void *packed;  // blocks of sixteen columns: pairs of k for bf16, one k after the other for floats
+    float *bias;   // [columns], or NULL
+    int depth, columns;
+    element element;
+    bool has_bias;
+} matrix;
+
+matrix matrix_new(element element, int depth, int columns);
+void matrix_free(matrix *matrix);
+// Takes in sixteen rows [16, depth] of a weight as torch has it, `count` of them real, as one block of columns.
+void matrix_pack(matrix *matrix, int block, const void *rows, int count);
+void matrix_bias(matrix *matrix, int first_column, int count, const void *bias);
+
+// out [num_rows, stride] = rows [num_rows, depth] times the matrix, with its bias, rounded to bf16 where `rounds`.
+void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds);

@@ -1,0 +1,86 @@
+// Best-first trees over rows of candidates, ranked with the noise of the coming positions. The definition is
+// worker/drafters/best_first.py over worker/drafters/ranking.py.
+#include "recycling.h"
+
+#include <math.h>
+
+#include "noise.h"
+#include "recycling_rows.h"
+
+// The candidates behind the root or a node, best first: those in front of `place` are nodes, that at `place` waits.
+typedef struct {
+    candidate list[MOST_CANDIDATES];
+    int count, place;
+    int64_t order;  // when that began to wait
+    int64_t token, depth;
+    double path;  // log-confidence
+} branch;
+
+// Turn log-probabilities into confidences, in their order; of equal ones the higher token is first. Returns how many
+// are left.
+static int rank(
+    const candidate_ranking *ranking, int64_t position, const candidate *found, int num_found, candidate *ranked
+) {
+    noise_source noise = noise_at(ranking->seed, position);
+    double score[MOST_CANDIDATES], best = -INFINITY, total = 0.0;
+    int num_kept = 0, count = 0;
+    for (int i = 0; i < num_found; i++) num_kept += found[i].value >= found[0].value + ranking->floor;
+    for (int i = 0; i < num_kept; i++) {
+        double shift = ranking->noise_scale ? ranking->noise_scale * (double)gumbel(word_of(noise, found[i].id)) : 0.0;
+        score[i] = (found[i].value + shift) / ranking->spread;
+        if (score[i] > best) best = score[i];
+    }
+    for (int i = 0; i < num_kept; i++) total += exp_of(score[i] - best);
+    double log_total = best + log_of(total);
+    for (int i = 0; i < num_kept; i++) {
+        candidate new = {score[i] - log_total, found[i].id};
+        int place = count++;
+        for (; place; place--) {
+            const candidate *above = ranked + place - 1;
+            if (!(new.value > above->value || (new.value == above->value && new.id > above->id))) break;
+            ranked[place] = *above;
+        }
+        ranked[place] = new;
+    }
+    return count;
+}
+
+static branch *likeliest(branch *branches, int64_t count) {
+    branch *best = NULL;
+    double highest = -INFINITY;
+    for (branch *each = branches; each < branches + count; each++) {
+        if (each->place >= each->count) continue;
+        double path = each->path + each->list[each->place].value;
+        if (best && !(path > highest || (path == highest && each->order < best->order))) continue;
+        best = each, highest = path;
+    }
+    return best;
+}
+
+int64_t recycling_grow(
+    const recycling_tables *tables, const candidate_ranking *ranking, int64_t previous, int64_t token, int64_t length,
+    int64_t max_nodes, int64_t max_depth, int64_t *node_ids, int64_t *parents
+) {
+    branch branches[MOST_NODES + 1];  // the root's, then those of the nodes
+    candidate found[MOST_CANDIDATES];
+    int64_t num_nodes = 0, order = 0, depth = 0;
+    double path = 0.0;
+    while (num_nodes < max_nodes) {
+        branch *new = branches + num_nodes;
+        new->token = token, new->depth = depth, new->path = path, new->place = new->count = 0;
+        if (depth < max_depth) {
+            int num_found = candidates_behind(tables, previous, token, found);
+            new->count = rank(ranking, length + depth, found, num_found, new->list);
+        }
+        new->order = order++;
+        branch *best = likeliest(branches, num_nodes + 1);
+        if (!best) break;
+        node_ids[num_nodes] = best->list[best->place].id;
+        parents[num_nodes] = best - branches - 1;
+        path = best->path + best->list[best->place].value;
+        previous = best->token, token = node_ids[num_nodes], depth = best->depth + 1;
+        best->place++, best->order = order++;
+        num_nodes++;
+    }
+    return num_nodes;
+}

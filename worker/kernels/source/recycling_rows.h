@@ -1,0 +1,14 @@
+// Rows of candidates: found, mixed, written.
+#pragma once
+#include "recycling.h"
+
+typedef struct {
+    double value;  // a probability, its logarithm, or a confidence
+    int32_t id;
+} candidate;
+
+// Put a candidate behind those of no lower value, of which at most `limit` stay; returns their number.
+int put_candidate(candidate *list, int count, int limit, candidate new);
+
+// What may follow a pair of tokens, with log-probabilities, best first: their number, at most MOST_CANDIDATES.
+int candidates_behind(const recycling_tables *tables, int64_t previous, int64_t token, candidate *found);

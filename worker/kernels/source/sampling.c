@@ -1,0 +1,194 @@
+// Draws: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the tokens that worker/sampling.py draws.
+#include "draw.h"
+
+#include "filters.h"
+#include "noise.h"
+
+#define ALIGNMENT 64
+#define LARGEST_NOISE 23.0f
+
+typedef struct {
+    float *score;  // [vocab], up to a multiple of BLOCK
+    filter_room filters;
+} scratch_room;
+
+int64_t sampling_scratch_size(int64_t vocab) {
+    return 5 * round_up(vocab, BLOCK) * (int64_t)sizeof(float) + NUM_BUCKETS * (int64_t)sizeof(double) + ALIGNMENT;
+}
+
+static scratch_room scratch_at(void *memory, int64_t vocab) {
+    float *start = (float *)(((uintptr_t)memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    int64_t size = round_up(vocab, BLOCK);
+    int32_t *lists = (int32_t *)(start + 2 * size);
+    return (scratch_room){start, {start + size, lists, lists + size, lists + 2 * size, (double *)(lists + 3 * size)}};
+}
+
+INLINE int any_from(const float *score, float floor, int count) {
+    int any = 0;
+    for (int i = 0; i < count; i++) any |= score[i] >= floor;
+    return any;
+}
+
+static float highest(const float *score, int64_t count) {
+    vec peak = vec_set(-INFINITY);
+    for (int64_t i = 0; i < count; i += LANES) peak = vec_max(vec_load(score + i), peak);
+    return vec_max_lane(peak);
+}
+
+// The first candidate of a score that is the highest.
+static int64_t first_of(const float *score, float peak) {
+    int64_t i = 0;
+    while (!any_from(score + i, peak, BLOCK)) i += BLOCK;
+    while (score[i] != peak) i++;
+    return i;
+}
+
+static int any_nan(const float *lanes) {
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= is_nan_bits(bits_of(lanes[i]));
+    return any;
+}
+
+// Copy a row and fill it up to whole blocks; there is no zero with a sign in it any more. Returns the first NaN, or -1.
+static int64_t copy_row(const float *row, int64_t vocab, float *score) {
+    vec zero = vec_set(0.0f), differences = zero;
+    int64_t whole = vocab / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vec logits = vec_add(vec_load(row + i), zero);
+        vec_store(score + i, logits);
+        differences = vec_add(differences, vec_sub(logits, logits));  // 0, or NaN behind NaN and infinities
+    }
+    for (int64_t i = whole; i < vocab; i++) score[i] = row[i] + 0.0f;
+    for (int64_t i = vocab; i % BLOCK; i++) score[i] = -INFINITY;
+    int64_t i = is_nan_bits(bits_of(vec_sum(differences))) ? 0 : whole;
+    while (i < whole && !any_nan(row + i)) i += LANES;
+    while (i < vocab && !is_nan_bits(bits_of(row[i]))) i++;
+    return i < vocab ? i : -1;
+}
+
+// Divide positive, multiply negative logits of the tokens in the window (Keskar et al. 2019).
+static void penalise(float *score, int64_t vocab, const int32_t *counts, float penalty) {
+    for (int64_t i = 0; i < vocab; i++) {
+        float raised = score[i] * penalty, lowered = score[i] / penalty;
+        float penalised = score[i] < 0.0f ? raised : lowered;
+        score[i] = counts[i] > 0 ? penalised : score[i];
+    }
+}
+
+// Logits over temperature; where that leaves float32, their distances from the best one, which draw the same.
+static void temper(candidates *kept, float temperature) {
+    if (temperature == 1.0f) return;
+    float quotient = kept->peak / temperature;
+    float shift = temperature < 1.0f && isinf(quotient) ? kept->peak : 0.0f;
+    for (int64_t i = 0; i < kept->count; i++) kept->score[i] = (kept->score[i] - shift) / temperature + 0.0f;
+    kept->peak = (kept->peak - shift) / temperature + 0.0f;
+}
+
+// The best token so far: the higher sum of score and noise, of equals the one with the lower number.
+typedef struct {
+    float value;
+    int32_t id;
+} best_token;
+
+INLINE void contend(best_token *best, float score, int32_t id, uint32_t word) {
+    float value = score + gumbel(word);
+    if (value > best->value || (value == best->value && id < best->id)) *best = (best_token){value, id};
+}
+
+// Let tokens contend that can reach the best one; the others' noise is not computed. No `ids`: they follow `first`.
+INLINE void contend_all(
+    best_token *best, const float *score, const int32_t *ids, int32_t first, const uint32_t *words, int count
+) {
+    uint32_t reaches[BLOCK];
+    uint32_t any = 0;
+    for (int i = 0; i < count; i++) {
+        reaches[i] = score[i] + gumbel_bound(words[i]) >= best->value;
+        any |= reaches[i];
+    }
+    if (!any) return;
+    for (int i = 0; i < count; i++)
+        if (reaches[i]) contend(best, score[i], ids ? ids[i] : first + i, words[i]);
+}
+
+// Put the candidates of a long list back in their places, the others masked.
+static void spread(candidates *kept, int64_t vocab, float *score) {
+    for (int64_t i = 0; i < round_up(vocab, BLOCK); i++) score[i] = -INFINITY;
+    for (int64_t i = 0; i < kept->count; i++) score[kept->id[i]] = kept->score[i];
+    *kept = (candidates){score, NULL, vocab, kept->peak};
+}
+
+static int64_t best_with_noise(const candidates *kept, noise_source noise) {
+    best_token best = {-INFINITY, 0};
+    uint32_t words[BLOCK];
+    int64_t peak = first_of(kept->score, kept->peak);
+    int32_t favourite = kept->id ? kept->id[peak] : (int32_t)peak;
+    philox(noise, (uint32_t)favourite / QUAD, words);
+    contend(&best, kept->peak, favourite, words[favourite % QUAD]);
+    int step = kept->id ? LANES : BLOCK;
+    for (int64_t start = 0; start < kept->count; start += step) {
+        const float *score = kept->score + start;
+        if (!any_from(score, best.value - LARGEST_NOISE, step)) continue;
+        if (kept->id) {
+            list_words(noise, kept->id + start, words);
+            contend_all(&best, score, kept->id + start, 0, words, LANES);
+        } else {
+            block_words(noise, start, words);
+            contend_all(&best, score, NULL, (int32_t)start, words, BLOCK);
+        }
+    }
+    return best.id;
+}
+
+static void filter(candidates *kept, const sampling_params *params, const filter_room *room) {
+    if (params->top_k) keep_top_k(kept, params->top_k, room);
+    if (params->rest >= 0.0f) keep_top_p(kept, params->rest, room);
+    if (params->log_min_p > -INFINITY) keep_min_p(kept, params->log_min_p, room);
+    if (params->eta > 0.0f) keep_eta(kept, params->eta, params->root_eta, room);
+}
+
+int64_t draw_token(
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts, void *memory,
+    bool *is_drawable
+) {
+    scratch_room scratch = scratch_at(memory, vocab);
+    int64_t nan = copy_row(row, vocab, scratch.score);
+    *is_drawable = nan < 0;
+    if (nan >= 0) return nan;
+    candidates kept = {scratch.score, NULL, vocab, highest(scratch.score, vocab)};
+    *is_drawable = isfinite(kept.peak);
+    if (counts) {
+        penalise(scratch.score, vocab, counts, params->penalty);
+        kept.peak = highest(scratch.score, vocab);
+    }
+    if (params->temperature == 0.0f || isinf(kept.peak)) return first_of(kept.score, kept.peak);
+    temper(&kept, params->temperature);
+    filter(&kept, params, &scratch.filters);
+    if (kept.id && kept.count * QUAD > vocab) spread(&kept, vocab, scratch.filters.weight);
+    return best_with_noise(&kept, noise_at(params->seed, position));
+}
+
+int64_t sampling_draw(
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts, void *scratch
+) {
+    bool is_drawable;
+    return draw_token(row, vocab, position, params, counts, scratch, &is_drawable);
+}
+
+void sampling_noise(uint64_t seed, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t words[QUAD];
+        philox(noise_at(seed, positions[i]), (uint32_t)(token_ids[i] / QUAD), words);
+        noise[i] = gumbel(words[token_ids[i] % QUAD]);
+    }
+}
+
+void sampling_noise_row(uint64_t seed, int64_t position, int64_t vocab, float *noise) {
+    for (int64_t start = 0; start < vocab; start += BLOCK) {
+        uint32_t words[BLOCK];
+        float block[BLOCK];
+        block_words(noise_at(seed, position), start, words);
+        for (int i = 0; i < BLOCK; i++) block[i] = gumbel(words[i]);
+        int64_t size = vocab - start < BLOCK ? vocab - start : BLOCK;
+        memcpy(noise + start, block, (size_t)size * sizeof(float));
+    }
+}

@@ -1,0 +1,68 @@
+// What Python sees of sampling. Every pointer, shape and index was checked there: nothing is checked here again.
+#pragma once
+#include "api.h"
+
+// How the tokens of one sequence are drawn, in the terms of worker/sampling.py.
+typedef struct {
+    uint64_t seed;
+    int64_t top_k;      // 0: all
+    float temperature;  // 0: the best token
+    float penalty;
+    float rest;       // 1 - top_p; below 0: no such filter
+    float log_min_p;  // -inf: no such filter
+    float eta;        // 0: no such filter
+    float root_eta;
+} sampling_params;
+
+// The tokens among the last `window` of a sequence: those that are penalised.
+typedef struct {
+    int32_t *counts;  // [vocab]; NULL: none are
+    int64_t vocab;
+    int64_t window;
+    int64_t num_counted;  // tokens of the sequence, from its first, that went through the window
+} penalty_window;
+
+// One sequence's tree and what comes of it.
+typedef struct {
+    const sampling_params *params;
+    penalty_window *penalties;
+    const float *logits;  // [1 + num_nodes, vocab], row 0 the root's
+    int64_t row_stride;   // numbers from row to row
+    const int64_t *node_ids;
+    const int64_t *parents;
+    int64_t num_nodes;
+    const int64_t *token_ids;  // [length], committed
+    int64_t length;
+    int64_t *drawn;  // [1 + num_nodes]
+    int64_t *path;   // [num_nodes]
+    int64_t num_drawn;
+    int64_t path_length;
+    int64_t failed_row;  // -1, or the row from which nothing can be drawn
+} tree_walk;
+
+// Bytes of scratch for rows of `vocab` tokens, aligned to 64.
+EXPORT int64_t sampling_scratch_size(int64_t vocab);
+
+// Walk trees along the draws. Penalty windows are brought up to the committed tokens and no further.
+EXPORT void sampling_walk(tree_walk *walks, int64_t num_walks, int64_t vocab, void *scratch);
+
+// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling.py draws it.
+EXPORT int64_t sampling_draw(
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts, void *scratch
+);
+
+// Let a window take in the tokens of a sequence that it has not seen.
+EXPORT void sampling_follow(penalty_window *penalties, const int64_t *token_ids, int64_t length);
+
+// The noise of tokens at positions, [count] each.
+EXPORT void sampling_noise(
+    uint64_t seed, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise
+);
+
+// The noise of all tokens at one position, [vocab].
+EXPORT void sampling_noise_row(uint64_t seed, int64_t position, int64_t vocab, float *noise);
+
+// Numbers and log-probabilities of the best eight tokens of every row of logits, [num_rows, 8] each.
+EXPORT void sampling_top_candidates(
+    const float *logits, int64_t num_rows, int64_t row_stride, int64_t vocab, int64_t *ids, float *logprobs
+);

@@ -1,0 +1,61 @@
+// The walk along the draws through a draft tree (worker/verification.py), and the tokens that are penalised on the way.
+#include "draw.h"
+
+static void change_count(const penalty_window *penalties, int64_t token_id, int change) {
+    if (token_id >= 0 && token_id < penalties->vocab) penalties->counts[token_id] += change;
+}
+
+void sampling_follow(penalty_window *penalties, const int64_t *token_ids, int64_t length) {
+    if (!penalties->counts) return;
+    for (int64_t i = penalties->num_counted; i < length; i++) {
+        change_count(penalties, token_ids[i], 1);
+        if (i >= penalties->window) change_count(penalties, token_ids[i - penalties->window], -1);
+    }
+    penalties->num_counted = length;
+}
+
+// Take in the token drawn as number `i` behind the committed ones (change 1), or forget it again (-1).
+static void count_drawn(const tree_walk *walk, int64_t i, int change) {
+    const penalty_window *penalties = walk->penalties;
+    if (!penalties->counts) return;
+    int64_t leaving = walk->length + i - penalties->window;
+    change_count(penalties, walk->drawn[i], change);
+    if (leaving >= walk->length) change_count(penalties, walk->drawn[leaving - walk->length], -change);
+    else if (leaving >= 0) change_count(penalties, walk->token_ids[leaving], -change);
+}
+
+// The child of a node, or of the root (-1), that carries a token; -1 where none does.
+static int64_t child_of(const tree_walk *walk, int64_t parent, int64_t token_id) {
+    for (int64_t node = walk->num_nodes - 1; node > parent; node--)
+        if (walk->parents[node] == parent && walk->node_ids[node] == token_id) return node;
+    return -1;
+}
+
+static void walk_tree(tree_walk *walk, int64_t vocab, void *scratch) {
+    walk->num_drawn = walk->path_length = 0;
+    walk->failed_row = -1;
+    sampling_follow(walk->penalties, walk->token_ids, walk->length);
+    int64_t node = -1;
+    bool goes_on = true;
+    while (goes_on) {
+        bool is_drawable;
+        const float *row = walk->logits + (node + 1) * walk->row_stride;
+        int64_t position = walk->length + walk->num_drawn;
+        int64_t token_id =
+            draw_token(row, vocab, position, walk->params, walk->penalties->counts, scratch, &is_drawable);
+        if (!is_drawable) {
+            walk->failed_row = node + 1;
+            break;
+        }
+        walk->drawn[walk->num_drawn] = token_id;
+        count_drawn(walk, walk->num_drawn++, 1);
+        node = child_of(walk, node, token_id);
+        if (node >= 0) walk->path[walk->path_length++] = node;
+        goes_on = node >= 0;
+    }
+    for (int64_t i = walk->num_drawn - 1; i >= 0; i--) count_drawn(walk, i, -1);
+}
+
+void sampling_walk(tree_walk *walks, int64_t num_walks, int64_t vocab, void *scratch) {
+    for (int64_t i = 0; i < num_walks; i++) walk_tree(walks + i, vocab, scratch);
+}

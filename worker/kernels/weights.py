@@ -1,0 +1,186 @@
+"""A decoder's weights by their roles, and how a loaded `transformers` model is taken apart into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.kernels.angles import Rotary, default_frequencies
+
+DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
+LANES = 16
+HEAD_DIMS = range(64, 257, LANES)
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Sizes of a dense decoder; `scale` multiplies the scores of its attention."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    epsilon: float
+    scale: float
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that the kernels do not take."""
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"found head_dim {self.head_dim}, expected a multiple of {LANES} from 64 to 256")
+        if min(self.num_layers, self.hidden, self.num_kv_heads, self.intermediate, self.vocab) < 1:
+            raise ValueError("found a size below 1")
+        if self.hidden % LANES or self.intermediate % LANES:
+            raise ValueError(f"found widths {self.hidden} and {self.intermediate}, expected multiples of {LANES}")
+        if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"found {self.num_heads} heads for {self.num_kv_heads} of keys")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`weight [columns, depth]` as torch has it, and `bias [columns]`."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models."""
+
+    input_norm: Tensor
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    mlp_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """A dense decoder: `embedding [vocab, hidden]`, layers, norm, head."""
+
+    sizes: DecoderSizes
+    embedding: Tensor
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    head: Linear
+    rotary: Rotary
+
+
+def decoder_weights(model: Any) -> DecoderWeights | None:
+    """What a loaded Llama, Mistral, Qwen2 or Qwen3 is made of; None for what is not exactly such a dense decoder."""
+    if type(model).__name__ not in DENSE_CLASSES or not type(model).__module__.startswith("transformers.models."):
+        return None
+    config, decoder = model.config, model.model
+    if not _attends_to_everything(config) or config.hidden_act != "silu" or model.device.type != "cpu":
+        return None
+    if decoder.rotary_emb.rope_type not in STEADY_ROTARY or not all(_is_plain(part) for part in model.modules()):
+        return None
+    if len(decoder.layers) != config.num_hidden_layers or {each.dtype for each in model.parameters()} != {model.dtype}:
+        return None
+    attention = decoder.layers[0].self_attn
+    try:
+        sizes = DecoderSizes(
+            num_layers=len(decoder.layers),
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=model.lm_head.weight.shape[0],
+            epsilon=config.rms_norm_eps,
+            scale=attention.scaling,
+            dtype=model.dtype,
+        )
+    except ValueError:
+        return None
+    if len(decoder.rotary_emb.inv_freq) * 2 != sizes.head_dim:  # a part of a head stands still
+        return None
+    return DecoderWeights(
+        sizes,
+        decoder.embed_tokens.weight,
+        [_layer_weights(layer) for layer in decoder.layers],
+        decoder.norm.weight,
+        _linear(model.lm_head),
+        _rotary(config, decoder.rotary_emb, sizes.head_dim),
+    )
+
+
+def _attends_to_everything(config: Any) -> bool:
+    if types := getattr(config, "layer_types", None):
+        return set(types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is what its class says: no adapter, no quantised weight."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return type(module) in (nn.Linear, nn.Embedding)
+    return type(module).__module__.startswith(("transformers.", "torch.nn."))
+
+
+def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
+    """The angles of a module of `transformers`, without what this processor's powers round."""
+    if module.rope_type == "default":
+        return Rotary(default_frequencies(config.rope_parameters["rope_theta"], head_dim))
+    return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
+
+
+def _layer_weights(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        output=_linear(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )
+
+
+def _linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight, module.bias)
+
+
+def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
+    """Every tensor of a layer with its name and the shape that it must have."""
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    widths = {
+        "query": (query, sizes.hidden),
+        "key": (key, sizes.hidden),
+        "value": (key, sizes.hidden),
+        "output": (sizes.hidden, query),
+        "gate": (sizes.intermediate, sizes.hidden),
+        "up": (sizes.intermediate, sizes.hidden),
+        "down": (sizes.hidden, sizes.intermediate),
+    }
+    for name, shape in widths.items():
+        yield name, getattr(layer, name).weight, shape
+        yield f"bias of {name}", getattr(layer, name).bias, shape[:1]
+    for name, width in (("input_norm", sizes.hidden), ("mlp_norm", sizes.hidden)):
+        yield name, getattr(layer, name), (width,)
+    for name in ("query_norm", "key_norm"):
+        yield name, getattr(layer, name), (sizes.head_dim,)
