@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from jobs.frozen import Strict
 from jobs.sampling import SamplingParams
 
 MAX_CUSTOM_ID = 512
@@ -18,10 +19,8 @@ MAX_SLUG = 40
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
 
 
-class Message(BaseModel):
+class Message(Strict):
     """One message of a chat job."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: str = Field(min_length=1)
     content: str
@@ -36,10 +35,8 @@ Prompt = Annotated[str, Field(min_length=1)]
 Messages = Annotated[tuple[Message, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 
 
-class Job(BaseModel):
+class Job(Strict):
     """One generation job, valid and complete: exactly one of `prompt` and `messages`, and a seed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     custom_id: CustomId
     url: JobUrl

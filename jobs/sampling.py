@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from jobs.frozen import Strict
+from jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1
@@ -16,24 +19,21 @@ MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 StopString = Annotated[str, Field(min_length=1)]
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Strict):
     """How the tokens of one job are drawn. Raises `pydantic.ValidationError` for a value out of its bounds.
 
     `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
     `top_p` and `repetition_penalty` at 1. The penalty looks at the last `penalty_window` tokens, prompt included.
     """
 
-    # strict: "5", true and 5.0 are no whole numbers; a silent conversion would hide a mistake in the file
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_k: int = Field(default=0, ge=0, le=MAX_COUNT)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=TOP_P, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    eta: float = Field(default=0.0, ge=0.0, lt=1.0)
-    repetition_penalty: float = Field(default=1.0, ge=MIN_PENALTY, le=MAX_PENALTY)
-    penalty_window: int = Field(default=1024, ge=1, le=MAX_COUNT)
+    eta: float = Field(default=ETA, ge=0.0, lt=1.0)
+    repetition_penalty: float = Field(default=REPETITION_PENALTY, ge=MIN_PENALTY, le=MAX_PENALTY)
+    penalty_window: int = Field(default=PENALTY_WINDOW, ge=1, le=MAX_COUNT)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False

@@ -1,4 +1,4 @@
-"""What a worker's engine and the driver count, as plain numbers.
+"""What a worker's engine counts, as plain numbers, and what each is called where it is exported.
 
 Nothing here knows Prometheus: the engine adds to its counters in its own loop, the exporter reads them when scraped.
 `num_accepted_tokens` never counts the bonus token, so mean acceptance length = 1 + accepted / drafts.
@@ -6,12 +6,14 @@ Nothing here knows Prometheus: the engine adds to its counters in its own loop, 
 
 from __future__ import annotations
 
-import bisect
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
+
+from metrics.metric import Histogram, Summary, exported, metrics_of
 
 MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up to here; deeper ones in the sum only
 
@@ -32,60 +34,102 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 @dataclass
-class Histogram:
-    """Observations counted by upper bound; the last count is of those above every bound."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)  # [num_bounds + 1]
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
-@dataclass
 class EngineCounters:
     """One worker's counts since it started. Times are in seconds, sizes in bytes."""
 
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0  # committed in this process; recovered ones are counted apart
-    num_prefill_tokens: int = 0  # read through the target before a sequence can go on: prompts, and replayed outputs
-    num_drafts: int = 0  # verifications that had at least one drafted node
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS_COUNTED)
-    num_steps: int = 0
-    step_seconds: dict[str, float] = field(default_factory=lambda: {"propose": 0.0, "verify": 0.0, "commit": 0.0})
-    num_resumes: dict[str, int] = field(default_factory=dict)  # by kind: kv, replay
-    num_tokens_recovered: int = 0
-    num_tokens_recomputed: int = 0
-    num_stale_attempt_rejections: int = 0
-    checkpoint_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKPOINT_KINDS, 0))
-    checkpoint_seconds: dict[str, Histogram] = field(
-        default_factory=lambda: {kind: Histogram(CHECKPOINT_SECONDS_BOUNDS) for kind in CHECKPOINT_KINDS}
+    num_prompt_tokens: int = exported("prompt_tokens_total", "Prompt tokens of jobs taken in.")
+    num_read_tokens: int = exported(
+        "prefill_tokens_total", "Tokens read through the target before a job goes on: prompts, and replayed outputs."
     )
-    last_checkpoint: float | None = None  # `time.time()`, or when the work began; None while nothing runs
-    checkpoint_interval_seconds: float = 0.0  # wished for between two token logs of a job
-    num_store_retries: int = 0  # reads and writes of the run's files that were tried again
-    kv_cache_tokens: int = 0
-    jobs_finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    job_seconds: Histogram = field(default_factory=lambda: Histogram(JOB_SECONDS_BOUNDS))
-    job_generation_tokens: Histogram = field(default_factory=lambda: Histogram(JOB_TOKENS_BOUNDS))
+    num_generation_tokens: int = exported(
+        "generation_tokens_total", "Tokens generated; those that a resume recovered are apart."
+    )
+    num_drafts: int = exported("spec_decode_num_drafts_total", "Draft trees verified.")  # of at least one node
+    num_draft_tokens: int = exported("spec_decode_num_draft_tokens_total", "Tokens drafted.")
+    num_accepted_tokens: int = exported(
+        "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted; the bonus token of each step is apart."
+    )
+    num_accepted_tokens_per_pos: list[int] = exported(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        f"Drafted tokens accepted, by their position in the draft from 0 to {MAX_POSITIONS_COUNTED - 1}.",
+        by="position",
+        of=lambda c: {str(position): count for position, count in enumerate(c.num_accepted_tokens_per_pos)},
+        start=lambda: [0] * MAX_POSITIONS_COUNTED,
+    )
+    kv_cache_tokens: int = exported("kv_cache_tokens", "Positions held in the full key-value caches.", kind="gauge")
+    num_steps: int = 0
+    step_seconds: dict[str, float] = exported(
+        "step_seconds",
+        "Time of the engine's steps, by phase.",
+        kind="summary",
+        by="phase",
+        of=lambda c: {phase: Summary(c.num_steps, seconds) for phase, seconds in c.step_seconds.items()},
+        start=lambda: {"propose": 0.0, "verify": 0.0, "commit": 0.0},
+    )
+    num_resumes: Counter[str] = exported(
+        "resumes_total",
+        "Attempts that went on from a checkpoint: the cache was loaded (kv), or the tokens were run again (replay).",
+        by="kind",
+        known=("kv", "replay"),
+    )
+    num_tokens_recovered: int = exported("tokens_recovered_total", "Tokens that resumes read back.")
+    num_tokens_recomputed: int = exported(
+        "tokens_recomputed_total", "Tokens that were in no checkpoint yet when their worker was lost."
+    )
+    checkpoint_bytes: dict[str, int] = exported(
+        "checkpoint_bytes_total",
+        "Bytes written: token logs (tokens), caches and drafters' tables (state).",
+        by="kind",
+        start=lambda: dict.fromkeys(CHECKPOINT_KINDS, 0),
+    )
+    checkpoint_seconds: dict[str, Histogram] = exported(
+        "checkpoint_seconds",
+        "Time to write one file of a checkpoint, in the background.",
+        kind="histogram",
+        by="kind",
+        start=lambda: {kind: Histogram(CHECKPOINT_SECONDS_BOUNDS) for kind in CHECKPOINT_KINDS},
+    )
+    last_checkpoint: float | None = exported(  # `time.time()`, or when the work began; None while nothing runs
+        "checkpoint_age_seconds",
+        "Time since the worker last wrote to a checkpoint, or since its work began; absent while it has no job.",
+        kind="gauge",
+        of=lambda c: None if c.last_checkpoint is None else max(0.0, time.time() - c.last_checkpoint),
+        start=lambda: None,
+    )
+    checkpoint_interval_seconds: float = exported(
+        "checkpoint_interval_seconds",
+        "Time that should pass between two token logs of a job, as `--checkpoint-seconds` says.",
+        kind="gauge",
+    )
+    num_stale_attempt_rejections: int = exported(
+        "stale_attempt_rejections_total", "Results that were not written, since a newer attempt had the job."
+    )
+    num_store_retries: int = exported(
+        "store_retries_total", "Reads and writes of the run folder that were tried again."
+    )
+    jobs_finished: Counter[str] = exported(
+        "jobs_finished_total",
+        "Jobs that ended, by reason: all tokens (length), an end token or stop string (stop).",
+        by="reason",
+        known=("length", "stop"),
+    )
+    job_seconds: Histogram = exported(
+        "job_seconds",
+        "Time of a finished job's last attempt.",
+        kind="histogram",
+        start=lambda: Histogram(JOB_SECONDS_BOUNDS),
+    )
+    job_generation_tokens: Histogram = exported(
+        "job_generation_tokens",
+        "Tokens generated for a finished job.",
+        kind="histogram",
+        start=lambda: Histogram(JOB_TOKENS_BOUNDS),
+    )
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per verification with the bonus token: 1 + accepted / drafts; 1.0 before the first draft."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0.0 before the first draft."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count one verified draft tree; an empty one (plain decoding) counts nothing."""
@@ -102,7 +146,7 @@ class EngineCounters:
 
         Recomputed are the tokens that were there once, in no checkpoint, and had to be drawn again.
         """
-        self.num_resumes[kind] = self.num_resumes.get(kind, 0) + 1
+        self.num_resumes[kind] += 1
         self.num_tokens_recovered += num_tokens_recovered
         self.num_tokens_recomputed += num_tokens_recomputed
 
@@ -117,12 +161,10 @@ class EngineCounters:
         self.last_checkpoint = (self.last_checkpoint or time.time()) if is_running else None
 
     def count_store_retry(self) -> None:
-        """Count one more try of a read or write that failed."""
         self.num_store_retries += 1
 
     def count_finished(self, reason: str, seconds: float, num_generation_tokens: int) -> None:
-        """Count one finished job by its finish reason."""
-        self.jobs_finished[reason] = self.jobs_finished.get(reason, 0) + 1
+        self.jobs_finished[reason] += 1
         self.job_seconds.observe(seconds)
         self.job_generation_tokens.observe(num_generation_tokens)
 
@@ -132,46 +174,8 @@ class EngineCounters:
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
 
-@dataclass
-class DriverCounters:
-    """What only the driver sees: jobs by state, what it took back from workers or gave up, and all workers' counts."""
-
-    jobs: dict[str, int] = field(default_factory=dict)  # by state: pending, running, finished, failed, cancelled
-    workers: dict[str, int] = field(default_factory=dict)  # by state: starting, ready, draining
-    worker_seconds: dict[str, float] = field(
-        default_factory=dict
-    )  # that started workers were held, by device: cpu, gpu
-    eta_seconds: float | None = None  # at most; None before anything has a speed, and when nothing runs
-    num_preemptions: dict[str, int] = field(default_factory=dict)  # by reason
-    num_store_retries: int = 0
-    jobs_finished: dict[str, int] = field(default_factory=dict)  # without a result: failed, cancelled
-    by_worker: dict[str, EngineCounters] = field(default_factory=dict)  # newest counts, lost workers' included
-
-    def count_store_retry(self) -> None:
-        """Count one more try of a read or write that failed."""
-        self.num_store_retries += 1
-
-    def count_preemption(self, reason: str) -> None:
-        """Count one job that goes back to the queue with its checkpoint."""
-        self.num_preemptions[reason] = self.num_preemptions.get(reason, 0) + 1
-
-    def count_finished(self, reason: str) -> None:
-        """Count one job that ended without a result."""
-        self.jobs_finished[reason] = self.jobs_finished.get(reason, 0) + 1
-
-    def take_in(self, worker_id: str, counters: EngineCounters) -> None:
-        """Keep all that a worker has counted since it started. No two workers of one driver have the same id."""
-        self.by_worker[worker_id] = counters
-
-    def totals(self) -> EngineCounters:
-        """The counts of all workers and the driver's own, added up; a worker that is lost takes nothing away.
-
-        What a killed worker counted after its last report is not in there.
-        """
-        sums = EngineCounters(num_store_retries=self.num_store_retries, jobs_finished=dict(self.jobs_finished))
-        for counters in list(self.by_worker.values()):
-            sums.add(counters)
-        return sums
+WORKER_METRICS = metrics_of(EngineCounters)
+TOTALS = tuple(metric for metric in WORKER_METRICS if metric.kind != "gauge")  # over all workers
 
 
 def _sum(one: Any, other: Any) -> Any:

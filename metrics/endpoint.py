@@ -52,7 +52,6 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         with self._lock, contextlib.suppress(ValueError):
             self._connections.remove(request)
         super().shutdown_request(request)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -16,16 +15,16 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from metrics.counters import Histogram
-from metrics.driver_metrics import DRIVER_METRICS
-from metrics.metric import Summary
-from metrics.worker_metrics import TOTALS, WORKER_METRICS
+from metrics.counters import TOTALS, WORKER_METRICS
+from metrics.driver_counters import DRIVER_METRICS
+from metrics.metric import Histogram, Summary
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
-    from metrics.counters import DriverCounters, EngineCounters
-    from metrics.metric import Counters, Metric, Value
+    from metrics.counters import EngineCounters
+    from metrics.driver_counters import DriverCounters
+    from metrics.metric import Metric, Value
 
 PREFIX = "swiftbatch_"
 TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice
@@ -37,16 +36,12 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Labels:
+class Labels(NamedTuple):
     """The labels that every metric carries. There are no per-job labels: a job's figures are in its result."""
 
     model_name: str
     drafter: str
     worker: str
-
-
-LABEL_NAMES = ("model_name", "drafter", "worker")
 
 
 class EngineCollector(Collector):
@@ -79,7 +74,7 @@ def registry_of(collector: Collector) -> CollectorRegistry:
     return registry
 
 
-def _families(prefix: str, metrics: Iterable[Metric[Counters]], counters: Counters, labels: Labels) -> Iterator[Family]:
+def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: Labels) -> Iterator[Family]:
     for metric in metrics:
         value = metric.read(counters)
         if value is None:
@@ -91,14 +86,11 @@ def _families(prefix: str, metrics: Iterable[Metric[Counters]], counters: Counte
         yield _family(prefix, metric, labels, [((key,), by_label[key]) for key in by_label])
 
 
-def _family(
-    prefix: str, metric: Metric[Counters], labels: Labels, values: Iterable[tuple[tuple[str, ...], Value]]
-) -> Family:
-    names = (*LABEL_NAMES, *([metric.label] if metric.label else []))
+def _family(prefix: str, metric: Metric, labels: Labels, values: Iterable[tuple[tuple[str, ...], Value]]) -> Family:
+    names = (*Labels._fields, *([metric.label] if metric.label else []))
     family = FAMILIES[metric.kind](prefix + metric.name, metric.meaning, labels=names)
-    fixed: tuple[str, ...] = astuple(labels)
     for extra, value in values:
-        family.add_metric(fixed + extra, *_sample(value))
+        family.add_metric((*labels, *extra), *_sample(value))
     return family  # type: ignore[no-any-return]
 
 

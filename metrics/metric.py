@@ -1,15 +1,31 @@
-"""One metric as data: its name, its meaning, and where its value stands in the plain counters."""
+"""A field of the plain counters that is exported as a metric: name, kind and meaning stand where it is counted."""
 
 from __future__ import annotations
 
+import bisect
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Literal
 
-from metrics.counters import DriverCounters, EngineCounters, Histogram
-
-Counters = TypeVar("Counters", EngineCounters, DriverCounters)
 Kind = Literal["counter", "gauge", "summary", "histogram"]
+
+
+@dataclass
+class Histogram:
+    """Observations counted by upper bound; the last count is of those above every bound."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)  # [num_bounds + 1]
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,7 @@ Value = float | Summary | Histogram
 
 
 @dataclass(frozen=True)
-class Metric(Generic[Counters]):
+class Metric:
     """One metric. `read` gives its value, by the values of `label` where it has one; nothing where there is none now.
 
     `label_values` are those known beforehand: they are there from the start, as 0, so that the first count is an
@@ -34,6 +50,32 @@ class Metric(Generic[Counters]):
     name: str  # without the prefix
     kind: Kind
     meaning: str
-    read: Callable[[Counters], Value | Mapping[str, Value] | None]
-    label: str | None = None
-    label_values: tuple[str, ...] = ()
+    read: Callable[[Any], Value | Mapping[str, Value] | None]
+    label: str | None
+    label_values: tuple[str, ...]
+
+
+def exported(
+    name: str,
+    meaning: str,
+    *,
+    kind: Kind = "counter",
+    by: str | None = None,
+    known: tuple[str, ...] = (),
+    of: Callable[[Any], Any] | None = None,
+    start: Any = None,
+) -> Any:
+    """A field of a dataclass of counters, as `Metric` has it; with `by`, a label, a count for each of its values.
+
+    `of` reads the value from the counters where it is not the field's own; `start` makes the field's first value.
+    """
+
+    def metric(field_name: str) -> Metric:
+        return Metric(name, kind, meaning, of or attrgetter(field_name), by, known)
+
+    return field(default_factory=start or (Counter if by else int), metadata={"metric": metric})
+
+
+def metrics_of(counters: type[Any]) -> tuple[Metric, ...]:
+    """All metrics of a dataclass of counters, in the order of its fields."""
+    return tuple(found.metadata["metric"](found.name) for found in fields(counters) if "metric" in found.metadata)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics.counters import DriverCounters, EngineCounters, Histogram
-from metrics.driver_metrics import DRIVER_METRICS
-from metrics.exporter import LABEL_NAMES, PREFIX, TOTALS_PREFIX
-from metrics.worker_metrics import TOTALS, WORKER_METRICS
+from metrics.counters import TOTALS, WORKER_METRICS, EngineCounters
+from metrics.driver_counters import DRIVER_METRICS, DriverCounters
+from metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
+from metrics.metric import Histogram
 
 if TYPE_CHECKING:
     from metrics.metric import Metric
@@ -48,8 +48,7 @@ Mean acceptance length = 1 + `spec_decode_num_accepted_tokens_total` / `spec_dec
 
 
 def render() -> str:
-    """The page as Markdown."""
-    labels = ", ".join(f"`{name}`" for name in LABEL_NAMES)
+    labels = ", ".join(f"`{name}`" for name in Labels._fields)
     parts = [
         HEAD.replace("{labels}", labels).replace("{totals}", TOTALS_PREFIX),
         _table("Workers", PREFIX, WORKER_METRICS, EngineCounters()),
@@ -59,7 +58,7 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def _table(title: str, prefix: str, metrics: Iterable[Metric[Any]], counters: Any) -> str:
+def _table(title: str, prefix: str, metrics: Iterable[Metric], counters: Any) -> str:
     rows = [
         f"| `{prefix}{metric.name}` | {metric.kind} | {_label(metric, counters)} | {_meaning(metric, counters)} |"
         for metric in metrics
@@ -68,7 +67,7 @@ def _table(title: str, prefix: str, metrics: Iterable[Metric[Any]], counters: An
     return "\n".join([f"## {title}", "", *head, *rows, ""])
 
 
-def _label(metric: Metric[Any], counters: Any) -> str:
+def _label(metric: Metric, counters: Any) -> str:
     """The metric's own label, with the values that are there from the start."""
     if metric.label is None:
         return ""
@@ -79,7 +78,7 @@ def _label(metric: Metric[Any], counters: Any) -> str:
     return f"`{metric.label}`: {', '.join(shown)}"
 
 
-def _meaning(metric: Metric[Any], counters: Any) -> str:
+def _meaning(metric: Metric, counters: Any) -> str:
     value = metric.read(counters)
     for histogram in [value, *value.values()] if isinstance(value, dict) else [value]:
         if isinstance(histogram, Histogram):

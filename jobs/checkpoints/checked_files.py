@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -28,12 +27,8 @@ class CheckedFiles:
         self._store = store
         self._named: set[tuple[str, str]] = set()
 
-    def read(self, path: str, decode: Decode[Content]) -> Content | None:
-        """What is in a file that should be there; None where it is absent or damaged."""
-        return self.decoded(path, self._store.read(path), decode)
-
     def read_verified(self, path: str, size: int, sha256: str, decode: Decode[Content]) -> Content | None:
-        """As `read`, for a file whose size in bytes and checksum are known."""
+        """As `decoded`, for a file that should be there, whose size in bytes and checksum are known."""
 
         def verified(data: bytes) -> Content:
             if len(data) != size:
@@ -42,10 +37,10 @@ class CheckedFiles:
                 raise DamagedFileError("found content that does not match its checksum")
             return decode(data)
 
-        return self.read(path, verified)
+        return self.decoded(path, self._store.read(path), verified)
 
     def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
-        """As `read`, for `data` that was read from `path` already."""
+        """What is in `data`, which was read from `path`; None where that is absent or damaged."""
         try:
             if data is None:
                 raise DamagedFileError("found no file")

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 from typing import Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from jobs.checkpoints.checked_files import digest
 from jobs.checkpoints.timeline import Moment, Timeline
 from jobs.checkpoints.token_log import DamagedFileError
+from jobs.frozen import Strict
 from jobs.input.reasons import reasons, shown
 
 VERSION: Final = 2
 SEAL = b',"checksum":"'
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class SegmentEntry(_Frozen):
+class SegmentEntry(Strict):
     """A KV segment with the positions `[start, end)`; `file` is relative to the job's folder, `size` in bytes."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/kv-[0-9]+-[0-9]+\.arrow$")
@@ -35,7 +32,7 @@ class SegmentEntry(_Frozen):
         return self
 
 
-class DrafterEntry(_Frozen):
+class DrafterEntry(Strict):
     """The state of `engine`'s drafter after `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/drafter-[0-9]+\.arrow$")
@@ -50,7 +47,7 @@ class DrafterEntry(_Frozen):
         return self
 
 
-class StateManifest(_Frozen):
+class StateManifest(Strict):
     """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state."""
 
     version: Literal[2] = VERSION
@@ -71,7 +68,7 @@ class StateManifest(_Frozen):
         return self
 
 
-class ResumeRecord(_Frozen):
+class ResumeRecord(Strict):
     """How an attempt began: what it took over, what it had to compute again, and how long that took.
 
     `num_recomputed_tokens` were generated once more, `num_loaded_positions` came from KV segments; `resumed` is the
@@ -86,7 +83,7 @@ class ResumeRecord(_Frozen):
     resumed: Moment
 
 
-class AttemptRecord(_Frozen):
+class AttemptRecord(Strict):
     """One attempt of a job; `worker_id` and `numerics` are empty and `claimed` is 0 where its claim is damaged."""
 
     attempt: int
@@ -97,7 +94,7 @@ class AttemptRecord(_Frozen):
     timeline: Timeline | None = None  # None where it never drew a token
 
 
-class ClaimFile(_Frozen):
+class ClaimFile(Strict):
     """`claim.json`"""
 
     version: Literal[2] = VERSION

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from jobs.frozen import Strict
 
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, to the end of the year 9999
 
@@ -12,15 +14,13 @@ MAX_MARKS = 64
 MIN_STRIDE_SECONDS = 1.0
 
 
-class Timeline(BaseModel):
+class Timeline(Strict):
     """Columns [num_marks], one mark after the other; each counts from the attempt's first new tokens on.
 
-    The first mark is at the attempt's first verified step, so that its prefill or replay stays out of the pace.
+    The first mark is at the attempt's first verified step, so that what it read first stays out of the pace.
     `num_tokens` are the job's generated tokens, those that a resume recovered included; the other counts are this
     attempt's.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     started: Moment  # of the first mark
     seconds: tuple[float, ...]  # since `started`
@@ -49,7 +49,7 @@ class TimelineRecorder:
         self._stride = MIN_STRIDE_SECONDS
         self._started = 0.0
         self._newest: tuple[float, int, int, int] | None = None
-        self._has_news = False
+        self.has_news = False  # there is a mark that no timeline taken has
 
     def note(self, now: float, wall: float, num_tokens: int, num_drafts: int, num_accepted_tokens: int) -> None:
         """Note how far the attempt is; `now` in `time.monotonic()` seconds, `wall` in seconds since the epoch."""
@@ -60,21 +60,16 @@ class TimelineRecorder:
         if self._marks and now - self._marks[-1][0] < self._stride:
             return
         self._marks.append(mark)
-        self._has_news = True
+        self.has_news = True
         if len(self._marks) > MAX_MARKS - 1:  # the newest one comes on top
             del self._marks[1::2]
             self._stride *= 2
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is a mark that no timeline taken has."""
-        return self._has_news
 
     def take(self, is_released: bool = False) -> Timeline | None:
         """The timeline up to now, None before the first step."""
         if self._newest is None:
             return None
-        self._has_news = False
+        self.has_news = False
         marks = self._marks if self._marks[-1] == self._newest else [*self._marks, self._newest]
         first = marks[0][0]
         return Timeline(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from jobs.frozen import Strict
 from jobs.input.reasons import reasons, shown
 from jobs.job import CustomId, Job, JobUrl, Messages, Prompt
 from jobs.sampling import MAX_COUNT, SamplingParams, derive_seed
@@ -33,10 +34,8 @@ class ShortLine(SamplingParams):
         return self
 
 
-class BatchLine(BaseModel):
+class BatchLine(Strict):
     """A line of OpenAI Batch; `url` says what the body is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     custom_id: CustomId
     method: Literal["POST"]

@@ -31,7 +31,6 @@ def paths(store: Store) -> list[str]:
 
 
 def to_parquet(records: Sequence[JobRecord]) -> bytes:
-    """The table of some jobs as the bytes of a Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -34,7 +34,6 @@ class LineFiles:
         return {name.removesuffix(SUFFIX) for name, size in sizes.items() if size}
 
     def path(self, job_id: str) -> str:
-        """Where a job's line is."""
         return f"{self._folder}/{job_id}{SUFFIX}"
 
     def write(self, job_id: str, line: dict[str, Any]) -> None:
@@ -50,7 +49,6 @@ class LineFiles:
         return read_line(self._store, self.path(job_id), self._damaged)
 
     def delete(self, job_id: str) -> None:
-        """Forget a job's line."""
         self._store.delete(self.path(job_id))
 
     def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:

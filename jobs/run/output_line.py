@@ -69,7 +69,6 @@ class _Line(_Part):
 
 
 def line_id(job_id: str) -> str:
-    """The `id` of a job's output line."""
     return f"batch_req_{job_id}"
 
 

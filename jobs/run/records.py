@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from jobs.checkpoints.timeline import Moment
+from jobs.frozen import Frozen
 from jobs.run.dtypes import Device, Dtype
 
 RUN_VERSION = 1
@@ -15,20 +16,16 @@ Exactness = Literal["exact", "exact up to ties", "not probed"]
 RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
 
-class ProcessKey(BaseModel):
+class ProcessKey(Frozen):
     """What tells a process from all others with its number: `start_ticks` is when it began, since its system did."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     boot_id: str
     pid_namespace: str
     start_ticks: int
 
 
-class RunManifest(BaseModel):
+class RunManifest(Frozen):
     """How a run computes: all that decides its bytes. `created` is in seconds since the epoch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = RUN_VERSION
     run_id: str
@@ -48,25 +45,24 @@ class RunManifest(BaseModel):
     cpu_capability: str
 
 
-class WorkerStatus(BaseModel):
-    """One worker and the `custom_id`s of the jobs it runs.
+class WorkerStatus(Frozen):
+    """One worker and the `custom_id`s of the jobs it runs; `numerics` says what decides the bits there.
 
     `last_checkpoint` is when it last wrote one, or when its work began, in seconds since the epoch; None without a job.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     host: str
     pid: int
     node_id: str = ""  # Ray's
+    numerics: str = ""
     jobs: tuple[str, ...] = ()
     metrics_address: str | None = None
     tokens_per_second: float = 0.0
     last_checkpoint: Moment | None = None
 
 
-class Progress(BaseModel):
+class Progress(Frozen):
     """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
 
     `running` holds the tokens of each running job by its `custom_id`, `epoch` is the number of the driver's claim. In a
@@ -74,8 +70,6 @@ class Progress(BaseModel):
     many tokens the running jobs may get, `num_tokens_left` how many all unfinished jobs may get. `num_preemptions` (by
     reason), `num_resumes` (by kind) and `mean_acceptance_length` are of this driver's time.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     state: RunState
     updated: Moment
@@ -99,10 +93,8 @@ class Progress(BaseModel):
     epoch: int = 0
 
 
-class DriverClaim(BaseModel):
+class DriverClaim(Frozen):
     """Who took the run over: the driver with the newest claim holds the run. `started` in seconds since the epoch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
     host: str

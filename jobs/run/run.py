@@ -115,17 +115,9 @@ class Run:
         """Keep the output line of a dead-lettered or cancelled job, in place of an older one."""
         self._errors.write(job_id, line)
 
-    def finished(self) -> set[str]:
-        """The job ids with a result."""
-        return self._results.job_ids()
-
-    def failed(self) -> set[str]:
-        """The job ids with an error and no result: a late result makes up for an error."""
-        return self.ended()[1]
-
     def ended(self) -> tuple[set[str], set[str]]:
-        """`finished` and `failed`, for a look at each folder once."""
-        finished = self.finished()
+        """The job ids with a result, and those with an error and no result: a late result makes up for an error."""
+        finished = self._results.job_ids()
         return finished, self._errors.job_ids() - finished
 
     def result(self, job_id: str) -> dict[str, Any] | None:
@@ -167,7 +159,6 @@ class Run:
         return len(job_ids)
 
     def write_progress(self, progress: Progress) -> None:
-        """The driver's heartbeat."""
         self.store.write(PROGRESS, pretty(progress))
 
     def progress(self) -> Progress | None:
@@ -192,7 +183,6 @@ class Run:
         return self.store.exists(CANCEL_RUN), {name.removesuffix(".json") for name in names if name.endswith(".json")}
 
     def clear_cancel(self) -> None:
-        """Forget all requests to cancel."""
         self.store.delete_folder("cancel")
 
     def write_output(self, check: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,8 @@
-"""What a `Store` asks of its storage, and the storage on a local disk."""
+"""The storage behind a `Store` on a local disk.
+
+Paths are relative and already checked; `list` is unordered. Every error is an `OSError`; one without a number comes
+from the network or a server and may pass. `ObjectFolder` has the same methods.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import BinaryIO
 from uuid import uuid4
 
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of a file that has yet to get its own
@@ -21,47 +25,6 @@ NUM_DELETE_TRIES = 5
 CHANGED_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY}
 NO_FILE = {errno.ENXIO, errno.ELOOP}  # a socket, a link to itself
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-
-
-class Reader(Protocol):
-    """An open file. A read that failed can be asked for again."""
-
-    def read(self, size: int, /) -> bytes | None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None: ...
-
-
-class Folder(Protocol):
-    """One folder. Paths are relative and already checked; `list` is unordered.
-
-    Every error is an `OSError`; one without a number comes from the network or a server and may pass.
-    """
-
-    def write(self, path: str, data: bytes | memoryview) -> None: ...
-
-    def write_from(self, path: str, source: BinaryIO) -> None: ...
-
-    def write_new(self, path: str, data: bytes) -> bool: ...
-
-    def read(self, path: str) -> bytes | None: ...
-
-    def open(self, path: str) -> Reader | None: ...
-
-    def exists(self, path: str) -> bool: ...
-
-    def list(self, folder: str) -> list[str]: ...
-
-    def sizes(self, folder: str) -> dict[str, int | None]: ...
-
-    def move(self, path: str, target: str) -> bool: ...
-
-    def delete_leftovers(self, folder: str, min_age_seconds: float) -> None: ...
-
-    def delete(self, path: str) -> None: ...
-
-    def delete_folder(self, folder: str) -> None: ...
 
 
 class LocalFolder:
@@ -92,7 +55,7 @@ class LocalFolder:
         with source:
             return source.read(-1)
 
-    def open(self, path: str) -> Reader | None:
+    def open(self, path: str) -> FileIO | None:
         try:
             # a pipe without a writer would hold us up
             return open(self._root / path, "rb", buffering=0, opener=_open_file)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from io import SEEK_END, UnsupportedOperation
 from mmap import ACCESS_READ, mmap
 from threading import current_thread, main_thread
 from typing import BinaryIO
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from jobs.storage.object_reader import ObjectReader, ReplacedError
 from jobs.storage.object_stores import Place, as_os_error
 
 SINGLE_BYTES = 5 * 2**20  # S3 allows no smaller part, so what is shorter goes up in one request
 PIECE_BYTES = 20 * 2**20  # two of pyarrow's parts; it copies what it has not sent yet
-NUM_READ_TRIES = 5
+READ_TRIES = Retrying(stop=stop_after_attempt(5), retry=retry_if_exception_type(ReplacedError), reraise=True)
 
 
 class ObjectFolder:
@@ -44,17 +47,7 @@ class ObjectFolder:
         return True
 
     def read(self, path: str) -> bytes | None:
-        for num_tries_left in reversed(range(NUM_READ_TRIES)):
-            source = self.open(path)
-            if source is None:
-                return None
-            try:
-                with source:
-                    return source.read()
-            except ReplacedError:
-                if num_tries_left == 0:
-                    raise
-        raise AssertionError("the last try returns or raises")
+        return READ_TRIES(self._read_once, path)
 
     def open(self, path: str) -> ObjectReader | None:
         try:
@@ -67,11 +60,7 @@ class ObjectFolder:
             return bool(self._filesystem.get_file_info(self._full(path)).is_file)
 
     def list(self, folder: str) -> list[str]:
-        from pyarrow import fs
-
-        with as_os_error():
-            selector = fs.FileSelector(self._full(folder), allow_not_found=True)
-            return [info.base_name for info in self._filesystem.get_file_info(selector)]
+        return [*self.sizes(folder)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         from pyarrow import fs
@@ -93,18 +82,19 @@ class ObjectFolder:
         pass  # a write has no other name before its own
 
     def delete(self, path: str) -> None:
-        try:
-            with as_os_error():
-                self._filesystem.delete_file(self._full(path))
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), as_os_error():
+            self._filesystem.delete_file(self._full(path))
 
     def delete_folder(self, folder: str) -> None:
-        try:
-            with as_os_error():
-                self._filesystem.delete_dir(self._full(folder))
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), as_os_error():
+            self._filesystem.delete_dir(self._full(folder))
+
+    def _read_once(self, path: str) -> bytes | None:
+        source = self.open(path)
+        if source is None:
+            return None
+        with closing(source):
+            return source.read()
 
     def _put(self, path: str, data: memoryview) -> None:
         """Leaving the block closes the stream, which publishes what was written, unless a part failed before."""

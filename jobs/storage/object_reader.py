@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from jobs.storage.object_stores import as_os_error
 
@@ -51,10 +50,7 @@ class ObjectReader:
         if not is_same:
             raise ReplacedError
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+    def close(self) -> None:
         self._file.close()
 
 

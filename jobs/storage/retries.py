@@ -35,10 +35,6 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, OSError) and (error.errno is None or error.errno in TRANSIENT)
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Retries:
     """How long to go on trying when the storage fails; 0 seconds is not at all.
@@ -47,7 +43,7 @@ class Retries:
     """
 
     seconds: float = 0.0
-    on_retry: Callable[[], None] = _nothing
+    on_retry: Callable[[], None] = lambda: None
 
     def call(self, action: Callable[[], Result]) -> Result:
         """What `action` returns; it is called again after transient errors until `seconds` have passed since the start.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import builtins
 import errno
 from collections.abc import Callable
+from contextlib import closing
 from typing import IO, BinaryIO, TypeVar
 
 from jobs.errors import UserError
-from jobs.storage.local_folder import COPY_BYTES, Folder, LocalFolder
+from jobs.storage.local_folder import COPY_BYTES, LocalFolder
 from jobs.storage.object_folder import ObjectFolder
 from jobs.storage.object_stores import open_place
 from jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
@@ -40,7 +41,7 @@ class Store:
         try:
             path = local_path(uri)
             self._retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
-            self._folder: Folder = self._open_objects(uri) if path is None else LocalFolder(path)
+            self._folder: LocalFolder | ObjectFolder = self._open_objects(uri) if path is None else LocalFolder(path)
         except (OSError, ValueError) as error:
             problem = " ".join(hidden_credentials(str(error), uri).split())
             raise StoreError(f"cannot use {self.shown_uri} as a folder: {problem}") from None
@@ -89,7 +90,7 @@ class Store:
         source = self._try("read", path, lambda: self._folder.open(path))
         if source is None:
             return False
-        with source:
+        with closing(source):
             while piece := self._try("read", path, lambda: source.read(COPY_BYTES)):
                 target.write(piece)
         return True

@@ -37,7 +37,6 @@ AnyPanel = timeseries.Panel | stat.Panel
 
 
 def render(board: Board) -> str:
-    """A dashboard as Grafana imports it."""
     builder = (
         dashboard.Dashboard(f"swiftbatch: {board.title}")
         .uid(f"swiftbatch-{board.name}")

@@ -27,8 +27,8 @@ class Panel:
 
     title: str
     meaning: str
-    unit: str
     queries: tuple[Query, ...]
+    unit: str = "short"
     kind: Kind = "lines"
     width: int = 8
 
@@ -46,16 +46,16 @@ class Board:
         return self.title.lower()
 
 
-def value(title: str, meaning: str, unit: str, expr: str) -> Panel:
+def value(title: str, meaning: str, expr: str, unit: str = "short") -> Panel:
     """A single number as it is now."""
-    return Panel(title, meaning, unit, (Query(expr, title),), "value", 6)
+    return Panel(title, meaning, (Query(expr, title),), unit, "value", 6)
 
 
-def lines(title: str, meaning: str, unit: str, expr: str, legend: str) -> Panel:
+def lines(title: str, meaning: str, expr: str, legend: str, unit: str = "short") -> Panel:
     """Lines over time."""
-    return Panel(title, meaning, unit, (Query(expr, legend),))
+    return Panel(title, meaning, (Query(expr, legend),), unit)
 
 
-def stack(title: str, meaning: str, unit: str, expr: str, legend: str) -> Panel:
+def stack(title: str, meaning: str, expr: str, legend: str, unit: str = "short") -> Panel:
     """Areas over time that add up."""
-    return Panel(title, meaning, unit, (Query(expr, legend),), "stack")
+    return Panel(title, meaning, (Query(expr, legend),), unit, "stack")

@@ -54,7 +54,6 @@ class RunFacts:
 
     @property
     def attempts(self) -> Iterator[tuple[JobFacts, Attempt]]:
-        """Every attempt with its job."""
         return ((job, attempt) for job in self.jobs for attempt in job.attempts)
 
 
@@ -83,7 +82,6 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
 
 
 def excerpt(text: str) -> str:
-    """How a text begins."""
     return text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}…"
 
 
@@ -115,7 +113,6 @@ class _Reader:
         self._held = {custom_id for worker in progress.workers for custom_id in worker.jobs}
 
     def finished(self, record: JobRecord, body: dict[str, Any]) -> JobFacts:
-        """A job with a result."""
         choice, metrics = body["choices"][0], body["metrics"]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         history, ended = parsed_history(metrics.get("attempts")), float(body.get("created", 0))

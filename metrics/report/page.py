@@ -21,6 +21,7 @@ from metrics.report.gantt import attempt_line, gantt
 from metrics.report.stretches import Stretches, job_pace, stretches
 from metrics.report.summary import summary
 
+FOLDER = Path(__file__).parent
 MAX_JOBS = 5000
 MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
@@ -36,7 +37,7 @@ def render(facts: RunFacts, store: Store, folder: str) -> str:
     begin, end = _span(facts, found)
     rows = [_row(job, number, begin, store, folder) for number, job in _shown(facts)]
     template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(FOLDER),
         autoescape=True,
         finalize=_in_html,
         undefined=StrictUndefined,
@@ -48,7 +49,7 @@ def render(facts: RunFacts, store: Store, folder: str) -> str:
         summary=summary(facts, found, begin, end),
         started=date(begin),
         updated=date(facts.progress.updated),
-        css=_css(),
+        css=(FOLDER / "style.css").read_text(encoding="utf-8"),
         gantt=gantt(facts, begin, end),
         ticks=_gantt_ticks(end - begin),
         rows=rows,
@@ -128,7 +129,3 @@ def _in_html(value: object) -> object:
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return NOT_HTML.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
-
-
-def _css() -> str:
-    return (Path(__file__).parent / "style.css").read_text(encoding="utf-8")

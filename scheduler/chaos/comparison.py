@@ -7,16 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from jobs.frozen import Frozen
 from jobs.run.run import Run
 from scheduler.chaos.options import ChaosError
 
 
-class JobComparison(BaseModel):
+class JobComparison(Frozen):
     """One job's SHA-256 over its generated tokens, undisturbed and disturbed; None where it has no output."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     custom_id: str
     undisturbed_sha256: str | None
@@ -43,7 +40,6 @@ class RunOutput:
         return None if body is None else body["choices"][0]
 
     def num_tokens(self) -> int:
-        """Generated tokens of all jobs."""
         return sum(body["usage"]["completion_tokens"] for body in self._bodies.values())
 
     def num_recomputed_tokens(self) -> int:

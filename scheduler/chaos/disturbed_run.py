@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jobs.run.records import Progress
 from jobs.run.run import Run, RunError
@@ -46,7 +47,11 @@ class DisturbedRun:
         self._run_uri = run_uri
         self._submit = submit
         self._resume = resume
-        self._ways: Mapping[Kind, Way] = {**ways, "driver": self._kill_driver, "hangup": self._hang_up}
+        self._ways: Mapping[Kind, Way] = {
+            **ways,
+            "driver": partial(self._end_driver, DriverProcess.kill),
+            "hangup": partial(self._end_driver, DriverProcess.hang_up),
+        }
         self._show = show
 
     def run(self, plan: Sequence[PlannedKill]) -> list[Kill]:
@@ -85,13 +90,7 @@ class DisturbedRun:
             return None
         return progress if progress is not None and progress.driver_pid == self._driver.pid else None
 
-    def _kill_driver(self, _workers: Sequence[object]) -> str:
-        return self._end_driver(DriverProcess.kill)
-
-    def _hang_up(self, _workers: Sequence[object]) -> str:
-        return self._end_driver(DriverProcess.hang_up)
-
-    def _end_driver(self, end: Callable[[DriverProcess], None]) -> str:
+    def _end_driver(self, end: Callable[[DriverProcess], None], _workers: Sequence[object]) -> str:
         pid = self._driver.pid
         end(self._driver)
         self._driver = self._resume(self._run_uri)

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from jobs.run.run import Run
 from jobs.storage.store import Store
 from jobs.storage.uris import local_path
-from scheduler.chaos.arena import Arena, open_arena
 from scheduler.chaos.comparison import RunOutput, compare
 from scheduler.chaos.disturbed_run import DisturbedRun, Kill
 from scheduler.chaos.driver_process import DriverProcess
+from scheduler.chaos.local_cluster import local_cluster
 from scheduler.chaos.options import ChaosError, ChaosOptions, write_jobs
-from scheduler.chaos.plan import DRIVER_KINDS, KINDS, plan_kills
+from scheduler.chaos.plan import DRIVER_KINDS, KINDS, Kind, plan_kills
 from scheduler.chaos.report import ChaosReport
+from scheduler.chaos.victims import Way, local_ways, remote_ways
 
 Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Arena:
+    """A running cluster, the environment of those who may talk to it, and the ways to kill something on it."""
+
+    address: str
+    environment: Mapping[str, str]
+    ways: Mapping[Kind, Way]
 
 
 def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
@@ -28,7 +40,7 @@ def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
     if Store(options.run_uri).list(""):
         raise ChaosError(f"{options.run_uri} is not empty: expected a new folder; name another one with --run")
     random = Random(options.seed)
-    with _folder(options.run_uri) as folder, open_arena(options, random, show) as arena:
+    with _folder(options.run_uri) as folder, _open_arena(options, random, show) as arena:
         experiment = Experiment(options, arena, folder, show)
         undisturbed_seconds = experiment.run_undisturbed()
         disturbed_seconds, kills = experiment.run_disturbed(random)
@@ -103,3 +115,17 @@ def _folder(run_uri: str) -> Iterator[Path]:
         return
     Path(local).mkdir(parents=True, exist_ok=True)
     yield Path(local)
+
+
+@contextlib.contextmanager
+def _open_arena(options: ChaosOptions, random: Random, show: Show) -> Iterator[Arena]:
+    """The cluster at the user's address; without one, a cluster that is ended with the context.
+
+    Raises ChaosError if that one does not start.
+    """
+    if options.address is not None:
+        yield Arena(options.address, os.environ, remote_ways(options.address, random))
+        return
+    show("starting a Ray cluster of its own on this machine")
+    with local_cluster(num_cpus=options.num_workers) as cluster:
+        yield Arena(cluster.address, cluster.environment, local_ways(cluster, random))

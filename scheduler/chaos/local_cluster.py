@@ -92,7 +92,6 @@ class LocalCluster:
         return node
 
     def kill_raylet(self, node: Node) -> None:
-        """Lose a node."""
         self.raylets.remove(node)
         node.kill()
 

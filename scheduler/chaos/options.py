@@ -26,8 +26,6 @@ class ChaosError(UserError):
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What the user asked for."""
-
     num_jobs: int
     num_tokens: int  # of each job
     num_kills: int
@@ -49,12 +47,10 @@ class ChaosOptions:
         return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:
-        """The command that starts one of the two runs."""
         args = ["submit", str(jobs_file), "--run", run_uri, "--model", self.model, "--seed", str(self.seed)]
         return args + self._launch_args(address)
 
     def resume_args(self, run_uri: str, address: str) -> list[str]:
-        """The command that goes on after the driver was killed."""
         return ["resume", run_uri, *self._launch_args(address)]
 
     def _launch_args(self, address: str) -> list[str]:

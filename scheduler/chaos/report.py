@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import computed_field
 
+from jobs.frozen import Frozen
 from scheduler.chaos.comparison import JobComparison
 from scheduler.chaos.disturbed_run import Kill
 from scheduler.chaos.plan import KINDS
 from scheduler.display.summary import duration
 
 
-class ChaosReport(BaseModel):
+class ChaosReport(Frozen):
     """The findings; times in seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int
     jobs: tuple[JobComparison, ...]
@@ -35,13 +34,11 @@ class ChaosReport(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def missing(self) -> list[str]:
-        """Jobs without output after the kills."""
         return [job.custom_id for job in self.jobs if job.disturbed_sha256 is None]
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def duplicates(self) -> list[str]:
-        """Jobs with more than one output."""
         return [job.custom_id for job in self.jobs if job.num_lines > 1]
 
     @computed_field  # type: ignore[prop-decorator]
@@ -66,7 +63,6 @@ class ChaosReport(BaseModel):
         return self.is_identical and len(self.kills) == self.num_planned_kills
 
     def lines(self) -> list[str]:
-        """For people."""
         num_identical = sum(job.is_identical for job in self.jobs)
         by_kind = ", ".join(f"{count} {kind}" for kind, count in self.kills_by_kind.items() if count) or "none"
         resumes = ", ".join(f"{count} {kind}" for kind, count in sorted(self.resumes.items())) or "none"

@@ -24,7 +24,11 @@ Way = Callable[[Sequence[WorkerStatus]], str | None]
 def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:
     """Workers and raylets of a cluster of our own."""
     victims = LocalVictims(cluster, random)
-    return {"worker": victims.kill_worker, "raylet": victims.kill_raylet, "stop": victims.stop_worker}
+    return {
+        "worker": partial(victims.hit_worker, signal.SIGKILL),
+        "raylet": victims.kill_raylet,
+        "stop": partial(victims.hit_worker, signal.SIGSTOP),  # it is there, and says nothing any more
+    }
 
 
 def remote_ways(address: str, random: Random) -> Mapping[Kind, Way]:
@@ -46,15 +50,8 @@ class LocalVictims:
         self._random = random
         self._dead_pids: set[int] = set()  # the driver's next beat may still name them
 
-    def kill_worker(self, workers: Sequence[WorkerStatus]) -> str | None:
-        """SIGKILL a worker's process."""
-        return self._hit(workers, signal.SIGKILL)
-
-    def stop_worker(self, workers: Sequence[WorkerStatus]) -> str | None:
-        """SIGSTOP a worker's process: it is there, and says nothing any more."""
-        return self._hit(workers, signal.SIGSTOP)
-
-    def _hit(self, workers: Sequence[WorkerStatus], number: signal.Signals) -> str | None:
+    def hit_worker(self, number: signal.Signals, workers: Sequence[WorkerStatus]) -> str | None:
+        """Signal a worker's process."""
         worker = self._choose(workers)
         if worker is None or not signal_worker(worker.pid, number):
             return None

@@ -10,26 +10,15 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from worker.config import EngineConfig
 from worker.session.work import Orders, WorkReport
 
+if TYPE_CHECKING:
+    from worker.session.session import WorkerSession
+
 SESSION_FACTORY = "worker.session.session:WorkerSession"
-
-
-class Session(Protocol):
-    """What an actor needs of a session; `worker.session.session.WorkerSession` is the real one."""
-
-    metrics_address: str | None
-    numerics: str  # the kind of hardware and library that its bits depend on
-
-    def work(self, orders: Orders, seconds: float) -> WorkReport: ...
-
-    def drain(self, seconds: float) -> WorkReport: ...
-
-    def request_drain(self) -> None:
-        """Let the running or the next `work` drain; safe in a signal handler."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +59,13 @@ class WorkerActor:
             write_output_to(Path(spec.log_folder) / f"{self._worker_id}.log")
         module, _, name = spec.session_factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        self._session: Session = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
+        self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
         session = self._session
         signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
         return WorkerInfo(socket.gethostname(), os.getpid(), session.metrics_address, node_id, session.numerics)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
-        """Follow the orders, and run for about `seconds`."""
         return self._session.work(orders, seconds)
 
     def drain(self, seconds: float) -> WorkReport:

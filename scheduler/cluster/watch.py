@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from scheduler.process.awake_clock import AwakeClock
 
@@ -21,18 +21,11 @@ class ClusterLostError(RuntimeError):
     """The Ray cluster is gone under the driver; the text is one line for the user."""
 
 
-class Head(Protocol):
-    """What the watch asks of Ray's client."""
-
-    def check_alive(self, node_ids: list[Any], timeout: float) -> list[bool]: ...
-
-    def get_draining_nodes(self, timeout: float) -> dict[str, int]: ...
-
-
 class ClusterWatch:
     """What is known of the cluster; `check` and `draining` answer at once, from what the thread has heard."""
 
-    def __init__(self, head: Head, own_node_id: Any) -> None:
+    def __init__(self, head: Any, own_node_id: Any) -> None:
+        """`head` is Ray's `GcsClient`, which is asked who is alive and who is draining."""
         self._head = head
         self._own_node_id = own_node_id
         self._clock = AwakeClock()
@@ -61,7 +54,6 @@ class ClusterWatch:
         return {node_id: deadline - now for node_id, deadline in self._draining.items()}
 
     def stop(self) -> None:
-        """Ask no more."""
         self._ended.set()
 
     def _watch(self) -> None:

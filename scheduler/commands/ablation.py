@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from scheduler.commands.model_options import COMPUTING, DRAFT_MODEL, JSON, MODEL, PLOT, SEED, checked, say
+from scheduler.commands.model_options import COMPUTING, DRAFT_MODEL, JSON, MODEL, PLOT, SEED, checked, say, show
 from worker.bench.griffin.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
-from worker.bench.tokenswift.catalogue import ABLATIONS
+from worker.bench.tokenswift.catalogue import ABLATIONS, Engine
 from worker.bench.triforce.catalogue import PROMPT_TABLES
 
 
@@ -29,8 +29,8 @@ def ablation() -> None:
 @click.option("--table", type=click.Choice(list(ABLATIONS)), required=True, help="Of the paper. 15 also gives 16.")
 @click.option(
     "--engine",
-    type=click.Choice(["tokenswift-paper", "tokenswift"]),
-    default="tokenswift-paper",
+    type=click.Choice(get_args(Engine)),
+    default=get_args(Engine)[0],
     help="What the arms change: K = 1 and whole trees, or as many rounds and nodes as pay.",
 )
 @click.option("--tokens", "num_tokens", type=int, default=20_000, help="To generate with each arm.")
@@ -45,11 +45,9 @@ def tokenswift(**options: Any) -> None:
     Example:
       swiftbatch bench ablation tokenswift --table 5 --tokens 20000 --json table5.json
     """
-    from rich.console import Console
-
     from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
 
-    Console().print(run_ablation(checked(AblationOptions, options), say))
+    show(run_ablation(checked(AblationOptions, options), say))
 
 
 @ablation.command()
@@ -73,11 +71,9 @@ def triforce(**options: Any) -> None:
     Example:
       swiftbatch bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.json
     """
-    from rich.console import Console
-
     from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
 
-    Console().print(run_prompt_ablation(checked(PromptAblationOptions, options), say))
+    show(run_prompt_ablation(checked(PromptAblationOptions, options), say))
 
 
 @ablation.command()
@@ -108,9 +104,7 @@ def griffin(**options: Any) -> None:
     Example:
       swiftbatch bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.json
     """
-    from rich.console import Console
-
     from worker.bench.griffin.ablation import GriffinAblationOptions, run_griffin_ablation
 
     given = {name: value for name, value in options.items() if value is not None}
-    Console().print(run_griffin_ablation(checked(GriffinAblationOptions, given), say))
+    show(run_griffin_ablation(checked(GriffinAblationOptions, given), say))

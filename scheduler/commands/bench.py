@@ -1,4 +1,4 @@
-"""The command `bench`: decode, checkpoints, long; ablations have a file of their own."""
+"""The command `bench`: decode, kernels, checkpoints, long; ablations have a file of their own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from typing import Any
 
 import click
 
+from jobs import sampling_defaults
 from scheduler.commands.ablation import ablation
-from scheduler.commands.model_options import COMPUTING, DRAFT_MODEL, JSON, MODEL, PLOT, SEED, checked, say
+from scheduler.commands.model_options import (
+    COMPUTING,
+    DRAFT_MODEL,
+    DTYPE,
+    JSON,
+    MODEL,
+    PLOT,
+    SEED,
+    THREADS,
+    checked,
+    say,
+    show,
+)
 from worker.config import CheckpointSettings, Computation
 
 
@@ -16,6 +29,9 @@ def _split(_context: click.Context, _parameter: click.Parameter, text: str) -> t
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+TEMPERATURE = click.option("--temperature", type=float, default=0.0)
+MIN_P = click.option("--min-p", type=float, default=0.1)
+REPETITION_PENALTY = click.option("--repetition-penalty", type=float, default=sampling_defaults.REPETITION_PENALTY)
 POSITIONS = click.option("--positions", default="4096", callback=_split, help="Tokens in the cache, comma-separated.")
 
 
@@ -37,9 +53,9 @@ def bench() -> None:
 )
 @POSITIONS
 @click.option("--tokens", "num_tokens", type=int, default=256, help="To generate at each position.")
-@click.option("--temperature", type=float, default=0.0)
-@click.option("--min-p", type=float, default=0.1)
-@click.option("--repetition-penalty", type=float, default=1.0)
+@TEMPERATURE
+@MIN_P
+@REPETITION_PENALTY
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
 @JSON
@@ -52,12 +68,37 @@ def decode(**options: Any) -> None:
     Example:
       swiftbatch bench decode --engines autoregressive,suffix --positions 4096,100000 --tokens 256 --json bench.json
     """
-    from rich.console import Console
-
     from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
     from worker.bench.decode.records import render
 
-    Console().print(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
+    show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
+
+
+@bench.command()
+@MODEL
+@click.option(
+    "--lengths", default="0,2048,20480,102400", callback=_split, help="Positions in the cache, comma-separated."
+)
+@click.option("--rows", "row_counts", default="1,8,32", callback=_split, help="In a forward, comma-separated.")
+@click.option("--rounds", "num_rounds", type=int, default=7, help="Of which the median counts.")
+@DTYPE
+@THREADS
+@JSON
+@PLOT
+def kernels(**options: Any) -> None:
+    """Time the compiled CPU kernels beside what this machine allows, and whole forwards beside transformers'.
+
+    Memory and multiplications are measured in the same run, on as many threads. SWIFTBATCH_ISA names another
+    instruction set than the fastest.
+
+    \b
+    Example:
+      swiftbatch bench kernels --rows 1,8 --json kernels.json --plot kernels.png
+    """
+    from worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
+    from worker.bench.kernels.records import render
+
+    show(render(run_kernel_bench(checked(KernelBenchOptions, options), say)))
 
 
 @bench.command()
@@ -78,11 +119,9 @@ def checkpoints(**options: Any) -> None:
     Example:
       swiftbatch bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.json
     """
-    from rich.console import Console
-
     from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
 
-    Console().print(render(run_checkpoint_bench(checked(CheckpointBenchOptions, options), say)))
+    show(render(run_checkpoint_bench(checked(CheckpointBenchOptions, options), say)))
 
 
 @bench.command()
@@ -93,12 +132,12 @@ def checkpoints(**options: Any) -> None:
 @click.option("--prefill", type=int, default=4096, help="Tokens of text to go on from.")
 @click.option("--every", type=int, default=20_000, help="Tokens between two records.")
 @click.option("--plain-every", type=int, default=2500, help="Tokens between two looks at plain decoding.")
-@click.option("--temperature", type=float, default=0.0)
-@click.option("--top-p", type=float, default=1.0)
-@click.option("--min-p", type=float, default=0.1)
-@click.option("--eta", type=float, default=0.0)
-@click.option("--repetition-penalty", type=float, default=1.0)
-@click.option("--penalty-window", type=int, default=1024)
+@TEMPERATURE
+@click.option("--top-p", type=float, default=sampling_defaults.TOP_P)
+@MIN_P
+@click.option("--eta", type=float, default=sampling_defaults.ETA)
+@REPETITION_PENALTY
+@click.option("--penalty-window", type=int, default=sampling_defaults.PENALTY_WINDOW)
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
 @JSON
@@ -113,15 +152,13 @@ def long(**options: Any) -> None:
     Example:
       swiftbatch bench long --engine tokenswift --tokens 100000 --prefill 4096 --json long.json --plot long.png
     """
-    from rich.console import Console
-
     from jobs.sampling import SamplingParams
     from worker.bench.long.long import LongBenchOptions, run_long_bench
     from worker.bench.long.table import render
 
     sampling = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
     bench_options = checked(LongBenchOptions, options | {"sampling": sampling | {"ignore_eos": True}})
-    Console().print(render(run_long_bench(bench_options, say)))
+    show(render(run_long_bench(bench_options, say)))
 
 
 bench.add_command(ablation)

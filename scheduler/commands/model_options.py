@@ -15,6 +15,7 @@ from worker.config import Computation
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import RenderableType
 
     Options = TypeVar("Options", bound=BaseModel)
 
@@ -33,7 +34,6 @@ def filled(_context: click.Context, _parameter: click.Parameter, value: str | No
 
 
 def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """One decorator that adds all these options."""
     return lambda command: functools.reduce(lambda done, option: option(done), reversed(options), command)
 
 
@@ -48,13 +48,11 @@ DRAFT_MODEL = click.option(
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder with the engine's trained parts. [default: beside the model's weights]",
 )
-COMPUTING = all_of(
-    click.option("--dtype", type=DTYPES, default=Computation.dtype),
-    click.option("--device", type=DEVICES, default=Computation.device),
-    click.option(
-        "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
-    ),
+DTYPE = click.option("--dtype", type=DTYPES, default=Computation.dtype)
+THREADS = click.option(
+    "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
 )
+COMPUTING = all_of(DTYPE, click.option("--device", type=DEVICES, default=Computation.device), THREADS)
 JSON = click.option(
     "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures."
 )
@@ -77,5 +75,11 @@ def checked(model: type[Options], options: dict[str, Any]) -> Options:
 
 
 def say(line: str) -> None:
-    """Tell how far a benchmark is."""
     click.echo(line, err=True)
+
+
+def show(found: RenderableType) -> None:
+    """Print what a benchmark found."""
+    from rich.console import Console
+
+    Console().print(found)

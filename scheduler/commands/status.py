@@ -57,7 +57,7 @@ def _show_run(run: Run) -> None:
 
 
 def _show_status(run: Run, progress: Progress) -> None:
-    from scheduler.display.summary import counted, summary_line, worker_line
+    from scheduler.display.summary import counted, numerics_lines, summary_line, worker_line
 
     _show_run(run)
     click.echo(summary_line(progress))
@@ -65,6 +65,8 @@ def _show_status(run: Run, progress: Progress) -> None:
         click.echo(f"rejected: {counted(num_rejects, 'line')} of the job file; the reasons are in rejects.jsonl")
     for worker in progress.workers:
         click.echo(f"  {worker_line(worker, progress.running)}")
+    for line in numerics_lines(progress):
+        click.echo(f"  {line}")
     _show_what_next(run, progress)
 
 

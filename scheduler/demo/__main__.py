@@ -82,7 +82,6 @@ def kill_a_worker_midway(process: subprocess.Popen[bytes], num_tokens: int) -> K
 
 
 def show_summary(run: Run, kill: Kill | None, seconds: float) -> None:
-    """Tell a newcomer what happened and where the texts are."""
     bodies = {record.job.custom_id: result_body(run, record.job_id) for record in run.jobs()}
     click.echo("\nWhat happened\n")
     for line in [*run_lines(run, bodies, seconds), *kill_lines(kill, bodies)]:
@@ -97,7 +96,6 @@ def show_summary(run: Run, kill: Kill | None, seconds: float) -> None:
 
 
 def run_lines(run: Run, bodies: dict[str, dict[str, Any]], seconds: float) -> list[str]:
-    """Jobs, tokens, speed and acceptance of the run."""
     num_tokens = sum(body["usage"]["completion_tokens"] for body in bodies.values())
     num_drafts = sum(body["metrics"]["num_drafts"] for body in bodies.values())
     num_accepted = sum(body["metrics"]["num_accepted_tokens"] for body in bodies.values())
@@ -112,7 +110,6 @@ def run_lines(run: Run, bodies: dict[str, dict[str, Any]], seconds: float) -> li
 
 
 def kill_lines(kill: Kill | None, bodies: dict[str, dict[str, Any]]) -> list[str]:
-    """What was killed, and where its jobs went on."""
     if kill is None:
         return ["no worker was killed: the jobs were done too soon"]
     lines = [
@@ -131,7 +128,6 @@ def kill_lines(kill: Kill | None, bodies: dict[str, dict[str, Any]]) -> list[str
 
 
 def result_body(run: Run, job_id: str) -> dict[str, Any]:
-    """The body of a finished job's result."""
     line = run.result(job_id)
     if line is None:
         raise RunError(f"job {job_id} has no result")

@@ -50,12 +50,8 @@ class PlainDisplay:
             self._output.write(summary_line(progress))
 
 
-class QuietDisplay:
+class QuietDisplay(PlainDisplay):
     """Errors, and at the end how the run stands, in one line."""
-
-    def __init__(self, output: Lines, errors: Lines) -> None:
-        self._output = output
-        self._errors = errors
 
     def note(self, event: Event) -> None:
         if isinstance(event, RunEnded):

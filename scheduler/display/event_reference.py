@@ -32,7 +32,6 @@ def kinds() -> list[type[Event]]:
 
 
 def reference() -> str:
-    """The page as Markdown."""
     rows = [_row(kind.kind(), [field.name for field in fields(kind)], kind.__doc__ or "") for kind in kinds()]
     rows.append(_row("progress", list(Progress.model_fields), f"Every few seconds. {Progress.__doc__}"))
     return HEAD + "".join(rows)

@@ -21,8 +21,11 @@ class Event:
 
     is_error: ClassVar[bool] = False  # shown with `--quiet`, too, and on stderr where lines are shown
 
+    text: ClassVar[str] = ""  # for people, with fields by their names
+
     def __str__(self) -> str:
-        return ""
+        shown = {name: printable(value) if isinstance(value, str) else value for name, value in vars(self).items()}
+        return self.text.format_map(shown)
 
     @classmethod
     def kind(cls) -> str:
@@ -30,7 +33,6 @@ class Event:
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def as_json(self) -> dict[str, Any]:
-        """The fields by their names."""
         return asdict(self)
 
 
@@ -58,57 +60,47 @@ class LineRejected(Event):
 class RunOpened(Event):
     """The run folder `run` holds `num_jobs` jobs of this submission, or of the run that is resumed."""
 
+    text: ClassVar[str] = "{num_jobs} jobs in {run}"
     run: str
     run_id: str
     num_jobs: int
-
-    def __str__(self) -> str:
-        return f"{self.num_jobs} jobs in {printable(self.run)}"
 
 
 @dataclass(frozen=True)
 class ErrorsCleared(Event):
     """`resume --retry-failed` makes failed and cancelled jobs pending again."""
 
+    text: ClassVar[str] = "{num_jobs} failed or cancelled jobs are to be run again"
     num_jobs: int
-
-    def __str__(self) -> str:
-        return f"{self.num_jobs} failed or cancelled jobs are to be run again"
 
 
 @dataclass(frozen=True)
 class MetricsServed(Event):
     """The driver's metrics are at `address`, and the list of all workers' for Prometheus at `discovery_address`."""
 
+    text: ClassVar[str] = "metrics of the driver at {address} and where to find all workers' at {discovery_address}"
     address: str
     discovery_address: str
-
-    def __str__(self) -> str:
-        return f"metrics of the driver at {self.address} and where to find all workers' at {self.discovery_address}"
 
 
 @dataclass(frozen=True)
 class DriverStarted(Event):
     """The driver holds the run by the claim number `epoch`, and starts workers."""
 
+    text: ClassVar[str] = "starting workers: each loads Python, torch and the model, which takes some seconds"
     host: str
     pid: int
     epoch: int
-
-    def __str__(self) -> str:
-        return "starting workers: each loads Python, torch and the model, which takes some seconds"
 
 
 @dataclass(frozen=True)
 class WorkerReady(Event):
     """A worker has loaded its model and takes jobs."""
 
+    text: ClassVar[str] = "worker {worker} is ready"
     worker: str
     host: str
     pid: int
-
-    def __str__(self) -> str:
-        return f"worker {self.worker} is ready"
 
 
 @dataclass(frozen=True)
@@ -128,31 +120,27 @@ class WorkerStopping(Event):
 class WorkerLost(Event):
     """A worker is gone: `reason` is a word for programs, `message` says what was seen."""
 
+    text: ClassVar[str] = "worker {worker} is lost: {message}"
     worker: str
     reason: str
     message: str
-
-    def __str__(self) -> str:
-        return f"worker {self.worker} is lost: {printable(self.message)}"
 
 
 @dataclass(frozen=True)
 class RunStopping(Event):
     """The driver was asked to end, and has its workers write their checkpoints."""
 
-    def __str__(self) -> str:
-        return "stopping: workers write their checkpoints; a second signal ends all at once"
+    text: ClassVar[str] = "stopping: workers write their checkpoints; a second signal ends all at once"
 
 
 @dataclass(frozen=True)
 class DriverAwaited(Event):
     """`status --watch` waits for the run's first driver."""
 
+    text: ClassVar[str] = (
+        "waiting for a driver: `swiftbatch submit` starts one in some seconds, or: swiftbatch resume {run}"
+    )
     run: str
-
-    def __str__(self) -> str:
-        run = printable(self.run)
-        return f"waiting for a driver: `swiftbatch submit` starts one in some seconds, or: swiftbatch resume {run}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +168,6 @@ class RunEnded(Event):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The parts of its text."""
         first, run = f"run {self.state}; jobs: {job_counts(self.jobs)}", printable(self.run)
         if self.state == "interrupted":
             return [first, f"nothing is lost; go on with: swiftbatch resume {run}"]

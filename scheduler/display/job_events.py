@@ -50,12 +50,10 @@ class JobPutBack(Event):
 class JobGivenUp(Event):
     """The job has had its attempts: its error is in the run folder, `message` says why."""
 
+    text: ClassVar[str] = "job {custom_id} is {message}"
     is_error: ClassVar[bool] = True
     custom_id: str
     message: str
-
-    def __str__(self) -> str:
-        return f"job {printable(self.custom_id)} is {printable(self.message)}"
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,8 @@ class JobCancelled(Event):
 class LineDamaged(Event):
     """A job's result or error can't be used: the job runs again, and the file at `path` is `kept` under another one."""
 
+    text: ClassVar[str] = "{path} is damaged, {problem}: kept as {kept}, its job runs again"
     is_error: ClassVar[bool] = True
     path: str
     problem: str
     kept: str
-
-    def __str__(self) -> str:
-        return f"{self.path} is damaged, {printable(self.problem)}: kept as {self.kept}, its job runs again"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import IO, Self, TextIO, cast
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -16,7 +17,7 @@ from scheduler.process.streams import Lines, SteadyStream
 REDRAWS_PER_SECOND = 4  # the figures change more rarely; the terminal's size may at any time
 
 
-class LiveDisplay:
+class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     """Draws from the first `update` to the end of its context; with `errors`, lines about errors go there."""
 
     def __init__(self, stream: TextIO, errors: Lines | None) -> None:
@@ -29,9 +30,6 @@ class LiveDisplay:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None

@@ -58,6 +58,17 @@ def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
     return f"{worker.id} on {worker.host}, process {worker.pid}: {jobs}{metrics}{speed}"
 
 
+def numerics_lines(progress: Progress) -> list[str]:
+    """What decides the bits of the workers: a line where all are alike, else one for each kind."""
+    kinds: dict[str, list[str]] = {}
+    for worker in progress.workers:
+        kinds.setdefault(worker.numerics, []).append(worker.id)
+    kinds.pop("", None)  # a driver of an older version does not say
+    if len(kinds) == 1:
+        return [f"numerics: {printable(numerics)}" for numerics in kinds]
+    return [f"numerics of {', '.join(ids)}: {printable(numerics)}" for numerics, ids in kinds.items()]
+
+
 def job_counts(jobs: dict[str, int]) -> str:
     """Number of jobs by state, as in `1 running, 3 finished`."""
     return ", ".join(f"{count:,} {state}" for state, count in jobs.items() if count) or "none"

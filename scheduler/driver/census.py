@@ -54,6 +54,7 @@ class Census:
             host=info.host,
             pid=info.pid,
             node_id=info.node_id,
+            numerics=info.numerics,
             jobs=tuple(record.job.custom_id for record in self._context.queue.held_by(worker.id)),
             metrics_address=info.metrics_address,
             tokens_per_second=round(worker.speed.tokens_per_second(now), 2),

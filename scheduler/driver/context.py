@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jobs.run.run import Run
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.display.display import Display
 from scheduler.driver.fleet import Fleet
 from scheduler.driver.job_queue import JobQueue

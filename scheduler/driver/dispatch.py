@@ -31,7 +31,10 @@ class Dispatcher:
         idle = [worker for worker in self._fleet.workers if worker.is_idle]
         for worker in sorted(idle, key=lambda worker: len(self._queue.held_by(worker.id))):
             if worker.state == "draining":
-                self._end(worker)
+                if self._queue.held_by(worker.id):
+                    self._fleet.drain(worker)
+                else:
+                    self._fleet.retire(worker)
                 continue
             assignments = self._assignments(worker, min(self._context.num_slots, share), now)
             if self._queue.held_by(worker.id) or worker.orders.cancelled:
@@ -57,13 +60,6 @@ class Dispatcher:
         if movable:
             _, worker, job_id = max(movable, key=lambda entry: entry[0])
             worker.ask_back(job_id)
-
-    def _end(self, worker: Worker) -> None:
-        """Call in the checkpoints of a worker that is to end; without a job, it ends."""
-        if self._queue.held_by(worker.id):
-            self._fleet.drain(worker)
-        else:
-            self._fleet.retire(worker)
 
     def _assignments(self, worker: Worker, num_jobs: int, now: float) -> tuple[Assignment, ...]:
         """New jobs for a worker, until it has `num_jobs`."""

@@ -22,7 +22,7 @@ def served_metrics(context: Context, config: EngineConfig, port: int) -> Iterato
     pages = {discovery.PATH: lambda own_address: discovery.document([own_address, *_addresses(fleet)], run_uri)}
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
     address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages)
-    context.display.note(MetricsServed(address, _discovery(address)))
+    context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + discovery.PATH))
     try:
         yield
     finally:
@@ -32,7 +32,3 @@ def served_metrics(context: Context, config: EngineConfig, port: int) -> Iterato
 def _addresses(fleet: Fleet) -> list[str]:
     infos = [worker.info for worker in list(fleet.workers)]  # the driver's loop changes the list meanwhile
     return [info.metrics_address for info in infos if info is not None and info.metrics_address is not None]
-
-
-def _discovery(address: str) -> str:
-    return address.removesuffix(METRICS_PATH) + discovery.PATH

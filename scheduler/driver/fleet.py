@@ -51,7 +51,6 @@ class Worker:
         self.orders = replace(self.orders, cancelled=(*self.orders.cancelled, *job_ids))
 
     def ask_back(self, job_id: str) -> None:
-        """Have it hand a job back."""
         self.orders = replace(self.orders, released=(*self.orders.released, job_id))
 
     def begin_drain(self, reason: str, seconds: float) -> None:
@@ -128,7 +127,6 @@ class Fleet:
         return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
 
     def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
-        """Give an idle worker its next slice of work."""
         is_longer = orders.assignments or orders.released
         self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
 

@@ -26,7 +26,6 @@ Liveness = Literal["alive", "silent", "gone"]
 
 
 def beat_seconds(store: Store) -> float:
-    """The time between two beats."""
     return BEAT_SECONDS if store.is_local else BEAT_SECONDS_OBJECT_STORE
 
 

@@ -122,11 +122,9 @@ class JobQueue:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of jobs still to do."""
         return len(self._unfinished)
 
     def counts(self) -> dict[str, int]:
-        """Number of jobs by state."""
         num_running = len(self._running)
         return {"pending": len(self._unfinished) - num_running, "running": num_running, **self._num_ended}
 

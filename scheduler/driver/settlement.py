@@ -26,7 +26,7 @@ class Settlement:
         record = self._queue.record(job_id)
         if record is None or self._has_ended(job_id):
             return
-        self._counters.count_preemption(reason)
+        self._counters.num_preemptions[reason] += 1
         num_tokens = self._queue.num_reported_tokens(job_id)
         if self._queue.lose(job_id, time.monotonic()):
             self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=True))
@@ -45,7 +45,7 @@ class Settlement:
         record = self._queue.record(job_id)
         if record is None or self._has_ended(job_id):
             return
-        self._counters.count_preemption(reason)
+        self._counters.num_preemptions[reason] += 1
         self._queue.release(job_id)
         num_tokens = self._queue.num_reported_tokens(job_id)
         self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=False))
@@ -85,7 +85,7 @@ class Settlement:
         if record := self._queue.record(job_id):
             cancel_job(self._run, record)
             self._queue.drop(job_id, "cancelled")
-            self._counters.count_finished(CANCELLED)
+            self._counters.jobs_finished[CANCELLED] += 1
             self._display.note(JobCancelled(record.job.custom_id))
 
     def _give_up(self, job_id: str, code: str, message: str) -> None:
@@ -93,5 +93,5 @@ class Settlement:
         if record := self._queue.record(job_id):
             self._run.write_error(job_id, error_line(record, code, message))
             self._queue.drop(job_id, "failed")
-            self._counters.count_finished("failed")
+            self._counters.jobs_finished["failed"] += 1
             self._display.note(JobGivenUp(record.job.custom_id, message))

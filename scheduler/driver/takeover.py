@@ -11,11 +11,11 @@ import random
 import secrets
 import socket
 import time
-from datetime import UTC, datetime
 
 from jobs.run.records import DriverClaim
 from jobs.run.run import Progress, Run, RunError
 from jobs.run.run_files import pretty, read_model
+from metrics.report.clock import date
 from scheduler.driver.heartbeat import Liveness, liveness, process_liveness
 from scheduler.process.identity import own_key
 
@@ -77,7 +77,7 @@ class Epoch:
         if holder is not None and holder.driver_id == self.claim.driver_id:
             return
         who = "another driver" if holder is None else f"process {holder.pid} on {holder.host}"
-        since = "" if holder is None else f" at {_moment(holder.started)}"
+        since = "" if holder is None else f" at {date(holder.started)}"
         raise RunTakenError(
             f"the run at {self.run.store.shown_uri} was taken over by {who}{since}; "
             "this driver stops and leaves the run to it"
@@ -125,7 +125,7 @@ def _holder(run: Run) -> tuple[Liveness, str]:
 def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
     age = time.time() - (sign.updated if isinstance(sign, Progress) else sign.started)
     heard = f"last heard of {age:.0f} s ago" if age >= 0 else "whose clock is ahead of ours"
-    return f"process {pid} on {host}, since {_moment(sign.started)}, {heard}"
+    return f"process {pid} on {host}, since {date(sign.started)}, {heard}"
 
 
 def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
@@ -168,10 +168,6 @@ def _read(run: Run, path: str) -> DriverClaim | None:
         return read_model(run.store, path, DriverClaim)
     except RunError:
         return None
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _newest(run: Run) -> int:

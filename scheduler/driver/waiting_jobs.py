@@ -11,8 +11,6 @@ from jobs.job import JobRecord
 
 @dataclass(eq=False)
 class UnfinishedJob:
-    """One job that is still to do."""
-
     record: JobRecord
     num_generated_tokens: int  # as last reported
     num_tokens_at_last_loss: int  # the most it ever had when an attempt was lost

@@ -43,6 +43,5 @@ class Lines:
         self._stream = SteadyStream(stream)
 
     def write(self, text: str) -> None:
-        """Write one line, or several."""
         self._stream.write(f"{text}\n")
         self._stream.flush()

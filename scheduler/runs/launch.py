@@ -11,7 +11,7 @@ from jobs.run.run import Run, RunManifest
 from jobs.storage.retries import Retries
 from jobs.storage.store import StoreError
 from jobs.storage.uris import local_path
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.actors import WorkerSpec
 from scheduler.cluster.cluster import Cluster, ClusterError, connect
 from scheduler.cluster.watch import ClusterLostError

@@ -16,7 +16,9 @@ from jobs.storage.uris import shown_uri
 from scheduler.runs.settings import Settings
 from worker.config import Computation
 from worker.exactness.verdicts import known_verdict, verdict_key
+from worker.kernels.library import chosen_numerics
 from worker.model.files import ModelError, ModelFiles, locate_model
+from worker.target.hardware import cpu_capability, hardware_of, has_cuda
 
 FOLDERS = ("draft_model", "kv_offload")
 
@@ -54,8 +56,6 @@ def with_absolute_folders(computation: Computation) -> Computation:
 
 def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
     """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
-    from worker.target.hardware import hardware_of  # which needs torch; the tokenizer brings it in anyway
-
     torch_version = manifest.versions["torch"]
     key = verdict_key(
         files.fingerprint,
@@ -64,6 +64,7 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
         manifest.num_threads,
         hardware_of(manifest.device),
         torch_version,
+        chosen_numerics(manifest.device, manifest.dtype),
     )
     return manifest.model_copy(
         update={
@@ -85,10 +86,8 @@ def refuse_changed_model(run: Run) -> None:
 
 
 def _new_manifest(settings: Settings) -> RunManifest:
-    import torch  # for what this machine is: a new run says it
-
     computation = with_absolute_folders(replace(Computation(), **settings.said))
-    has_own_gpu = settings.address is None and torch.cuda.is_available()
+    has_own_gpu = settings.address is None and has_cuda()
     detected = "auto" if settings.address is not None else "cuda" if has_own_gpu else "cpu"
     shared_cores = max(1, len(os.sched_getaffinity(0)) // settings.num_workers)
     resolved = {
@@ -102,7 +101,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         model_fingerprint="",
         versions=_versions(),
         exactness="not probed",
-        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cpu_capability=cpu_capability(),
         **asdict(computation) | resolved,
     )
 

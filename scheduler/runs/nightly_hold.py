@@ -23,6 +23,7 @@ from jobs.checkpoints.timeline import Moment
 from jobs.run.records import ProcessKey
 from jobs.run.run_files import RunError, pretty, read_model
 from jobs.storage.store import Store, StoreError
+from metrics.report.clock import date
 from scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
 from scheduler.process.identity import own_key
 from scheduler.process.streams import Lines
@@ -75,7 +76,6 @@ class Hold:
             raise NightlyHeldError(f"{who} has taken over; this one stops and leaves the rest to it")
 
     def stop(self) -> None:
-        """Let go."""
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(StoreError, RunError):  # else it is stale soon
@@ -124,5 +124,5 @@ def _read(runs: Store) -> Holder | None:
 
 
 def _who(runs: Store, holder: Holder) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.started))
-    return f"another `swiftbatch nightly` on {runs.shown_uri} (process {holder.pid} on {holder.host}, since {since})"
+    process = f"process {holder.pid} on {holder.host}, since {date(holder.started)}"
+    return f"another `swiftbatch nightly` on {runs.shown_uri} ({process})"

@@ -11,7 +11,7 @@ from jobs.run.run import Progress, Run
 from scheduler.display.display import Display
 from scheduler.display.events import DriverAwaited, DriverSilent
 from scheduler.driver.backlog import count_jobs
-from scheduler.driver.heartbeat import BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, current_progress, liveness, with_counts
+from scheduler.driver.heartbeat import beat_seconds, current_progress, liveness, with_counts
 
 
 def watch(run: Run, display: Display) -> Progress:
@@ -20,7 +20,6 @@ def watch(run: Run, display: Display) -> Progress:
     A run that is made and has never had a driver is waited for. A driver on another host that has not been heard of may
     come back, or another one take over: it is waited for, too.
     """
-    seconds = BEAT_SECONDS if run.store.is_local else BEAT_SECONDS_OBJECT_STORE
     is_awaited, was_silent = _is_awaited(run, display), False
     while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
         if progress is not None:
@@ -28,7 +27,7 @@ def watch(run: Run, display: Display) -> Progress:
             if state == "silent" and not was_silent:
                 display.note(DriverSilent(progress.driver_host, progress.driver_pid, progress.updated))
         was_silent = state == "silent"
-        time.sleep(seconds)
+        time.sleep(beat_seconds(run.store))
     progress = current_progress(run)
     display.update(progress)
     return progress

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from metrics import reference
-from metrics.counters import DriverCounters, EngineCounters
+from metrics.counters import EngineCounters
+from metrics.driver_counters import DriverCounters
 from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
 from metrics.grafana import build
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries

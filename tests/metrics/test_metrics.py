@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from metrics import endpoint
-from metrics.counters import DriverCounters, EngineCounters
+from metrics.counters import EngineCounters
+from metrics.driver_counters import DriverCounters
 from metrics.endpoint import MetricsError, serve
 from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
 
@@ -36,12 +37,11 @@ def scrape(address: str) -> dict[tuple[str, str], float]:
 def test_acceptance_length_counts_the_bonus_token_once_per_draft() -> None:
     counters = EngineCounters()
     assert counters.mean_acceptance_length == 1.0
-    assert counters.acceptance_rate == 0.0
     counters.count_draft(num_draft_tokens=4, num_accepted_tokens=3)
     counters.count_draft(num_draft_tokens=4, num_accepted_tokens=0)
     counters.count_draft(num_draft_tokens=0, num_accepted_tokens=0)
     assert counters.mean_acceptance_length == 2.5
-    assert counters.acceptance_rate == 3 / 8
+    assert (counters.num_accepted_tokens, counters.num_draft_tokens) == (3, 8)
     assert counters.num_accepted_tokens_per_pos[:4] == [1, 1, 1, 0]
 
 
@@ -106,9 +106,9 @@ def test_no_checkpoint_age_while_nothing_runs() -> None:
 
 def test_the_driver_serves_jobs_by_state() -> None:
     counters = DriverCounters(jobs={"pending": 2, "running": 1}, num_store_retries=2)
-    counters.count_preemption("worker_lost")
-    counters.count_preemption("worker_lost")
-    counters.count_finished("failed")
+    counters.num_preemptions["worker_lost"] += 1
+    counters.num_preemptions["worker_lost"] += 1
+    counters.jobs_finished["failed"] += 1
     address, stop = serve(registry_of(DriverCollector(counters, LABELS)), 0)
     try:
         values = scrape(address)

@@ -14,7 +14,8 @@ from jobs.run.run import Run
 from jobs.storage.retries import NO_RETRIES
 from jobs.storage.store import Store
 from metrics import discovery
-from metrics.counters import DriverCounters, EngineCounters
+from metrics.counters import EngineCounters
+from metrics.driver_counters import DriverCounters
 from metrics.endpoint import own_host
 from metrics.exporter import DriverCollector, EngineCollector, Labels
 from scheduler.cluster.actors import WorkerInfo, WorkerSpec
@@ -75,7 +76,7 @@ def test_a_worker_that_is_lost_takes_nothing_from_the_totals() -> None:
 
 def test_the_totals_have_what_the_driver_itself_counts() -> None:
     driver = DriverCounters(num_store_retries=2)
-    driver.count_finished("failed")
+    driver.jobs_finished["failed"] += 1
     driver.take_in("w1", EngineCounters(num_store_retries=3, jobs_finished={"stop": 1}))
     assert driver.totals().num_store_retries == 5
     assert driver.totals().jobs_finished == {"failed": 1, "stop": 1}
@@ -206,9 +207,9 @@ def test_tokens_that_are_read_before_a_job_goes_on_are_counted(tmp_path: Path, t
     first = session(run, tiny_model, checkpoint="tokens")
     until(first, fox, 100, claimed(run, fox))
     num_prompt_tokens = first.engine.counters.num_prompt_tokens
-    assert first.engine.counters.num_prefill_tokens == num_prompt_tokens - 1  # the last one is the first step's root
+    assert first.engine.counters.num_read_tokens == num_prompt_tokens - 1  # the last one is the first step's root
     num_tokens = first.drain(5.0).released[0].num_generated_tokens
     second = session(run, tiny_model, checkpoint="tokens")
     to_the_end(second, claimed(run, fox))
     assert second.engine.counters.num_resumes == {"replay": 1}
-    assert second.engine.counters.num_prefill_tokens == num_prompt_tokens + num_tokens - 1
+    assert second.engine.counters.num_read_tokens == num_prompt_tokens + num_tokens - 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jobs.run.records import WorkerStatus
-from metrics.driver_metrics import DRIVER_METRICS
+from metrics.driver_counters import DRIVER_METRICS
 from tests.metrics.dashboard_files import as_shown, panel_expressions, variable_queries
 from tests.metrics.prometheus_server import Prometheus, binary, free_port, running_prometheus, until
 from tests.scheduler.driving import Driver, swiftbatch

@@ -163,7 +163,7 @@ def test_a_damaged_line_in_an_object_store_is_kept_too(s3_uri: str, records: lis
     assert len(queue.unfinished()) == 3
     assert len(run.set_damaged_aside(queue.unfinished())) == 2
     assert run.store.read(f"damaged/results/{records[1].job_id}.1.json") == b"{torn"
-    assert run.finished() == set()
+    assert run.ended()[0] == set()
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "neither"])

@@ -64,6 +64,7 @@ PROGRESS_JSON = """{
       "host": "here",
       "pid": 12,
       "node_id": "",
+      "numerics": "",
       "jobs": [
         "a"
       ],
@@ -208,7 +209,7 @@ def test_a_finished_result_is_never_overwritten(run: Run) -> None:
     assert run.write_result("a-1", FINISHED)
     assert not run.write_result("a-1", FINISHED | {"custom_id": "second"})
     assert run.result("a-1") == FINISHED
-    assert run.finished() == {"a-1"}
+    assert run.ended()[0] == {"a-1"}
     assert run.result("b-1") is None
 
 
@@ -217,9 +218,9 @@ def test_an_error_may_be_replaced_and_a_result_makes_up_for_it(run: Run) -> None
     run.write_error("a-1", failed_line("2"))
     run.write_error("b-1", failed_line("3"))
     assert run.error("a-1") == failed_line("2")
-    assert run.failed() == {"a-1", "b-1"}
+    assert run.ended()[1] == {"a-1", "b-1"}
     run.write_result("a-1", FINISHED)
-    assert run.failed() == {"b-1"}
+    assert run.ended()[1] == {"b-1"}
 
 
 def test_cleared_errors_make_jobs_pending_again_and_results_stay(run: Run) -> None:
@@ -227,9 +228,9 @@ def test_cleared_errors_make_jobs_pending_again_and_results_stay(run: Run) -> No
     run.write_error("b-1", {})
     run.write_result("c-1", {})
     assert run.clear_errors() == 2
-    assert run.failed() == set()
+    assert run.ended()[1] == set()
     assert run.error("a-1") is None
-    assert run.finished() == {"c-1"}
+    assert run.ended()[0] == {"c-1"}
 
 
 def test_progress_comes_back_as_it_went_in(run: Run) -> None:
@@ -260,7 +261,7 @@ def test_opening_a_local_run_takes_no_heavy_import(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     run.write_progress(PROGRESS)
     program = (
-        "import sys; from jobs.run.run import Run; run = Run.open(sys.argv[1]); run.progress(); run.finished()\n"
+        "import sys; from jobs.run.run import Run; run = Run.open(sys.argv[1]); run.progress(); run.ended()[0]\n"
         "print({'pyarrow', 'numpy', 'torch', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program, run.store.uri]

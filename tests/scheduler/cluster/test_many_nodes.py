@@ -20,7 +20,7 @@ from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, s
 
 NUM_TOKENS = 500
 JOBS: list[dict[str, Any]] = [
-    {"custom_id": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
+    {"custom_id": name, "prompt": prompt, "max_tokens": 4 * NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
     for name, prompt in list(PROMPTS.items())[:3]
 ]
 OPTIONS = ["--workers", "2", "--checkpoint-tokens", "64"]

@@ -38,5 +38,5 @@ def test_cancel_with_a_driver_only_asks_it(run: Run) -> None:
     run.write_progress(current_progress(run).model_copy(update=alive))
     assert "asked the driver" in invoke("cancel", run.store.uri, "a").output
     assert run.cancel_requests() == (False, {run.jobs()[0].job_id})
-    assert not run.failed()
+    assert not run.ended()[1]
     assert "held by another driver" in refusal("resume", run.store.uri)

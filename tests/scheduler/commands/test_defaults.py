@@ -15,6 +15,7 @@ from tests.scheduler.commands.command_parts import COMMANDS
 from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
 from worker.bench.decode.decode import DecodeBenchOptions
 from worker.bench.griffin.ablation import GriffinAblationOptions
+from worker.bench.kernels.kernels import KernelBenchOptions
 from worker.bench.long.long import LongBenchOptions
 from worker.bench.tokenswift.ablation import AblationOptions
 from worker.bench.triforce.ablation import PromptAblationOptions
@@ -44,6 +45,7 @@ FIELDS = {
     "doctor": defaults(Computation),
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
+    "bench kernels": defaults(KernelBenchOptions),
     "bench checkpoints": defaults(CheckpointBenchOptions),
     "bench long": defaults(LongBenchOptions),
     "bench ablation tokenswift": defaults(AblationOptions),

@@ -71,7 +71,7 @@ def test_the_same_command_again_runs_nothing_again(tmp_path: Path, tiny_model: P
     assert first.exit_code == 0, first.output
     assert "1 job files" in first.stderr
     assert "1 of them to run" in first.stderr
-    assert len(Run.open(str(runs / "below/a.jsonl")).finished()) == 2
+    assert len(Run.open(str(runs / "below/a.jsonl")).ended()[0]) == 2
     assert (runs / "below/a.jsonl/output.jsonl").exists()
     before = traces(runs)
     second = nightly(inbox, runs, tiny_model, "--slots", "2")
@@ -100,7 +100,7 @@ def test_a_new_file_is_run_and_of_a_changed_one_what_is_missing(
     assert "2 job files" in again.stderr
     assert "2 of them to run" in again.stderr
     assert "3 jobs in" in again.stdout
-    assert len(Run.open(f"{runs}/a.jsonl").finished()) == 3
+    assert len(Run.open(f"{runs}/a.jsonl").ended()[0]) == 3
     assert "0 of them to run" in nightly(inbox, runs, tiny_model).stderr
 
 

@@ -24,4 +24,4 @@ def test_a_submitted_job_sends_its_code_to_the_workers(tmp_path: Path, tiny_mode
         environment = cluster.environment | SUBMITTED
         process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, process.stderr
-    assert len(Run.open(str(tmp_path / "runs" / "a.jsonl")).finished()) == 1
+    assert len(Run.open(str(tmp_path / "runs" / "a.jsonl")).ended()[0]) == 1

@@ -33,19 +33,36 @@ def test_status_json_has_the_promised_fields(run: Run) -> None:
     assert "swiftbatch resume" in text
 
 
-def test_status_shows_each_running_job_with_its_tokens(run: Run) -> None:
-    worker = WorkerStatus(id="w1", host="here", pid=7, jobs=("a", "c"), metrics_address="http://here:9")
+def write_running(run: Run, *workers: WorkerStatus) -> None:
     beat = current_progress(run).model_copy(
         update={
             "state": "running",
             "updated": time.time(),
             "driver_host": socket.gethostname(),
             "driver_pid": os.getpid(),
-            "workers": (worker,),
+            "workers": workers,
             "running": {"a": 12_345},
         }
     )
     run.write_progress(beat)
+
+
+def test_status_shows_each_running_job_with_its_tokens(run: Run) -> None:
+    write_running(run, WorkerStatus(id="w1", host="here", pid=7, jobs=("a", "c"), metrics_address="http://here:9"))
     text = invoke("status", run.store.uri).output
     assert "w1 on here, process 7: a (12,345 tokens), c, metrics at http://here:9" in text
     assert json.loads(invoke("status", run.store.uri, "--json").output)["running"] == {"a": 12_345}
+
+
+def test_status_shows_what_decides_the_bits_once_or_for_each_kind_of_worker(run: Run) -> None:
+    alike = [WorkerStatus(id=name, host="here", pid=7, numerics="cpu native f32 1, float32") for name in ("w1", "w2")]
+    other = WorkerStatus(id="w3", host="there", pid=8, numerics="cuda")
+    for workers, lines in (
+        (alike, ["  numerics: cpu native f32 1, float32"]),
+        ([*alike, other], ["  numerics of w1, w2: cpu native f32 1, float32", "  numerics of w3: cuda"]),
+    ):
+        write_running(run, *workers)
+        seen = invoke("status", run.store.uri).output.splitlines()
+        assert [line for line in seen if "numerics" in line] == lines
+    [*_, last] = json.loads(invoke("status", run.store.uri, "--json").output)["workers"]
+    assert last["numerics"] == "cuda"

@@ -24,7 +24,7 @@ from tests.scheduler.driving import swiftbatch
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_display, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(watch_display, "beat_seconds", lambda _: 0.05)
 
 
 @pytest.fixture

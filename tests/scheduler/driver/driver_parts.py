@@ -13,7 +13,7 @@ import pytest
 from jobs.job import Job, JobRecord
 from jobs.run.run import Progress, Run, RunManifest
 from jobs.sampling import SamplingParams
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.actors import WorkerSpec
 from scheduler.cluster.cluster import Cluster, connect
 from scheduler.display.events import Event

@@ -14,7 +14,7 @@ import pytest
 
 from jobs.run.output_line import line_id
 from jobs.run.run import Progress
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver.backlog import load_queue
 from scheduler.driver.driver import DriverError
@@ -41,7 +41,7 @@ def test_all_jobs_finish_and_leave_no_checkpoint(tmp_path: Path, cluster: Cluste
     run = make_run(tmp_path / "run", {"short": 10, "long": 200, "middle": 100, "tiny": 5})
     display = RecordingDisplay()
     assert make_driver(run, cluster, display).run() == "finished"
-    assert run.finished() == {record.job_id for record in run.jobs()}
+    assert run.ended()[0] == {record.job_id for record in run.jobs()}
     progress = display.updates[-1]
     assert progress.jobs == {"pending": 0, "running": 0, "finished": 4, "failed": 0, "cancelled": 0}
     assert progress.num_generated_tokens == 315
@@ -77,7 +77,7 @@ def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_pat
     counters = DriverCounters()
     state = make_driver(run, cluster, RecordingDisplay(), attempts=2, counters=counters).run()
     assert state == "finished"
-    assert run.finished() == {job_id(run, "good")}
+    assert run.ended()[0] == {job_id(run, "good")}
     error = run.error(job_id(run, "fails-always"))
     assert error is not None
     assert error["error"]["code"] == "attempts_failed"
@@ -93,7 +93,7 @@ def test_a_failing_job_is_given_up_with_its_reason_and_the_others_finish(tmp_pat
 def test_a_job_that_kills_its_workers_takes_no_neighbour_with_it(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path / "run", {"kills-workers": 1000, "a": 900, "b": 30})
     assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=3, attempts=3).run() == "finished"
-    assert run.finished() == {job_id(run, "a"), job_id(run, "b")}
+    assert run.ended()[0] == {job_id(run, "a"), job_id(run, "b")}
     error = run.error(job_id(run, "kills-workers"))
     assert error is not None
     assert "its process ended" in error["error"]["message"]
@@ -126,7 +126,7 @@ def test_one_cancelled_job_ends_and_the_others_finish(tmp_path: Path, cluster: C
     display.on_update = cancel
     assert make_driver(run, cluster, display, workers=1).run() == "finished"
     assert display.updates[-1].jobs["cancelled"] == 2
-    assert run.finished() == {job_id(run, "good")}
+    assert run.ended()[0] == {job_id(run, "good")}
     assert run.cancel_requests() == (False, set())
 
 
@@ -139,7 +139,7 @@ def test_a_cancelled_run_ends_with_every_job_accounted_for(tmp_path: Path, clust
 
     display.on_update = cancel
     assert make_driver(run, cluster, display).run() == "cancelled"
-    assert run.failed() == {record.job_id for record in run.jobs()}
+    assert run.ended()[1] == {record.job_id for record in run.jobs()}
     assert run.cancel_requests() == (False, set())
 
 

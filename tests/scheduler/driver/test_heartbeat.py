@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jobs.input.reader import Reject
 from jobs.run.run import Run
-from metrics.counters import DriverCounters, EngineCounters
+from metrics.counters import EngineCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.actors import WorkerSpec
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver.census import Census
@@ -60,7 +61,7 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
     assert census.take(0.0)["mean_acceptance_length"] is None  # no step yet
     counters.take_in("w1", EngineCounters(num_steps=10, num_drafts=10, num_accepted_tokens=5, num_resumes={"kv": 1}))
     counters.take_in("w2", EngineCounters(num_steps=10, num_drafts=30, num_accepted_tokens=35, num_resumes={"kv": 2}))
-    counters.count_preemption("worker_died")
+    counters.num_preemptions["worker_died"] += 1
     context.fleet.workers = [Worker(f"w{number}", actor=None, call=None) for number in range(3)]
     with Hold(run) as hold:
         progress = hold.beat(state="running", running={}, **census.take(0.0))

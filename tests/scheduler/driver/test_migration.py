@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver import dispatch
 from tests.scheduler.driver.driver_parts import (

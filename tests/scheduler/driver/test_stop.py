@@ -14,7 +14,7 @@ from jobs.checkpoints.store import CheckpointStore
 from jobs.run.run import Progress, Run
 from jobs.storage.local_folder import LocalFolder
 from jobs.storage.store import StoreError
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.cluster import Cluster
 from scheduler.cluster.watch import ClusterLostError
 from scheduler.driver.backlog import load_queue
@@ -100,7 +100,7 @@ def test_a_store_that_fails_a_worker_stops_the_run_and_blames_no_job(tmp_path: P
     with pytest.raises(StoreError, match="no answer for 120 s"):
         make_driver(run, cluster, RecordingDisplay(), attempts=1, counters=counters).run()
     assert counters.num_preemptions == {}
-    assert not run.failed()
+    assert not run.ended()[1]
     progress = run.progress()
     assert progress is not None
     assert progress.state == "interrupted"

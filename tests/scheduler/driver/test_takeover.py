@@ -12,7 +12,7 @@ import pytest
 from jobs.run.records import DriverClaim
 from jobs.run.run import Progress, Run
 from jobs.run.run_files import read_model
-from metrics.counters import DriverCounters
+from metrics.driver_counters import DriverCounters
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver.heartbeat import current_progress
 from scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
@@ -163,7 +163,7 @@ def test_a_driver_that_was_overtaken_stops_and_touches_nothing(tmp_path: Path, c
     with pytest.raises(RunTakenError, match="taken over"):
         make_driver(run, cluster, display, workers=1, counters=counters).run()
     assert run.progress() == others[0]
-    assert not run.failed()
+    assert not run.ended()[1]
     assert len(run.store.list(f"checkpoints/{job_id(run, 'a')}")) == 1
 
 

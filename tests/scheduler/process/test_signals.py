@@ -63,6 +63,9 @@ def newest_beat(run: Path, pid: int) -> Progress | None:
     return progress if progress is not None and progress.driver_pid == pid else None
 
 
+NAMES = [f"job-{number}" for number in range(40)]  # more than run in a moment
+
+
 def num_tokens(run: Path, pid: int) -> int:
     beat = newest_beat(run, pid)
     return 0 if beat is None else beat.num_generated_tokens
@@ -120,7 +123,7 @@ def test_nothing_that_a_command_opens_takes_the_place_of_a_closed_stream() -> No
 
 def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_path: Path, tiny_model: Path) -> None:
     run, jobs = tmp_path / "run", tmp_path / "jobs.jsonl"
-    jobs.write_text(json.dumps(JOB | {"custom_id": "a"}) + "\n")
+    jobs.write_text("".join(json.dumps(JOB | {"custom_id": name}) + "\n" for name in NAMES))  # it takes a while
     command = swiftbatch("submit", str(jobs), "--run", str(run), "--model", str(tiny_model), "--threads", "1")
     nohup = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command, "--checkpoint-seconds", "600"]
     with Terminal(nohup, 100, 30) as terminal:
@@ -140,8 +143,11 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
     beat = newest_beat(run, pid)
     assert beat is not None
     assert (beat.state, beat.running) == ("interrupted", {})  # nothing was left without a checkpoint
-    (record,) = Run.open(str(run)).jobs()
-    assert len(CheckpointStore(Store(str(run))).read_tokens(record.job_id)) == beat.num_generated_tokens > 0
+    opened, checkpoints = Run.open(str(run)), CheckpointStore(Store(str(run)))
+    finished, _ = opened.ended()
+    unfinished = [record.job_id for record in opened.jobs() if record.job_id not in finished]
+    kept = sum(len(checkpoints.read_tokens(job_id)) for job_id in unfinished)
+    assert kept + JOB["max_tokens"] * (len(NAMES) - len(unfinished)) == beat.num_generated_tokens > 0
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     invoke("submit", path, "--run", uri)
     expected = known | set(Path(path).stem)
     assert custom_ids(uri) == expected
-    assert len(Run.open(uri).finished()) == len(expected)
+    assert len(Run.open(uri).ended()[0]) == len(expected)
 
 
 def custom_ids(uri: str) -> set[str]:
