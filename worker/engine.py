@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 
 from metrics.counters import EngineCounters, timed
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
 from worker.drafters.base import Drafter, DraftRequest, ReadRows
-from worker.sampling import TokenSampler
+from worker.drawing import create_drawing
 from worker.sequence import Sequence
 from worker.stopping import ERROR, StopRule
 from worker.target.finite import NotFiniteError, check_finite
+from worker.target.forwards import MOST_READ
 from worker.target.target import RowOutputs, TargetModel
-from worker.target.tiles import TILE_ROWS, max_tree_depth, tree_rows
+from worker.target.tiles import max_tree_depth, tree_rows
 from worker.tree import DraftTree
-from worker.verification import TOP_K, Verification, walk
+from worker.verification import Verification, Walk
 
 Decode = Callable[[list[int]], str]
 
-UNLIKELY = -1e4  # as a log-probability
-PREFILL_SECONDS = 0.2  # per sequence and step
+READ_SECONDS = 0.2  # per sequence and step
 
 
 @dataclass
@@ -34,18 +33,16 @@ class Slot:
 
     sequence: Sequence
     cache: FullKVCache
-    sampler: TokenSampler
+    sampler: Any  # of the engine's `Drawing`
     stop_rule: StopRule
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """Draw the next token from the target's logits `[vocab]`. Raises NotFiniteError where that can't be done."""
-        check_finite(logits, self.sampler.position)
-        return self.sampler.draw(logits)
-
-    def has_ended(self, token_id: int) -> bool:
-        """Whether the sequence ends with the token just drawn; sets its finish reason."""
-        self.sequence.finish_reason = self.stop_rule.after(token_id)
-        return self.sequence.finish_reason is not None
+    def up_to_its_end(self, walk: Walk) -> Walk:
+        """What of a walk comes before the sequence's end; sets its finish reason."""
+        for num_tokens, token_id in enumerate(walk.drawn, 1):
+            self.sequence.finish_reason = self.stop_rule.after(token_id)
+            if self.sequence.finish_reason is not None:
+                return walk.until(num_tokens)
+        return walk
 
 
 class Engine:
@@ -62,6 +59,7 @@ class Engine:
         self.drafter = drafter
         self.counters = counters or EngineCounters()
         self._decode = decode
+        self._drawing = create_drawing(target.vocab_size, target.device)
         self._slots: dict[str, Slot] = {}
 
     @property
@@ -69,11 +67,11 @@ class Engine:
         return [slot.sequence for slot in self._slots.values()]
 
     def start(self, sequence: Sequence, cache: FullKVCache | None = None) -> Slot:
-        """Take a sequence in; what of it is not in `cache` yet is prefilled (or replayed) by the next steps."""
+        """Take a sequence in; what of it is not in `cache` yet is read by the next steps."""
         slot = Slot(
             sequence,
             cache or self.target.new_cache(sequence.max_length),
-            TokenSampler(sequence, self.target.vocab_size, self.target.device),
+            self._drawing.sampler(sequence),
             StopRule(sequence, self.target.eos_token_ids, self._decode),
         )
         sequence.finish_reason = slot.stop_rule.now()  # a resumed sequence may have lost only its result
@@ -107,16 +105,16 @@ class Engine:
         """Read what sequences have in front of their last tokens; returns the slots that are done with it."""
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
         for slot in unfinished:
-            self._prefill(slot)
+            self._read_slot(slot)
         return [slot for slot in unfinished if _num_missing(slot) == 1]
 
-    def _prefill(self, slot: Slot) -> None:
+    def _read_slot(self, slot: Slot) -> None:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
-        deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
+        deadline, num_before = time.perf_counter() + READ_SECONDS, slot.cache.length
         while _num_missing(slot) > 1 and time.perf_counter() < deadline:
-            read(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
+            read_tile(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
             self.target.synchronize()
-        self.counters.num_prefill_tokens += slot.cache.length - num_before
+        self.counters.num_read_tokens += slot.cache.length - num_before
 
     def _propose(self, ready: list[Slot]) -> list[DraftTree]:
         with timed(self.counters.step_seconds, "propose"):
@@ -145,26 +143,31 @@ class Engine:
     ) -> list[tuple[Sequence, Verification]]:
         results = []
         with timed(self.counters.step_seconds, "commit"):
-            for slot, tree, rows in zip(ready, trees, outputs, strict=True):
+            walks = self._drawing.walks([slot.sampler for slot in ready], trees, [rows.logits for rows in outputs])
+            for slot, tree, rows, walk in zip(ready, trees, outputs, walks, strict=True):
                 try:
-                    results.append((slot.sequence, self._walk(slot, tree, rows)))
+                    results.append((slot.sequence, self._taken(slot, tree, rows, slot.up_to_its_end(walk))))
                 except NotFiniteError as error:  # this sequence's fault alone
                     slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
         return results
 
-    def _walk(self, slot: Slot, tree: DraftTree, outputs: RowOutputs) -> Verification:
-        """Walk the tree with the target's own draws; commit the accepted path and the bonus token."""
+    def _taken(self, slot: Slot, tree: DraftTree, outputs: RowOutputs, walk: Walk) -> Verification:
+        """Commit the accepted path and the bonus token. Raises NotFiniteError where one could not be drawn."""
         sequence = slot.sequence
+        if walk.failed_row is not None:
+            check_finite(outputs.logits[walk.failed_row], len(sequence) + len(walk.drawn))
         root_id = int(sequence.token_ids[-1])
-        path, committed = walk(tree, outputs.logits, slot.draw, slot.has_ended)
-        slot.cache.commit(path)
-        sequence.extend(committed)
-        self.counters.num_generation_tokens += len(committed)
-        self.counters.count_draft(len(tree), len(path))
-        top_ids, top_logprobs = top_candidates(outputs.logits) if self.drafter.needs_top_k else (None, None)
-        hidden = outputs.hidden[[0, *(node + 1 for node in path)]] if self.drafter.needs_hidden else None
+        slot.cache.commit(walk.path)
+        sequence.extend(walk.drawn)
+        self._drawing.commit(slot.sampler, walk.drawn)
+        self.counters.num_generation_tokens += len(walk.drawn)
+        self.counters.count_draft(len(tree), len(walk.path))
         row_token_ids = np.array([root_id, *tree.token_ids])
-        return Verification(tree, path, committed, row_token_ids, top_ids, top_logprobs, hidden)
+        top_ids, top_logprobs = (
+            self._drawing.top_candidates(outputs.logits) if self.drafter.needs_top_k else (None, None)
+        )
+        hidden = outputs.hidden[[0, *(node + 1 for node in walk.path)]] if self.drafter.needs_hidden else None
+        return Verification(tree, walk.path, walk.drawn, row_token_ids, top_ids, top_logprobs, hidden)
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):
@@ -177,26 +180,18 @@ class Engine:
         self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
 
 
-def read(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter]) -> None:
-    """Append the next tile of known tokens to a cache, and let drafters learn from the target's candidates there."""
+def read_tile(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter]) -> None:
+    """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there."""
     start = cache.length
-    hidden = target.append(cache, token_ids[start : start + TILE_ROWS].tolist())
+    hidden = target.read(cache, token_ids[start : start + MOST_READ].tolist())
+    drawing = create_drawing(target.vocab_size, target.device)
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
     if learners:
         positions = np.arange(start, cache.length)
         previous_ids = token_ids[np.maximum(positions - 1, 0)]
-        rows = ReadRows(previous_ids, token_ids[positions], *top_candidates(target.logits(hidden)))
+        rows = ReadRows(previous_ids, token_ids[positions], *drawing.top_candidates(target.logits(hidden)))
         for drafter in learners:
             drafter.learn(rows)
-
-
-def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probabilities of the target's `TOP_K` best tokens after every row."""
-    top = torch.topk(logits, TOP_K)
-    logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
-    # Rows that are verified and not walked may hold NaN: of those, all candidates are as unlikely as can be.
-    logprobs = logprobs.nan_to_num(nan=UNLIKELY, neginf=-math.inf)
-    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
 
 
 def _num_missing(slot: Slot) -> int:

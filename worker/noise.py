@@ -5,7 +5,11 @@ Counter-based generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numb
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from worker.kernels.library import chosen_variant
+from worker.kernels.sampling import noise_row
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -50,6 +54,7 @@ class GumbelNoise:
         self._seed = seed
         self._vocab_size = vocab_size
         self._device = torch.device(device)
+        self._is_native = self._device.type == "cpu" and chosen_variant() is not None
         self._blocks: dict[int, torch.Tensor] = {}
 
     def row(self, position: int) -> torch.Tensor:
@@ -57,5 +62,12 @@ class GumbelNoise:
         block = position // BLOCK
         if block not in self._blocks:
             self._blocks = {b: noise for b, noise in self._blocks.items() if b > block - NUM_BLOCKS_KEPT}
-            self._blocks[block] = gumbel_block(self._seed, block * BLOCK, self._vocab_size, self._device)
+            self._blocks[block] = self._block(block * BLOCK)
         return self._blocks[block][position % BLOCK]
+
+    def _block(self, first_position: int) -> torch.Tensor:
+        """Noise of `BLOCK` positions, `[BLOCK, vocab] float32`."""
+        if not self._is_native:
+            return gumbel_block(self._seed, first_position, self._vocab_size, self._device)
+        rows = [noise_row(self._seed, first_position + offset, self._vocab_size) for offset in range(BLOCK)]
+        return torch.from_numpy(np.stack(rows))

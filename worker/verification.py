@@ -35,26 +35,39 @@ class Verification:
         return len(self.path)
 
 
+@dataclass(frozen=True)
+class Walk:
+    """What came of one tree."""
+
+    path: list[int]  # accepted nodes, root side first
+    drawn: list[int]  # tokens of the path, then the bonus token
+    failed_row: int | None = None  # the row behind `drawn`, where nothing can be drawn from its logits
+
+    def until(self, num_tokens: int) -> Walk:
+        """Only the first tokens, behind which the sequence ends."""
+        return Walk(self.path[:num_tokens], self.drawn[:num_tokens])
+
+
 def walk(
     tree: DraftTree,
     logits: torch.Tensor,
     draw: Callable[[torch.Tensor], int],
-    is_end: Callable[[int], bool] = lambda token_id: False,
-) -> tuple[list[int], list[int]]:
-    """Draw from the root on and follow the children that carry the drawn tokens, until one `is_end`.
+    is_drawable: Callable[[torch.Tensor], bool] = lambda logits: True,
+) -> Walk:
+    """Draw from the root on and follow the children that carry the drawn tokens, up to a row that is not `is_drawable`.
 
-    `logits [num_rows, vocab] float32`, row 0 the root's. Returns the accepted nodes and the drawn tokens: those of
-    the path, then the bonus token. Every token is drawn from the given logits, so no drafter can bias it.
+    `logits [num_rows, vocab] float32`, row 0 the root's. Every token is drawn from the given logits, so no drafter can
+    bias it.
     """
     children = tree.children()
     path: list[int] = []
     drawn: list[int] = []
     node: int | None = ROOT
-    has_ended = False
-    while node is not None and not has_ended:
+    while node is not None:
+        if not is_drawable(logits[node + 1]):
+            return Walk(path, drawn, node + 1)
         drawn.append(draw(logits[node + 1]))
-        has_ended = is_end(drawn[-1])
         node = children.get(node, {}).get(drawn[-1])
         if node is not None:
             path.append(node)
-    return path, drawn
+    return Walk(path, drawn)

@@ -60,7 +60,7 @@ def rows_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
 
 
 def ours(sequence: Sequence, tree: DraftTree) -> list[int]:
-    return walk(tree, rows_of(sequence, tree), TokenSampler(sequence, VOCAB).draw)[1]
+    return walk(tree, rows_of(sequence, tree), TokenSampler(sequence, VOCAB).draw).drawn
 
 
 def plain_steps(verifier: Verifier, tree: DraftTree, params: SamplingParams, seed: int) -> tuple[int, int]:

@@ -127,7 +127,7 @@ def test_the_gate_catches_a_penalty_that_ignores_the_ancestors_in_the_tree(
         sampler = TokenSampler(sequence, VOCAB)
         assert sampler._window is not None
         sampler._window.push = lambda token_id: None  # type: ignore[method-assign]
-        return walk(tree, rows_of(sequence, tree), sampler.draw)[1]
+        return walk(tree, rows_of(sequence, tree), sampler.draw).drawn
 
     assert gate(forgetful, params, tree) < 1e-6
 

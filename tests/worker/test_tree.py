@@ -22,7 +22,7 @@ def cache_at(length: int) -> FullKVCache:
 def test_a_row_sees_its_ancestors_in_position_order_and_nobody_else() -> None:
     rows = tree_rows(cache_at(BLOCK + 3), root_id=5, tree=TREE)
     root = BLOCK + 3
-    node_13 = rows.tail_slots[4][: rows.tail_lengths[4]].tolist()
+    node_13 = rows.tail_entries[4][: rows.tail_lengths[4]].tolist()
     assert node_13 == [*range(BLOCK, root + 1), root + 1, root + 3, root + 4]
     assert rows.positions == [root, root + 1, root + 1, root + 2, root + 3, root + 2]
     assert rows.boundary == BLOCK

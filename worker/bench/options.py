@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import platform
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+import numpy as np
+import torch
+import transformers
+from pydantic import AfterValidator, ConfigDict, Field
 
+from jobs.frozen import Frozen
 from jobs.run.dtypes import Device, Dtype
+from worker.bench.engine import BenchError
 from worker.config import Computation
+from worker.model.files import ModelFiles
+from worker.target.hardware import cpu_capability
+from worker.target.target import TargetModel
 
 
 def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
@@ -20,13 +30,49 @@ def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
 Positions = Annotated[tuple[int, ...], AfterValidator(_ascending)]
 
 
-class BenchOptions(BaseModel):
+class BenchOptions(Frozen):
     """A model, what it computes in and on, and the file for the figures."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str = Computation.model
     dtype: Dtype = Computation.dtype
     device: Device = Computation.device
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
+
+    def load(self, files: ModelFiles) -> TargetModel:
+        """The model, computing as was asked for. Raises ModelError."""
+        torch.set_num_threads(self.num_threads)
+        return TargetModel.load(files, self.dtype, self.device)
+
+    def write(self, content: dict[str, Any], target: TargetModel, **further: Any) -> None:
+        """Write figures with what they were measured with, where a file was named: it is whole at any moment."""
+        if self.json_path is not None:
+            settings = self.model_dump(mode="json", exclude={"json_path", "plot_path"}) | further
+            aside = self.json_path.with_name(f"{self.json_path.name}.part")
+            document = content | {"settings": settings, "machine": machine(target)}
+            aside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            aside.replace(self.json_path)
+
+
+def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
+    """Raises BenchError where the model has too few positions for `num_tokens` behind `length`."""
+    if length + num_tokens > files.max_positions:
+        raise BenchError(f"{length} + {num_tokens} tokens: {files.name} has {files.max_positions} positions only")
+
+
+def machine(target: TargetModel) -> dict[str, Any]:
+    """What figures depend on beside the settings: device, model and versions."""
+    return {
+        "device": str(target.device) if target.device.type == "cpu" else torch.cuda.get_device_name(target.device),
+        "cpu_capability": cpu_capability(),
+        "numerics": target.forwards.numerics,
+        "model_fingerprint": target.files.fingerprint,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from worker.bench.caches.partial import PartialKVCache
+from worker.bench.caches.importance import ImportanceKVCache
 from worker.bench.caches.retrieval import RetrievalKVCache
 from worker.drafters.base import Drafter
 from worker.drafters.catalogue import ENGINES, DrafterFactory
@@ -17,7 +17,7 @@ from worker.drafters.triforce.triforce import TriForceOptions, triforce
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
-TOKENSWIFT_PAPER = TokenSwiftOptions(cache=PartialKVCache, budget=4096, draft_rounds=1, recycles=False)
+TOKENSWIFT_PAPER = TokenSwiftOptions(cache=ImportanceKVCache, budget=4096, draft_rounds=1, recycles=False)
 TRIFORCE_PAPER = TriForceOptions(cache=RetrievalKVCache, budget=4096, gammas=(2, 6))
 GRIFFIN_PAPER = GriffinOptions(is_full=True)
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED
 
 PARTS = {"keys": 0, "values": 1}
 

@@ -30,12 +30,14 @@ class CacheShape:
 
 
 class FullKVCache:
-    """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, head_dim]`; slot = absolute position.
+    """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, head_dim]`; entry = absolute position.
 
-    The first `length` slots are committed. A step writes the root's row to slot `length` and the draft tree's nodes
+    The first `length` entries are committed. A step writes the root's row to entry `length` and the draft tree's nodes
     behind it, in node order; `commit` moves the accepted path next to the root and forgets the rest.
     Untouched pages of the buffer cost no memory.
     """
+
+    comes_by_layer = False  # whether `layer` gives memory that holds other layers later
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
@@ -52,25 +54,23 @@ class FullKVCache:
         return self._buffer[index, 0], self._buffer[index, 1]
 
     def write(
-        self, layer: int, first_slot: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
-        slots = slice(first_slot, first_slot + key.shape[1])
-        self._buffer[layer, 0, :, slots] = key
-        self._buffer[layer, 1, :, slots] = value
+        entries = slice(first_entry, first_entry + key.shape[1])
+        self._buffer[layer, 0, :, entries] = key
+        self._buffer[layer, 1, :, entries] = value
         return self.layer(layer)
+
+    def keep(self, layer: int, first_entry: int, end: int) -> None:
+        """Rows were written to these entries of what `layer` gave: they stay, wherever the cache lies."""
 
     def commit(self, path: list[int]) -> None:
         """Commit the root's row and the accepted nodes `path`; roll back all other nodes."""
-        root = self.length
-        source = [root + 1 + node for node in path]
-        target = list(range(root + 1, root + 1 + len(path)))
-        if source != target:
-            self._buffer[..., target, :] = self._buffer[..., source, :]
-        self.length = root + 1 + len(path)
+        self.length = keep_path(self._buffer, self.length, path)
 
     def advance(self, num_positions: int) -> None:
-        """Commit rows of a chain (prefill or replay) that were written in place."""
+        """Commit rows of known tokens, which were written in place."""
         self.length += num_positions
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
@@ -123,3 +123,12 @@ class FullKVCache:
         """The buffer as `[num_layers * 2 * num_kv_heads, capacity, head_dim]`, in numbers that numpy knows."""
         rows = self._buffer.view(-1, *self._buffer.shape[-2:])
         return rows.view(torch.int16) if rows.element_size() == 2 else rows
+
+
+def keep_path(buffer: torch.Tensor, root: int, path: list[int]) -> int:
+    """Move the entries of the nodes `path` of a tree next to its root's entry; returns the end of what is kept."""
+    end = root + 1 + len(path)
+    source, target = [root + 1 + node for node in path], list(range(root + 1, end))
+    if source != target:
+        buffer[..., target, :] = buffer[..., source, :]
+    return end

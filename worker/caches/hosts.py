@@ -1,6 +1,6 @@
 """Places for a key-value cache outside the device: a file where that is a CPU's memory, pinned memory for a GPU.
 
-A host keeps `rows [num_layers, 2, num_kv_heads, capacity, head_dim]` and reads the first blocks of a layer into the
+A host keeps `rows [num_layers, 2, num_kv_heads, capacity, head_dim]` and loads the first blocks of a layer into the
 device. The file is written through a map, where new rows cost nothing, and read past the page cache, straight into the
 device's buffer: as fast as the disk, and with an eighth of the CPU time of a copy from the map (measured).
 """
@@ -26,14 +26,14 @@ BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct r
 
 
 class CacheHost(Protocol):
-    """Where a cache is kept. Positions below the end of a read must not change while it runs."""
+    """Where a cache is kept. Positions below the end of a load must not change while it runs."""
 
     rows: torch.Tensor
 
     def device_rows(self) -> torch.Tensor:
         """Room for one layer on the device, `[2, num_kv_heads, capacity, head_dim]`."""
 
-    def reading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
+    def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
         """What brings the positions below `end`, whole blocks, to the device; to be called in another thread."""
 
     def flush(self, end: int) -> None:
@@ -73,15 +73,15 @@ class FileHost:
         aligned = memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]  # as direct reads ask for
         return aligned.view(layer.dtype).view(layer.shape)
 
-    def reading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
-        return functools.partial(self._read, layer, target, end)
+    def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
+        return functools.partial(self._load, layer, target, end)
 
     def flush(self, end: int) -> None:
         os.fdatasync(self._fd)
         for layer in range(len(self.rows)):
             self.give_back(layer, end)
 
-    def _read(self, layer: int, target: torch.Tensor, end: int) -> None:
+    def _load(self, layer: int, target: torch.Tensor, end: int) -> None:
         runs = target.flatten(0, 1).view(torch.uint8).flatten(1).numpy()  # [2 * num_kv_heads, run_bytes]
         num_bytes = end * self._row_bytes
         for run, offset in zip(runs, self._offsets(layer), strict=True):
@@ -91,7 +91,7 @@ class FileHost:
         self.give_back(layer, end)
 
     def give_back(self, layer: int, end: int) -> None:
-        num_bytes = (end - BLOCK_POSITIONS) * self._row_bytes  # checkpoints and draft caches come for the newest rows
+        num_bytes = (end - BLOCK_POSITIONS) * self._row_bytes  # checkpoints and partial caches come for the newest rows
         for offset in self._offsets(layer) if num_bytes > 0 else ():
             self._map.madvise(mmap.MADV_DONTNEED, offset, num_bytes)
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
@@ -115,9 +115,9 @@ class PinnedHost:
     def device_rows(self) -> torch.Tensor:
         return torch.empty_like(self.rows[0], device=self._device)
 
-    def reading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
+    def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
         is_free = torch.cuda.current_stream(self._device).record_event()  # the target's last layer was attended to
-        return functools.partial(self._read, layer, target, end, is_free)
+        return functools.partial(self._load, layer, target, end, is_free)
 
     def flush(self, end: int) -> None:
         """Nothing to do: it is the only copy."""
@@ -125,7 +125,7 @@ class PinnedHost:
     def give_back(self, layer: int, end: int) -> None:
         """Nothing to do either."""
 
-    def _read(self, layer: int, target: torch.Tensor, end: int, is_free: torch.cuda.Event) -> None:
+    def _load(self, layer: int, target: torch.Tensor, end: int, is_free: torch.cuda.Event) -> None:
         self._stream.wait_event(is_free)
         with torch.cuda.stream(self._stream):
             for run, source in zip(target.flatten(0, 1), self.rows[layer].flatten(0, 1), strict=True):

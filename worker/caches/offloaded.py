@@ -1,7 +1,7 @@
 """Full key-value cache that lives outside the device: two layers of it are there, the next comes while one is used.
 
 Whole layers are brought in, so attention runs the same call over the same contiguous keys as with the cache on the
-device, and gives the same bits. Committed positions never change, so whole blocks of them are read ahead; the newest
+device, and gives the same bits. Committed positions never change, so whole blocks of them are loaded ahead; the newest
 rows and the tree are copied when their layer is asked for.
 """
 
@@ -24,14 +24,17 @@ class OffloadedKVCache(FullKVCache):
 
     def __init__(self, shape: CacheShape, max_length: int, folder: str) -> None:
         """Keep it in `folder`, or on a GPU in pinned memory. Raises KVRoomError where there is no room."""
-        num_slots = max_length + MAX_TREE_NODES
-        capacity = num_slots + -num_slots % BLOCK_POSITIONS
+        num_entries = max_length + MAX_TREE_NODES
+        capacity = num_entries + -num_entries % BLOCK_POSITIONS
         is_gpu = shape.device.type == "cuda"
         self._host: CacheHost = PinnedHost(shape, capacity) if is_gpu else FileHost(shape, capacity, folder)
         self._layers = LayerStream(self._host)
-        super().__init__(shape, max_length, self._host.rows[..., :num_slots, :])
+        super().__init__(shape, max_length, self._host.rows[..., :num_entries, :])
+
+    comes_by_layer = True
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._layers.forget(self.length)  # it was rolled back, or another view of it was ahead
         keys, values = self._layers.take(index, self.length, self.length, self.length)
         return keys, values
 
@@ -40,14 +43,17 @@ class OffloadedKVCache(FullKVCache):
         return super().stored(index)
 
     def write(
-        self, layer: int, first_slot: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        end = first_slot + key.shape[1]
-        self._layers.forget(first_slot)  # it was rolled back, or another view of it was ahead
-        self._buffer[layer, 0, :, first_slot:end] = key
-        self._buffer[layer, 1, :, first_slot:end] = value
-        keys, values = self._layers.take(layer, self.length, first_slot, end)
+        end = first_entry + key.shape[1]
+        self._layers.forget(first_entry)  # it was rolled back, or another view of it was ahead
+        self._buffer[layer, 0, :, first_entry:end] = key
+        self._buffer[layer, 1, :, first_entry:end] = value
+        keys, values = self._layers.take(layer, self.length, first_entry, end)
         return keys, values
+
+    def keep(self, layer: int, first_entry: int, end: int) -> None:
+        self._buffer[layer, ..., first_entry:end, :] = self._layers.used[..., first_entry:end, :]
 
     def load(self, kv: NDArray[Any]) -> None:
         self._layers.forget(self.length)
@@ -84,10 +90,10 @@ class LayerStream:
         self._flushed = 0  # positions below it can be read
         self._thread = ThreadPoolExecutor(1, "kv-offload")
 
-    def take(self, layer: int, length: int, first_slot: int, end: int) -> torch.Tensor:
+    def take(self, layer: int, length: int, first_entry: int, end: int) -> torch.Tensor:
         """A layer on the device, `[2, num_kv_heads, capacity, head_dim]`, with all rows below `end`.
 
-        `length` positions are committed. Rows from `first_slot` on are always copied anew.
+        `length` positions are committed. Rows from `first_entry` on are always copied anew.
         """
         if not self._used.holds(layer, length):
             if not self._coming.holds(layer, length):
@@ -99,9 +105,14 @@ class LayerStream:
         used = self._used
         assert used.arrival is not None
         used.arrival.result()
-        start = min(used.end, first_slot)
+        start = min(used.end, first_entry)
         used.rows[:, :, start:end] = self._host.rows[layer, :, :, start:end]
         return used.rows
+
+    @property
+    def used(self) -> torch.Tensor:
+        """The layer that was taken last, on the device."""
+        return self._used.rows
 
     def forget(self, length: int) -> None:
         """Positions from `length` on are going to change."""
@@ -114,13 +125,13 @@ class LayerStream:
         """Let the whole blocks of a layer come."""
         side, end = self._coming, _whole_blocks(length)
         side.layer, side.end = layer, end
-        side.arrival = self._thread.submit(self._bring, self._host.reading(layer, side.rows, end), end, self._flushed)
+        side.arrival = self._thread.submit(self._bring, self._host.loading(layer, side.rows, end), end, self._flushed)
         self._flushed = max(self._flushed, end)
 
-    def _bring(self, read: Callable[[], None], end: int, num_flushed: int) -> None:
+    def _bring(self, load: Callable[[], None], end: int, num_flushed: int) -> None:
         if end > num_flushed:
             self._host.flush(end)
-        read()
+        load()
 
 
 def _whole_blocks(length: int) -> int:

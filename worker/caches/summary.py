@@ -1,7 +1,7 @@
-"""Summarised key-value cache: the chunks that matter most whole, every other chunk as one slot, the newest positions.
+"""Summarised key-value cache: the chunks that matter most whole, every other chunk as one entry, the newest positions.
 
 Where attention is spread over the whole text, the most important positions alone are a poor guess of it: most of the
-weight lies in what is left out. Here nothing is left out. A chunk's slot has the key of its middle position, the mean
+weight lies in what is left out. Here nothing is left out. A chunk's entry has the key of its middle position, the mean
 of its values, and the logarithm of its size added to its score: it weighs what the positions it stands for weigh.
 """
 
@@ -12,8 +12,8 @@ import math
 import torch
 
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
-from worker.caches.draft_cache import NUM_PINNED, DraftCache, Queries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED, PartialCache, Queries
 from worker.sequence import Sequence
 
 CHUNK_SIZE = 32
@@ -21,11 +21,11 @@ NUM_RECENT = 256  # newest positions, whole whatever their importance
 PERIOD = 256  # positions from one build to the next
 
 
-class SummaryKVCache(DraftCache):
+class SummaryKVCache(PartialCache):
     """Pinned positions, chosen chunks, summaries of the others, newest positions. It is built at fixed positions."""
 
     def __init__(self, shape: CacheShape, budget: int, sequence: Sequence) -> None:
-        """`budget` counts the slots that hold whole positions; there is one more for every chunk left out."""
+        """`budget` counts the entries that hold whole positions; there is one more for every chunk left out."""
         max_length = sequence.max_length
         self._num_chosen = max(1, (budget - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE)  # chunks
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
@@ -41,8 +41,8 @@ class SummaryKVCache(DraftCache):
             built_at = self._first_build + (full.length - self._first_build) // PERIOD * PERIOD
             if built_at != self._built_at:
                 self._build(full, built_at, queries(built_at))
-        self._copy(full, slice(self._num_fed, full.length), self._num_sequence_slots)
-        self._num_sequence_slots += full.length - self._num_fed
+        self._copy(full, slice(self._num_fed, full.length), self._num_sequence_entries)
+        self._num_sequence_entries += full.length - self._num_fed
         self._num_fed = full.length
 
     def _build(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
@@ -51,16 +51,16 @@ class SummaryKVCache(DraftCache):
         scores = chunk_scores(self._mean_keys.extend(full, num_chunks), queries)
         mean_values = self._mean_values.extend(full, num_chunks)
         for layer, order in enumerate(scores.argsort(dim=-1, descending=True)):
-            self._fill(full, layer, order, mean_values[layer])
+            self._build_layer(full, layer, order, mean_values[layer])
         num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE
-        self._num_sequence_slots = num_whole + num_chunks - self._num_chosen
-        self.bias = torch.zeros(self._num_sequence_slots, dtype=self.shape.dtype, device=self.shape.device)
+        self._num_sequence_entries = num_whole + num_chunks - self._num_chosen
+        self.bias = torch.zeros(self._num_sequence_entries, dtype=self.shape.dtype, device=self.shape.device)
         self.bias[num_whole:] = math.log(CHUNK_SIZE)
         self._num_fed = NUM_PINNED + num_chunks * CHUNK_SIZE
         self._built_at = length
 
-    def _fill(self, full: FullKVCache, layer: int, order: torch.Tensor, mean_values: torch.Tensor) -> None:
-        """Write the slots of one layer from its chunks in falling order of importance, `[num_kv_heads, num_chunks]`."""
+    def _build_layer(self, full: FullKVCache, layer: int, order: torch.Tensor, mean_values: torch.Tensor) -> None:
+        """Write one layer's entries from its chunks in falling order of importance, `[num_kv_heads, num_chunks]`."""
         chosen, others = order[:, : self._num_chosen], order[:, self._num_chosen :]
         first = torch.arange(NUM_PINNED, device=self.shape.device).expand(len(order), -1)
         inside = torch.arange(CHUNK_SIZE, device=self.shape.device)

@@ -9,28 +9,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from jobs.sampling import SamplingParams
 from worker.sequence import Sequence
 
 MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is the temperature
+
+
+class RankingRule(NamedTuple):
+    """How candidates are ranked under some sampling parameters."""
+
+    noise_scale: float  # what the noise counts: the temperature, or 0
+    spread: float  # in logits
+    floor: float  # candidates further below the best one are cut off; 0 or less, in logits
+
+
+def ranking_rule(sampling: SamplingParams, with_noise: bool = True, spread: float | None = None) -> RankingRule:
+    """`spread` of the guesses' error where it is known, in logits."""
+    temperature = sampling.temperature
+    if temperature == 0 or sampling.top_k == 1:
+        return RankingRule(0.0, spread or MIN_SPREAD, -math.inf)
+    # the highest logit is never cut, whichever token the guess has there
+    floor = temperature * math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    return RankingRule(temperature if with_noise else 0.0, spread or max(MIN_SPREAD, temperature), floor)
 
 
 class CandidateRanker:
     """Ranks candidates of one sequence at the positions behind its end. Made anew for every proposal."""
 
     def __init__(self, sequence: Sequence, with_noise: bool = True, spread: float | None = None) -> None:
-        """`spread` of the guesses' error where it is known, in logits."""
-        sampling = sequence.sampling
+        """As `ranking_rule`."""
         self._sequence = sequence
-        greedy = sampling.temperature == 0 or sampling.top_k == 1
-        self._temperature = sampling.temperature
-        self._spread = spread or (MIN_SPREAD if greedy else max(MIN_SPREAD, sampling.temperature))
-        self._with_noise = with_noise and not greedy
-        cuts = sampling.min_p > 0 and not greedy  # the highest logit is never cut, whichever token the guess has there
-        self._floor = sampling.temperature * math.log(sampling.min_p) if cuts else -math.inf
+        self._rule = ranking_rule(sequence.sampling, with_noise, spread)
         self._noise_rows: dict[int, np.ndarray] = {}
 
     def rank(self, depth: int, token_ids: list[int], logprobs: list[float]) -> list[tuple[float, int]]:
@@ -40,10 +54,10 @@ class CandidateRanker:
         """
         if not logprobs:
             return []
-        floor = logprobs[0] + self._floor
+        floor = logprobs[0] + self._rule.floor
         kept = [logprob for logprob in logprobs if logprob >= floor]
         token_ids = token_ids[: len(kept)]
-        scores = [(a + b) / self._spread for a, b in zip(kept, self._shifts(depth, token_ids), strict=True)]
+        scores = [(a + b) / self._rule.spread for a, b in zip(kept, self._shifts(depth, token_ids), strict=True)]
         best = max(scores)
         log_total = best + math.log(sum(math.exp(score - best) for score in scores))
         return sorted(
@@ -56,23 +70,23 @@ class CandidateRanker:
         Returns the best `width` of each row: (log-confidence, token), best first.
         """
         scores = logits
-        if self._floor > -math.inf:
-            scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + self._floor, -math.inf)
-        if self._with_noise:
+        if self._rule.floor > -math.inf:
+            scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + self._rule.floor, -math.inf)
+        if self._rule.noise_scale:
             root = len(self._sequence) - 1
             noise = torch.stack([self._sequence.noise.row(root + depth) for depth in depths])
-            scores = torch.add(scores, noise, alpha=self._temperature)
-        confidence = torch.log_softmax(scores / self._spread, dim=-1)
+            scores = torch.add(scores, noise, alpha=self._rule.noise_scale)
+        confidence = torch.log_softmax(scores / self._rule.spread, dim=-1)
         best = confidence.topk(width, dim=-1)
         pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [[entry for entry in zip(*pair, strict=True) if entry[0] > -math.inf] for pair in pairs]
 
     def _shifts(self, depth: int, token_ids: list[int]) -> list[float]:
         """T * G of the candidates at one depth."""
-        if not self._with_noise:
+        if not self._rule.noise_scale:
             return [0.0] * len(token_ids)
         if depth not in self._noise_rows:
             noise = self._sequence.noise.row(len(self._sequence) + depth - 1)
             self._noise_rows[depth] = noise.cpu().numpy()
         shifts: list[float] = self._noise_rows[depth][token_ids].tolist()
-        return [self._temperature * shift for shift in shifts]
+        return [self._rule.noise_scale * shift for shift in shifts]

@@ -27,7 +27,6 @@ class Agreement:
     agrees: bool
 
     def summary(self) -> str:
-        """A line for a person."""
         found = (
             f"the greatest difference between two logits is {self.greatest_difference:.2g}, {self.num_same_choices} of "
             f"{self.num_rows} rows have the same best token"
@@ -62,7 +61,7 @@ def _our_logits(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
     cache = target.new_cache(len(token_ids) + TILE_ROWS)
     logits = []
     while cache.length < len(token_ids):
-        logits.append(target.logits(target.append(cache, token_ids[cache.length :])))
+        logits.append(target.logits(target.read(cache, token_ids[cache.length :])))
     return torch.cat(logits)
 
 

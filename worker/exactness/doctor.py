@@ -6,25 +6,23 @@ import platform
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict
 
+from jobs.frozen import Frozen
 from jobs.run.records import Exactness
 from worker.config import Computation
 from worker.exactness.agreement import Agreement, compare
 from worker.exactness.probe import probe_rows
 from worker.exactness.verdicts import keep_verdict, verdict_key
+from worker.kernels.library import chosen_variant, numerics_of, runnable_variants, why_none
 from worker.model.files import locate_model
-from worker.target.attention_kernel import attention_kernel
-from worker.target.hardware import hardware_of
+from worker.target.hardware import cpu_capability, hardware_of
 from worker.target.target import TargetModel
 
 NUM_PROBED_ROWS = 2000
 
 
-class Diagnosis(BaseModel):
+class Diagnosis(Frozen):
     """What was probed and what came out. `exact`: no probed row differed in any bit from plain decoding."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     verdict: Exactness
     num_rows: int
@@ -37,11 +35,11 @@ class Diagnosis(BaseModel):
     cpu_capability: str
     num_threads: int
     hardware: str
-    attention: str
+    numerics: str  # of the model's forwards
+    instruction_set: str | None  # of the compiled kernels that are in use here; None where there are none
     versions: dict[str, str]
 
     def key(self) -> str:
-        """Names what this verdict depends on."""
         return verdict_key(
             self.model_fingerprint,
             self.dtype,
@@ -49,10 +47,10 @@ class Diagnosis(BaseModel):
             self.num_threads,
             self.hardware,
             self.versions["torch"],
+            numerics_of(self.instruction_set, self.dtype) if self.instruction_set else "",
         )
 
     def summary(self) -> str:
-        """A few lines for a person."""
         meaning = (
             "every engine, batch and resume gives the same tokens as plain decoding"
             if self.verdict == "exact"
@@ -63,8 +61,19 @@ class Diagnosis(BaseModel):
             f"{self.num_differing} of {self.num_rows} random tree rows differ from plain decoding\n"
             f"{self.agreement.summary()}\n"
             f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype} on {self.device} "
-            f"({self.hardware}), {self.num_threads} threads, torch {self.versions['torch']}, {self.attention}"
+            f"({self.hardware}), {self.num_threads} threads, torch {self.versions['torch']}\n"
+            f"numerics: {self.numerics}\n"
+            f"{self._kernels()}"
         )
+
+    def _kernels(self) -> str:
+        if self.device != "cpu":
+            return "kernels: torch's, on a GPU"
+        if self.instruction_set is None:
+            return f"kernels: torch's, since {why_none()}"
+        if "native" not in self.numerics:
+            return f"kernels: torch's, since those for {self.instruction_set} do not know this kind of model"
+        return f"kernels: compiled at install, for {self.instruction_set}; here run {', '.join(runnable_variants())}"
 
 
 def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
@@ -85,10 +94,11 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
         model_fingerprint=files.fingerprint,
         dtype=config.dtype,
         device=target.device.type,
-        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cpu_capability=cpu_capability(),
         num_threads=config.num_threads,
         hardware=hardware_of(target.device.type),
-        attention=attention_kernel(target.device.type, target.dtype),
+        numerics=target.forwards.numerics,
+        instruction_set=chosen_variant() if target.device.type == "cpu" else None,
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,

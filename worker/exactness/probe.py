@@ -52,20 +52,20 @@ class _Context:
         self.root_id = 0
 
     def grow(self) -> None:
-        """Append random tokens to both caches, through the same code as a prompt."""
+        """Read random tokens into both caches, through the same code as a prompt."""
         if self.plain_cache.length > CONTEXT_LIMIT - CONTEXT_GROWTH:
             self.tree_cache.roll_back(0)
             self.plain_cache.roll_back(0)
         [self.root_id] = self._random_ids(1)
-        self.append(self._rng.randrange(1, CONTEXT_GROWTH - 1))
+        self.read(self._rng.randrange(1, CONTEXT_GROWTH - 1))
 
-    def append(self, num_tokens: int) -> None:
-        """Append so many random tokens to both caches."""
+    def read(self, num_tokens: int) -> None:
+        """Read so many random tokens into both caches."""
         new_ids = self._random_ids(num_tokens)
         for cache in (self.tree_cache, self.plain_cache):
             end = cache.length + len(new_ids)
             while cache.length < end:
-                self._target.append(cache, new_ids[cache.length - end :])
+                self._target.read(cache, new_ids[cache.length - end :])
 
     def tree(self) -> DraftTree:
         num_nodes = self._rng.randrange(1, 24)
@@ -83,7 +83,7 @@ def probe_rows(target: TargetModel, num_rows: int, seed: int = 0, first_length: 
     rng = random.Random(seed)
     contexts = [_Context(target, rng) for _ in range(NUM_SEQUENCES)]
     for context in contexts:
-        context.append(first_length)
+        context.read(first_length)
     compared = differing = 0
     while compared < num_rows:
         for context in contexts:
@@ -107,8 +107,8 @@ def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logi
         context.plain_cache.roll_back(length)
         token_id = context.root_id if node == ROOT else tree.token_ids[node]
         [plain] = target.verify([tree_rows(context.plain_cache, token_id, DraftTree())])
-        slots = (root + 1 + node, length)
-        same_cache = _same_keys_and_values(target, context.tree_cache, context.plain_cache, slots)
+        entries = (root + 1 + node, length)
+        same_cache = _same_keys_and_values(target, context.tree_cache, context.plain_cache, entries)
         differing += not (torch.equal(plain.logits[0], logits[node + 1]) and same_cache)
         context.plain_cache.commit([])
         stack += [(child, length + 1) for child in children.get(node, {}).values()]
@@ -117,11 +117,11 @@ def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logi
 
 
 def _same_keys_and_values(
-    target: TargetModel, tree_cache: FullKVCache, plain_cache: FullKVCache, slots: tuple[int, int]
+    target: TargetModel, tree_cache: FullKVCache, plain_cache: FullKVCache, entries: tuple[int, int]
 ) -> bool:
-    """Whether two caches hold the same bits in one slot each, in every layer."""
-    for layer in range(target.cache_shape.num_layers):
-        for ours, theirs in zip(tree_cache.layer(layer), plain_cache.layer(layer), strict=True):
-            if not torch.equal(ours[:, slots[0]], theirs[:, slots[1]]):
-                return False
-    return True
+    """Whether two caches hold the same bits in one entry each, in every layer."""
+    return all(
+        torch.equal(ours[:, entries[0]], theirs[:, entries[1]])
+        for layer in range(target.cache_shape.num_layers)
+        for ours, theirs in zip(tree_cache.layer(layer), plain_cache.layer(layer), strict=True)
+    )

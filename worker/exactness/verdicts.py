@@ -10,9 +10,14 @@ from pathlib import Path
 from jobs.run.records import Exactness
 
 
-def verdict_key(fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str) -> str:
-    """Names everything that a verdict depends on; `hardware` as `hardware_of` says it."""
-    named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch])
+def verdict_key(
+    fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str, kernels: str
+) -> str:
+    """Names everything that a verdict depends on; `hardware` as `hardware_of` says it, `kernels` `chosen_numerics`.
+
+    Which of both a model needs is known where it is loaded alone, so both are named.
+    """
+    named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch, kernels])
     return hashlib.sha256(named.encode()).hexdigest()
 
 

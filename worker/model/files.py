@@ -15,7 +15,7 @@ from worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
-DRAFT_FILES = (HEADS_FILE, GRIFFIN_FILE)  # may lie beside the weights; only drafts with them, so no part of the model
+PART_FILES = (HEADS_FILE, GRIFFIN_FILE)  # may lie beside the weights; only drafts with them, so no part of the model
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEXT_FILES = (
     "*.jinja",
@@ -57,7 +57,7 @@ def locate_model(model: str) -> ModelFiles:
         raise ModelError(f"model {model}: {lack}; kinds that run here: {', '.join(SUPPORTED_KINDS)}")
     if fault := config_fault(config) or folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
-    weights = sorted(file for file in path.glob("*.safetensors") if file.name not in DRAFT_FILES)
+    weights = weight_files(path)
     if not weights:
         raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
     for file in weights:
@@ -67,6 +67,11 @@ def locate_model(model: str) -> ModelFiles:
     text_fingerprint = _fingerprint(path, text_files(path))
     positions, vocab_size = config["max_position_embeddings"], config["vocab_size"]
     return ModelFiles(model, path, fingerprint, text_fingerprint, positions, vocab_size)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a model that hold its weights."""
+    return sorted(file for file in path.glob("*.safetensors") if file.name not in PART_FILES)
 
 
 def text_files(path: Path) -> list[Path]:

@@ -71,11 +71,9 @@ class Resumer:
 
     def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
         """The newest whole state of a drafter of this engine; another engine's is of no use."""
-        entries = [manifest.drafter for manifest in manifests if manifest.drafter is not None]
-        for entry in entries:
-            if entry.engine == engine and (state := self._checkpoints.read_drafter(job_id, entry)) is not None:
-                return state
-        return None
+        entries = (manifest.drafter for manifest in manifests if manifest.drafter is not None)
+        states = (self._checkpoints.read_drafter(job_id, entry) for entry in entries if entry.engine == engine)
+        return next((state for state in states if state is not None), None)
 
     def _load(
         self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]

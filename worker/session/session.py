@@ -22,7 +22,7 @@ from worker.caches.room import check_folder
 from worker.config import EngineConfig
 from worker.drafters.catalogue import create_drafter
 from worker.engine import Engine
-from worker.exactness.numerics import describe_numerics, exactness_of
+from worker.exactness.numerics import exactness_of
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
@@ -54,7 +54,7 @@ class WorkerSession:
         self._checkpoints = CheckpointStore(self._run.store)
         self._codec = TextCodec(files)
         target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
-        self.numerics = describe_numerics(target, config.num_threads)
+        self.numerics = target.forwards.numerics
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.decode, counters)

@@ -46,7 +46,7 @@ class ExactRows:
     """Rows that attend to a full cache, with what every layer needs of them as tensors."""
 
     rows: SequenceRows
-    tail_slots: torch.Tensor  # [num_rows, BLOCK] int64
+    tail_entries: torch.Tensor  # [num_rows, BLOCK] int64
     spans: Sequence[Span]  # of every layer
     seen: dict[Span, Seen]
 
@@ -56,7 +56,7 @@ class ExactRows:
     ) -> ExactRows:
         """For layers of these spans."""
         seen = {span: see(rows, span, dtype, device) for span in set(spans)}
-        return cls(rows, torch.from_numpy(rows.tail_slots).to(device), spans, seen)
+        return cls(rows, torch.from_numpy(rows.tail_entries).to(device), spans, seen)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,8 +64,8 @@ class ExactRows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Write keys and values to their slots; attend to the shared prefix and to each row's gathered tail."""
-        keys, values = self.rows.cache.write(layer, self.rows.first_slot, key, value)
+        """Write keys and values to their entries; attend to the shared prefix and to each row's gathered tail."""
+        keys, values = self.rows.cache.write(layer, self.rows.first_entry, key, value)
         return _attend(query, keys, values, self, self.seen[self.spans[layer]], asked)
 
 
@@ -125,7 +125,7 @@ def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: ExactRows, seen: Seen, asked: Asked
 ) -> torch.Tensor:
     """Attend `query [num_rows, kv_heads, group, head_dim]` to prefix and tail; same shape out."""
-    output, lse = _tail(query, keys, values, part.tail_slots, seen, asked)
+    output, lse = _tail(query, keys, values, part.tail_entries, seen, asked)
     if seen.start < part.rows.boundary:
         shared = slice(seen.start, part.rows.boundary)
         prefix, prefix_lse = seen.without_blind(*_prefix(query, keys[:, shared], values[:, shared], seen, asked))
@@ -139,11 +139,11 @@ def _attend(
 
 
 def _tail(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, seen: Seen, asked: Asked
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, entries: torch.Tensor, seen: Seen, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each row to its own gathered keys: output as `query`, lse `[num_rows, kv_heads, group]`."""
-    tail_keys = keys[:, slots].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
-    tail_values = values[:, slots].transpose(0, 1)
+    tail_keys = keys[:, entries].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
+    tail_values = values[:, entries].transpose(0, 1)
     if asked.softcap is None:
         return _each_row(query, tail_keys, tail_values, asked.scaling, seen.tail_mask)
     return _row_by_row(query, tail_keys, tail_values, asked, seen.tail_mask)

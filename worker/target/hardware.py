@@ -1,14 +1,39 @@
-"""What a device is, as far as bits depend on it."""
+"""What a device is, as far as bits depend on it. Without torch where that is sure: the driver asks, too."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
+import os
 from pathlib import Path
 
-import torch
+from worker.kernels.library import cpu_flags
 
 DRIVER = Path("/proc/driver/nvidia/version")
+AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # what torch asks for
+AVX2 = {"avx2", "fma"}
+
+
+def has_cuda() -> bool:
+    """Whether torch can use a GPU here."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # without a driver there is none, and no need for torch, whose import takes seconds
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def cpu_capability() -> str:
+    """Torch's name for the instructions that its kernels choose on this CPU, as `AVX512`."""
+    flags = cpu_flags()
+    if "ATEN_CPU_CAPABILITY" in os.environ or not flags:
+        import torch
+
+        return torch.backends.cpu.get_cpu_capability()
+    return "AVX512" if flags >= AVX512 else "AVX2" if flags >= AVX2 else "DEFAULT"
 
 
 @functools.cache
@@ -17,10 +42,12 @@ def hardware_of(device_type: str) -> str:
 
     `device_type` as in `torch.device`; a GPU that this machine does not have is `no GPU`.
     """
-    if device_type == "cuda" and not torch.cuda.is_available():
-        return "no GPU"
     if device_type != "cuda":
-        return " ".join([torch.backends.cpu.get_cpu_capability(), *_cpu_features()])
+        return " ".join([cpu_capability(), *_cpu_features()])
+    if not has_cuda():
+        return "no GPU"
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     return (
         f"{properties.name} with {properties.multi_processor_count} SMs, driver {driver_version()}, "
@@ -42,10 +69,12 @@ def cublas_version() -> str:
     for package in importlib.metadata.distributions():
         if str(package.metadata["Name"]).startswith("nvidia-cublas"):
             return package.version
+    import torch
+
     return f"of CUDA {torch.version.cuda}"
 
 
 def _cpu_features() -> list[str]:
     """Where matrix products in bf16 take other instructions, beside the capability that torch was built for."""
-    found = {"avx512_bf16": torch.cpu._is_avx512_bf16_supported(), "amx": torch.cpu._is_amx_tile_supported()}
-    return [name for name, is_there in found.items() if is_there]
+    found = {"avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
+    return [name for name, flag in found.items() if flag in cpu_flags()]

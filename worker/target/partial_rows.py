@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.caches.draft_cache import DraftCache
+from worker.caches.partial import PartialCache
 from worker.target.attention import Asked, attention_by_definition
 from worker.tree import ROOT, DraftTree
 
 
 class PartialRows:
-    """The newest token of a draft and a tree below it, behind everything that a draft cache holds."""
+    """The newest token of a chain and a tree below it, behind everything that a partial cache holds."""
 
-    def __init__(self, cache: DraftCache, token_id: int, position: int, tree: DraftTree) -> None:
+    def __init__(self, cache: PartialCache, token_id: int, position: int, tree: DraftTree) -> None:
         """Rows of a token at an absolute position, row 0, and of the tree below it."""
         self.token_ids = [token_id, *tree.token_ids]
         self.positions = [position, *(position + depth for depth in tree.depths())]
@@ -27,8 +27,8 @@ class PartialRows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Write keys and values behind the cache's slots and attend to all of them that the mask shows."""
-        keys, values = self._cache.append(layer, key, value)
+        """Write keys and values behind the cache's entries and attend to all of them that the mask shows."""
+        keys, values = self._cache.write(layer, key, value)
         num_rows, _, group, _ = query.shape
         if self._mask is not None and self._group_mask is None:
             self._group_mask = self._mask.repeat_interleave(group, dim=0)
@@ -41,7 +41,7 @@ class PartialRows:
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, asked: Asked
 ) -> torch.Tensor:
-    """Attention of rows `[1, num_kv_heads, num_rows * group, head_dim]` to all slots; what it is asked for included."""
+    """Attention of rows `[1, num_kv_heads, num_rows * group, head_dim]` to all entries, as it is asked for."""
     if asked.softcap is None and asked.sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=asked.scaling)
     output, lse = attention_by_definition(query, keys, values, asked.scaling, mask, asked.softcap)
@@ -52,16 +52,16 @@ def _attend(
     return output * share[..., None].to(output.dtype)
 
 
-def _mask(cache: DraftCache, tree: DraftTree) -> torch.Tensor:
-    """Additive mask `[num_rows, num_slots + num_rows]`: a node sees the slots, the root, its ancestors and itself."""
+def _mask(cache: PartialCache, tree: DraftTree) -> torch.Tensor:
+    """Additive mask `[num_rows, num_entries + num_rows]`: a node sees those, the root, its ancestors and itself."""
     num_rows = len(tree) + 1
     visible = torch.eye(num_rows, dtype=torch.bool)
     visible[:, 0] = True
     for node, parent in enumerate(tree.parents):
         if parent != ROOT:
             visible[node + 1] |= visible[parent + 1]
-    mask = torch.zeros(num_rows, cache.num_slots + num_rows, dtype=cache.shape.dtype, device=cache.shape.device)
-    mask[:, cache.num_slots :].masked_fill_(~visible.to(mask.device), float("-inf"))
+    mask = torch.zeros(num_rows, cache.num_entries + num_rows, dtype=cache.shape.dtype, device=cache.shape.device)
+    mask[:, cache.num_entries :].masked_fill_(~visible.to(mask.device), float("-inf"))
     if cache.bias is not None:
         mask[:, : len(cache.bias)] = cache.bias
     return mask

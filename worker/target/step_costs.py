@@ -32,26 +32,35 @@ class StepCosts:
 
     def at(self, num_rows: int, length: int) -> float:
         """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
-        by_length = self._by_rows[min(num_rows, ROW_COUNTS[-1])]
-        if len(self.lengths) == 1:
-            return by_length[0]
-        i = max(1, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1))
-        slope = (by_length[i] - by_length[i - 1]) / (self.lengths[i] - self.lengths[i - 1])
-        return by_length[i - 1] + max(0.0, slope) * (length - self.lengths[i - 1])
+        i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
+        seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
+        return seconds + slope * (length - self.lengths[i])
 
     @functools.cached_property
-    def _by_rows(self) -> list[list[float]]:
-        """Seconds for every number of rows and measured length: plain numbers, since plans ask at every step."""
-        numbers = range(ROW_COUNTS[-1] + 1)
-        return [[float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds] for number in numbers]
+    def _lines(self) -> list[list[tuple[float, float]]]:
+        """For every number of rows, seconds at each measured length and how they rise behind it, 0 behind the last.
+
+        Plain numbers, since plans ask at every step.
+        """
+        lines = []
+        for number in range(ROW_COUNTS[-1] + 1):
+            points = [float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds]
+            rises = np.diff(points) / np.diff(self.lengths)
+            lines.append([(point, max(0.0, float(rise))) for point, rise in zip(points, [*rises, 0.0], strict=True)])
+        return lines
 
     def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
         """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached.
 
         Linear layers are shared by all rows; attention to its own cache is each sequence's own.
         """
-        own = self.at(num_rows, length) - self.at(num_rows, 0)
-        return self.at(num_rows * num_sequences, 0) + num_sequences * own
+        shared = self._empty[min(num_rows * num_sequences, ROW_COUNTS[-1])]
+        return shared + num_sequences * (self.at(num_rows, length) - self._empty[min(num_rows, ROW_COUNTS[-1])])
+
+    @functools.cached_property
+    def _empty(self) -> list[float]:
+        """Seconds for every number of rows behind an empty cache."""
+        return [self.at(number, 0) for number in range(ROW_COUNTS[-1] + 1)]
 
     def replay_seconds(self, start: int, end: int) -> float:
         """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""

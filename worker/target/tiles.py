@@ -28,9 +28,9 @@ class SequenceRows:
     cache: FullKVCache
     token_ids: list[int]  # [num_rows]
     positions: list[int]  # [num_rows]
-    first_slot: int  # cache slot of the first row; the others follow
+    first_entry: int  # cache entry of the first row; the others follow
     boundary: int  # positions below it are the prefix that all rows share
-    tail_slots: np.ndarray  # [num_rows, BLOCK] cache slots of the keys from the boundary on, in position order
+    tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the keys from the boundary on, in position order
     tail_lengths: list[int]  # [num_rows] how many of them are real
 
     def __len__(self) -> int:
@@ -42,9 +42,9 @@ class SequenceRows:
             self.cache,
             self.token_ids[start:end],
             self.positions[start:end],
-            self.first_slot + start,
+            self.first_entry + start,
             self.boundary,
-            self.tail_slots[start:end],
+            self.tail_entries[start:end],
             self.tail_lengths[start:end],
         )
 
@@ -59,21 +59,21 @@ def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows
     root = cache.length
     boundary = root // BLOCK * BLOCK
     num_before = root - boundary + 1  # keys from the boundary up to the root
-    slots = np.full((len(tree) + 1, BLOCK), boundary, dtype=np.int64)
-    slots[:, :num_before] = np.arange(boundary, root + 1)
+    entries = np.full((len(tree) + 1, BLOCK), boundary, dtype=np.int64)
+    entries[:, :num_before] = np.arange(boundary, root + 1)
     depths = [0]
     for node, parent in enumerate(tree.parents):
         parent_row = 0 if parent == ROOT else parent + 1
         depth = depths[parent_row] + 1
         if depth > 1:
-            slots[node + 1, num_before : num_before + depth - 1] = slots[
+            entries[node + 1, num_before : num_before + depth - 1] = entries[
                 parent_row, num_before : num_before + depth - 1
             ]
-        slots[node + 1, num_before + depth - 1] = root + 1 + node
+        entries[node + 1, num_before + depth - 1] = root + 1 + node
         depths.append(depth)
     positions = [root + depth for depth in depths]
     lengths = [num_before + depth for depth in depths]
-    return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, slots, lengths)
+    return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, entries, lengths)
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
@@ -127,7 +127,7 @@ def pack_tiles(groups: list[SequenceRows], pad_rows: bool) -> Iterator[Tile]:
 
 def tail_mask(lengths: list[int], num_unseen: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Additive mask `[num_rows, 1, 1, BLOCK]`: a row's tail is used from `num_unseen` (0 where less) to its length."""
-    slots = torch.arange(BLOCK, device=device)
+    places = torch.arange(BLOCK, device=device)
     ends, starts = (torch.tensor(each, device=device)[:, None] for each in (lengths, num_unseen))
-    is_used = (starts <= slots) & (slots < ends)
+    is_used = (starts <= places) & (places < ends)
     return torch.zeros_like(is_used, dtype=dtype).masked_fill_(~is_used, float("-inf"))[:, None, None]

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.errors import UserError
 
+JUMP_SHARE = 1 / 3  # of the windows: the first tokens of a text, then a stretch from further back
+
 
 class CorpusError(UserError):
     """The data folder holds no readable books."""
@@ -35,6 +37,16 @@ def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[n
     """Encode each book to ids `[num_tokens] uint16`, an end-of-text id in front of each."""
     encoded = tokenizer(books, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return [np.asarray([tokenizer.eos_token_id, *ids], dtype=np.uint16) for ids in encoded]
+
+
+def jumping_positions(random: np.random.Generator, num_tokens: int, length: int, num_sinks: int) -> np.ndarray:
+    """Positions `[length]` of a stretch of a text, or of its first tokens and a stretch from anywhere behind them.
+
+    So is a long text read in use; no text may be shorter than `length`.
+    """
+    num_sinks = num_sinks if random.random() < JUMP_SHARE else 0
+    start = random.integers(num_sinks, num_tokens - length + num_sinks + 1)
+    return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
 
 
 class WindowSampler:

@@ -12,7 +12,7 @@ from rich.console import Console
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from worker.bench.decode.contestants import EngineContestant
-from worker.bench.decode.decode import DecodeBenchOptions, fill, run_decode_bench
+from worker.bench.decode.decode import DecodeBenchOptions, read_tokens, run_decode_bench
 from worker.bench.decode.records import render
 from worker.bench.engine import BenchError
 from worker.bench.text import read_text
@@ -56,7 +56,7 @@ def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_m
     generated = []
     for left_behind in (None, 9.0):
         cache = target.new_cache(100)
-        fill(target, cache, text, [])
+        read_tokens(target, cache, text, [])
         sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
         sequence = Sequence("a", text, sampling, target.vocab_size)
         contestant = EngineContestant("suffix", target, create_drafter("suffix", target, free_rows), sequence, cache)
@@ -66,7 +66,7 @@ def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_m
                 for index in range(target.cache_shape.num_layers):
                     for part in cache.layer(index):
                         part[:, len(text) - 1 :] = left_behind
-        assert contestant.counters().num_steps == contestant.timing.num_steps
+        assert contestant.counters.num_steps == contestant.timing.num_steps
         generated.append(contestant.token_ids().tolist())
     assert generated[0] == generated[1]
 

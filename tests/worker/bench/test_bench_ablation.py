@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from scheduler.cli import main
-from worker.bench.caches.catalogue import DRAFT_CACHES
-from worker.bench.caches.partial import PartialKVCache
+from worker.bench.caches.catalogue import PARTIAL_CACHES
+from worker.bench.caches.importance import ImportanceKVCache
 from worker.bench.engine import BenchError
 from worker.bench.long.records import Figures, LongRecord, LongResult
 from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
@@ -102,7 +102,7 @@ def test_every_arm_is_a_generation_that_can_run(table: str) -> None:
         assert long.sampling.ignore_eos
         drafter = options.tokenswift_options(arm)
         assert drafter.draft_rounds == 1
-        assert drafter.cache is (DRAFT_CACHES[arm.options["cache"]] if table == "5" else PartialKVCache)
+        assert drafter.cache is (PARTIAL_CACHES[arm.options["cache"]] if table == "5" else ImportanceKVCache)
         assert options.model_copy(update={"engine": "tokenswift"}).tokenswift_options(arm).draft_rounds is None
     labels = [arm.label for arm in options.ablation.arms]
     assert len(set(labels)) == len(labels) > 1

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from jobs.sampling import SamplingParams
-from worker.bench.decode.decode import fill
+from worker.bench.decode.decode import read_tokens
 from worker.bench.engine import BenchError
 from worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
 from worker.bench.long.plain_windows import PlainWindows, integral
@@ -167,7 +167,7 @@ def test_another_text_than_plain_decodings_is_told(tiny_target: TargetModel) -> 
     prompt = list(range(5, 45))
     sequence = Sequence("a", prompt, SamplingParams(max_tokens=60, seed=1, ignore_eos=True), tiny_target.vocab_size)
     cache = tiny_target.new_cache(sequence.max_length)
-    fill(tiny_target, cache, prompt, [])
+    read_tokens(tiny_target, cache, prompt, [])
     plain = PlainWindows(tiny_target, 8)
     plain.measure(sequence, cache)
     plain.measure(sequence, cache)  # nothing new here

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from scheduler.cli import main
 from tests.worker.bench.bench_parts import words
-from worker.bench.caches.catalogue import DRAFT_CACHES
+from worker.bench.caches.catalogue import PARTIAL_CACHES
 from worker.bench.caches.retrieval import RetrievalKVCache
 from worker.bench.text import encode
 from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
@@ -57,7 +57,7 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
         assert len(row.labels) == len(layout.label_headers)
         for arm in row.arms.values():
             options = triforce_options(arm)
-            assert options.cache in DRAFT_CACHES.values() or table == "6b"
+            assert options.cache in PARTIAL_CACHES.values() or table == "6b"
             assert options.budget < prefill or table == "4"
     for column in layout.columns:
         assert column.measure in MEASURES

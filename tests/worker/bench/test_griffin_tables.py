@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from tests.worker.bench.bench_parts import words
 from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.training.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
 from worker.bench.griffin.catalogue import GRIFFIN_TABLES, Variant
 from worker.bench.griffin.figures import GriffinFigures, predicted_speedup
 from worker.bench.griffin.tables import ArmKey, Results, render
@@ -26,7 +27,7 @@ from worker.model.files import locate_model
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 from worker.training.griffin.accuracy import AccuracyRecord
-from worker.training.griffin.recipe import EAGLE2_RECIPE, GRIFFIN_RECIPE, HASS_RECIPE, GriffinRecipe
+from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from worker.tree import DraftTree
 
 PREFILL = 70

@@ -245,7 +245,7 @@ def test_a_cache_outside_the_device_says_the_same(
     tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]], tmp_path: Path
 ) -> None:
     read = make_read()
-    outside = TargetModel(tiny_target.model, tiny_target.files, str(tmp_path))
+    outside = TargetModel(tiny_target.forwards, tiny_target.files, str(tmp_path))
     copies = [prompt.copy_to(outside, NUM_TOKENS) for prompt in read]
     assert isinstance(copies[0].cache, OffloadedKVCache)
     figures = [

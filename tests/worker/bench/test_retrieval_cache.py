@@ -1,4 +1,4 @@
-"""What the draft caches of TriForce hold: retrieved chunks, the newest positions, or heavy hitters."""
+"""What the partial caches of TriForce hold: retrieved chunks, the newest positions, or heavy hitters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.worker.bench.draft_cache_parts import (
+from tests.worker.bench.partial_cache_parts import (
     BUDGET,
     PROMPT,
     SHAPE,
@@ -18,15 +18,15 @@ from tests.worker.bench.draft_cache_parts import (
     text,
 )
 from worker.bench.caches import retrieval as retrieval_cache
-from worker.bench.caches.partial import PartialKVCache
+from worker.bench.caches.importance import ImportanceKVCache
 from worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
-from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import FullKVCache
+from worker.caches.partial import NUM_PINNED
 
 CHUNK = 4
 STRIDE = 12
 
-KINDS: dict[str, Callable[[], PartialKVCache]] = {
+KINDS: dict[str, Callable[[], ImportanceKVCache]] = {
     "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), CHUNK),
     "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), 17),
     "streaming": lambda: StreamingKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
@@ -49,15 +49,15 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestEveryKind:
     """The contract of worker/bench/caches/partial.py, whatever is chosen."""
 
-    def test_slots_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
+    def test_entries_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
         cache = KINDS[kind]()
         for length in (30, 39, 59, 101, 103, 181, 299):
             follow(cache, full, length)
-            num_slots = min(length, cache.positions.shape[-1])
-            check_copies(cache, full, num_slots)
+            num_entries = min(length, cache.positions.shape[-1])
+            check_copies(cache, full, num_entries)
             for layer in range(SHAPE.num_layers):
                 for head in range(SHAPE.num_kv_heads):
-                    held = cache.positions[layer, head, :num_slots].tolist()
+                    held = cache.positions[layer, head, :num_entries].tolist()
                     assert len(set(held)) == len(held)
                     assert set(range(NUM_PINNED)) < set(held)
                     assert length - 1 in held, "what came since the last build is always seen"

@@ -63,7 +63,7 @@ def generate(target: TargetModel, engine_name: str, setting: str) -> list[list[i
 
 @pytest.fixture(scope="module")
 def offloading(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return TargetModel(target.model, target.files, str(tmp_path_factory.mktemp("kv")))
+    return TargetModel(target.forwards, target.files, str(tmp_path_factory.mktemp("kv")))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_measured_costs_tell_of_a_slow_disk(
         return read(*args)
 
     monkeypatch.setattr(os, "preadv", read_slowly)
-    costs = measure_step_costs(TargetModel(target.model, target.files, str(tmp_path)))
+    costs = measure_step_costs(TargetModel(target.forwards, target.files, str(tmp_path)))
     num_reads = 2 * target.cache_shape.num_kv_heads * (target.cache_shape.num_layers - 1)  # one layer came before
     assert costs.at(1, 8192) > 0.001 * num_reads
 

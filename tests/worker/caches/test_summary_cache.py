@@ -1,4 +1,4 @@
-"""What a summarised cache holds: important chunks whole, one slot for every other chunk, the newest positions."""
+"""What a summarised cache holds: important chunks whole, one entry for every other chunk, the newest positions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from jobs.sampling import SamplingParams
 from worker.caches.chunk_means import chunk_scores
-from worker.caches.draft_cache import NUM_PINNED
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED
 from worker.caches.summary import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache
 from worker.sequence import Sequence
 
@@ -44,51 +44,51 @@ def followed(full: FullKVCache, *lengths: int) -> SummaryKVCache:
     return cache
 
 
-def slots(cache: SummaryKVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def entries(cache: SummaryKVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     nothing = torch.zeros(SHAPE.num_kv_heads, 0, SHAPE.head_dim)
-    keys, values = cache.append(layer, nothing, nothing)
+    keys, values = cache.write(layer, nothing, nothing)
     return keys, values
 
 
 def test_everything_is_whole_as_long_as_it_is_short(full: FullKVCache) -> None:
     cache = followed(full, 100, FIRST_BUILD - 1)
     assert cache.bias is None
-    keys, values = slots(cache, 1)
+    keys, values = entries(cache, 1)
     assert torch.equal(keys, full.layer(1)[0][:, : FIRST_BUILD - 1])
     assert torch.equal(values, full.layer(1)[1][:, : FIRST_BUILD - 1])
 
 
-def test_the_most_important_chunks_are_whole_and_the_others_one_slot_each(full: FullKVCache) -> None:
+def test_the_most_important_chunks_are_whole_and_the_others_one_entry_each(full: FullKVCache) -> None:
     length = FIRST_BUILD + 2 * PERIOD + 40
     cache = followed(full, length)
     num_chunks = (length - 40 - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE
     for layer in range(SHAPE.num_layers):
         keys, values = full.layer(layer)
-        held_keys, held_values = slots(cache, layer)
+        held_keys, held_values = entries(cache, layer)
         for head in range(SHAPE.num_kv_heads):
             starts = [NUM_PINNED + i * CHUNK_SIZE for i in range(num_chunks)]
             means = torch.stack([keys[head, s : s + CHUNK_SIZE].mean(dim=0) for s in starts])
             score = chunk_scores(means[None], queries(length - 40)[layer, head][None])[0]
             order = score.argsort(descending=True).tolist()
-            slot = NUM_PINNED
+            entry = NUM_PINNED
             for chunk in order[:4]:
                 positions = slice(starts[chunk], starts[chunk] + CHUNK_SIZE)
-                assert torch.equal(held_keys[head, slot : slot + CHUNK_SIZE], keys[head, positions])
-                assert torch.equal(held_values[head, slot : slot + CHUNK_SIZE], values[head, positions])
-                slot += CHUNK_SIZE
+                assert torch.equal(held_keys[head, entry : entry + CHUNK_SIZE], keys[head, positions])
+                assert torch.equal(held_values[head, entry : entry + CHUNK_SIZE], values[head, positions])
+                entry += CHUNK_SIZE
             for chunk in order[4:]:
                 start = starts[chunk]
-                assert torch.equal(held_keys[head, slot], keys[head, start + CHUNK_SIZE // 2])
+                assert torch.equal(held_keys[head, entry], keys[head, start + CHUNK_SIZE // 2])
                 torch.testing.assert_close(
-                    held_values[head, slot], values[head, start : start + CHUNK_SIZE].mean(dim=0)
+                    held_values[head, entry], values[head, start : start + CHUNK_SIZE].mean(dim=0)
                 )
-                slot += 1
+                entry += 1
             newest = NUM_PINNED + num_chunks * CHUNK_SIZE
-            assert torch.equal(held_keys[head, slot:], keys[head, newest:length])
+            assert torch.equal(held_keys[head, entry:], keys[head, newest:length])
 
 
 def test_summaries_weigh_what_the_positions_they_stand_for_weigh(full: FullKVCache) -> None:
-    """Where all positions are alike, attention over the slots is attention over the whole text."""
+    """Where all positions are alike, attention over the entries is attention over the whole text."""
     for layer in range(SHAPE.num_layers):
         keys, values = full.layer(layer)
         keys[:] = keys[:, :1].clone()
@@ -96,7 +96,7 @@ def test_summaries_weigh_what_the_positions_they_stand_for_weigh(full: FullKVCac
         values[:, MAX_LENGTH // 2 :] = 0.0
     cache = followed(full, MAX_LENGTH - 100)
     assert cache.bias is not None
-    keys, values = slots(cache, 0)
+    keys, values = entries(cache, 0)
     mask = torch.zeros(1, keys.shape[1])
     mask[:, : len(cache.bias)] = cache.bias
     query = torch.randn(SHAPE.num_kv_heads, 1, SHAPE.head_dim)
@@ -112,12 +112,12 @@ def test_what_it_holds_follows_from_the_tokens_alone(full: FullKVCache) -> None:
         lengths.append(lengths[-1] + int(torch.randint(1, 60, (), generator=generator)))
     for count in range(1, len(lengths), 7):
         slow, fresh = followed(full, *lengths[:count]), followed(full, lengths[count - 1])
-        assert slow.num_slots == fresh.num_slots
+        assert slow.num_entries == fresh.num_entries
         for layer in range(SHAPE.num_layers):
-            for ours, theirs in zip(slots(slow, layer), slots(fresh, layer), strict=True):
+            for ours, theirs in zip(entries(slow, layer), entries(fresh, layer), strict=True):
                 assert torch.equal(ours, theirs)
 
 
-def test_it_holds_a_long_text_in_few_slots(full: FullKVCache) -> None:
+def test_it_holds_a_long_text_in_few_entries(full: FullKVCache) -> None:
     cache = followed(full, MAX_LENGTH)
-    assert cache.num_slots <= BUDGET + CHUNK_SIZE + PERIOD + MAX_LENGTH // CHUNK_SIZE
+    assert cache.num_entries <= BUDGET + CHUNK_SIZE + PERIOD + MAX_LENGTH // CHUNK_SIZE

@@ -34,7 +34,7 @@ def read_sequence(
     sequence = Sequence(name, token_ids, params, target.vocab_size)
     cache = target.new_cache(sequence.max_length)
     while cache.length < len(token_ids) - 1:
-        target.append(cache, token_ids[cache.length : -1])
+        target.read(cache, token_ids[cache.length : -1])
     return sequence, cache
 
 

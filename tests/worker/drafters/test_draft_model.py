@@ -12,7 +12,7 @@ import torch
 from jobs.sampling import SamplingParams
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.two_level.draft import Draft, DraftPlan
+from worker.drafters.two_level.chain import Chain, RoundPlan
 from worker.model.files import DRAFT_FOLDER, ModelError, locate_model
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -21,7 +21,7 @@ from worker.tree import ROOT, DraftTree
 
 VOCAB = 289  # of the tiny model
 PARAMS = SamplingParams(max_tokens=2000, temperature=1.0, seed=3, repetition_penalty=1.2)
-PLAN = DraftPlan(1, 8, 8, 8)
+PLAN = RoundPlan(1, 8, 8, 8)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def sequence_of(length: int, name: str = "a", params: SamplingParams = PARAMS) -
     return Sequence(name, generator.integers(0, VOCAB, length).tolist(), params, VOCAB)
 
 
-def draft_of(sequence: Sequence) -> Draft:
+def chain_of(sequence: Sequence) -> Chain:
     sampler = TokenSampler(sequence, VOCAB)
-    return Draft(sequence, sampler, None, None, PLAN, 31, 20)  # type: ignore[arg-type]  # no cache is read
+    return Chain(sequence, sampler, None, None, PLAN, 31, 20)  # type: ignore[arg-type]  # no cache is read
 
 
 def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int]:
@@ -56,7 +56,7 @@ def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int
 
 
 def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> DraftTree:
-    return proposer.propose([draft_of(sequence)], [(num_nodes, 20)])[0]
+    return proposer.propose([chain_of(sequence)], [(num_nodes, 20)])[0]
 
 
 @pytest.mark.parametrize("length", [5, 100, 2 * WINDOW - 3, 2 * WINDOW, 5 * WINDOW - 2, 1700])
@@ -109,7 +109,7 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
     group_counts: list[int] = []
     verify = model.verify
     monkeypatch.setattr(model, "verify", lambda groups: group_counts.append(len(groups)) or verify(groups))
-    proposals = together.propose([draft_of(sequence) for sequence in sequences], [(6, 20)] * 3)
+    proposals = together.propose([chain_of(sequence) for sequence in sequences], [(6, 20)] * 3)
     assert proposals == alone
     assert group_counts[-5:] == [3] * 5
 
@@ -129,9 +129,9 @@ def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
     sequence = sequence_of(50)
     proposer = DraftModelProposer(DraftModel(model), width=2)
     proposer.start(sequence)
-    draft = draft_of(sequence)
+    chain = chain_of(sequence)
     for max_nodes, max_depth in ((0, 5), (5, 0), (1, 3), (5, 2), (5, 9)):
-        tree = proposer.propose([draft], [(max_nodes, max_depth)])[0]
+        tree = proposer.propose([chain], [(max_nodes, max_depth)])[0]
         assert len(tree) == min(max_nodes, 2 * max_depth)
         assert max(tree.depths(), default=0) <= max_depth
 

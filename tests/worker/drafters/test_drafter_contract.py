@@ -47,7 +47,7 @@ class Generation:
         self.sequence = Sequence(name, prompt, params, target.vocab_size)
         self.cache = target.new_cache(self.sequence.max_length)
         while self.cache.length < len(prompt) - 1:
-            target.append(self.cache, prompt[self.cache.length : -1])
+            target.read(self.cache, prompt[self.cache.length : -1])
         self._sampler = TokenSampler(self.sequence, target.vocab_size)
         drafter.start(self.sequence, self.cache)
 
@@ -55,18 +55,18 @@ class Generation:
         tree = proposed(drafter, self.sequence, max_nodes, max_tree_depth(self.cache.length))
         rows = tree_rows(self.cache, int(self.sequence.token_ids[-1]), tree)
         [outputs] = self._target.verify([rows])
-        path, committed = walk(tree, outputs.logits, self._sampler.draw)
-        self.cache.commit(path)
-        self.sequence.extend(committed)
+        walked = walk(tree, outputs.logits, self._sampler.draw)
+        self.cache.commit(walked.path)
+        self.sequence.extend(walked.drawn)
         top = torch.log_softmax(outputs.logits, dim=-1).topk(TOP_K)
         verification = Verification(
             tree,
-            path,
-            committed,
+            walked.path,
+            walked.drawn,
             np.array(rows.token_ids),
             top.indices.numpy(),
             top.values.numpy(),
-            outputs.hidden[[0, *(node + 1 for node in path)]],
+            outputs.hidden[[0, *(node + 1 for node in walked.path)]],
         )
         drafter.update(self.sequence, verification)
         return verification

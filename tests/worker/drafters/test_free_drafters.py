@@ -195,8 +195,10 @@ def test_a_row_is_averaged_with_the_one_before_it() -> None:
 def test_pairs_that_share_a_row_take_it_over() -> None:
     table = PairTable(2, new_share=0.5)
     keys = list(range(3 * len(table.keys)))  # three times as many pairs as rows
-    for key in keys:
-        table.write([key], np.array([[key % VOCAB, 1 + key % VOCAB]]), np.log(np.array([[0.7, 0.3]])))
+    logprobs = np.log(np.array([[0.7, 0.3]]))
+    for some in np.split(np.array(keys), 96):
+        ids = np.stack([some % VOCAB, 1 + some % VOCAB], axis=1)
+        table.write(some.tolist(), ids, logprobs.repeat(len(some), axis=0))
     held = [key for key in keys if table.row(key)[0]]
     assert len(held) <= len(table.keys)
     for key in held:

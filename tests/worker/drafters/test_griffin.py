@@ -12,11 +12,12 @@ from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import defined_outputs, load, random_draft_model, random_tokens, read_sequence
 from worker.bench.variants import GRIFFIN_PAPER
 from worker.drafters.base import DraftRequest
-from worker.drafters.griffin.draft import GriffinDraft
+from worker.drafters.griffin.forwards import GriffinForwards
 from worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
-from worker.drafters.griffin.window import slot_of, window_start
+from worker.drafters.griffin.window import entry_of, window_start
 from worker.engine import Engine
 from worker.target.target import TargetModel
+from worker.target.tiles import Tile
 from worker.tree import ROOT, DraftTree
 
 PARAMS = SamplingParams(max_tokens=600, temperature=1.0, seed=5, ignore_eos=True)
@@ -34,7 +35,7 @@ def target_model(tiny_model: Path) -> TargetModel:
 
 
 def new_drafter(target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER) -> GriffinDrafter:
-    return GriffinDrafter(target, GriffinDraft(random_draft_model(target), target), None, options)
+    return GriffinDrafter(target, GriffinForwards(random_draft_model(target), target), None, options)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -42,9 +43,9 @@ def test_logits_and_features_of_a_draft_are_those_of_its_definition(exact_target
     model = random_draft_model(exact_target)
     token_ids, chain = random_tokens(exact_target, length), [7, 8, 9]
     sequence, cache = read_sequence(exact_target, token_ids, PARAMS)
-    draft = GriffinDraft(model, exact_target)
-    draft.start("a", cache)
-    [outputs] = draft.follow([sequence])
+    forwards = GriffinForwards(model, exact_target)
+    forwards.start("a", cache)
+    [outputs] = forwards.follow([sequence])
     exact_target.model.set_attn_implementation("sdpa")
     try:
         expected = [defined_outputs(model, exact_target, token_ids, chain[:depth]) for depth in range(4)]
@@ -59,27 +60,27 @@ def test_logits_and_features_of_a_draft_are_those_of_its_definition(exact_target
         tree.parents.append(depth - 2)
         if (length - 1) % 64 + depth > 63:
             return
-        [outputs] = draft.expand([(sequence, tree, depth - 1, outputs.regressed)])
+        [outputs] = forwards.expand([(sequence, tree, depth - 1, outputs.regressed)])
         torch.testing.assert_close(outputs.logits[0], expected[depth][0], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(outputs.regressed[0], expected[depth][1], rtol=1e-3, atol=1e-3)
 
 
 def test_siblings_do_not_see_each_other(exact_target: TargetModel) -> None:
     sequence, cache = read_sequence(exact_target, random_tokens(exact_target, 30), PARAMS)
-    draft = GriffinDraft(random_draft_model(exact_target), exact_target)
-    draft.start("a", cache)
-    [root] = draft.follow([sequence])
+    forwards = GriffinForwards(random_draft_model(exact_target), exact_target)
+    forwards.start("a", cache)
+    [root] = forwards.follow([sequence])
     above = root.regressed.repeat(3, 1)
-    [together] = draft.expand([(sequence, DraftTree([5, 6, 7], [ROOT] * 3), 0, above)])
-    [alone] = draft.expand([(sequence, DraftTree([7], [ROOT]), 0, root.regressed)])
+    [together] = forwards.expand([(sequence, DraftTree([5, 6, 7], [ROOT] * 3), 0, above)])
+    [alone] = forwards.expand([(sequence, DraftTree([7], [ROOT]), 0, root.regressed)])
     assert torch.equal(together.logits[2], alone.logits[0])
 
 
-def test_the_window_begins_anew_and_slots_agree_with_blocks() -> None:
+def test_the_window_begins_anew_and_entries_agree_with_blocks() -> None:
     assert [window_start(n) for n in (1, 64, 511, 512, 767, 768, 100_000)] == [64, 64, 64, 256, 256, 512, 99_584]
-    assert [slot_of(p, 512) for p in (0, 63, 512, 1000)] == [0, 63, 64, 552]
-    assert all(slot_of(n - 1, window_start(n)) % 64 == (n - 1) % 64 for n in range(1, 3000))
-    assert max(slot_of(n - 1, window_start(n)) for n in range(1, 3000)) < 576
+    assert [entry_of(p, 512) for p in (0, 63, 512, 1000)] == [0, 63, 64, 552]
+    assert all(entry_of(n - 1, window_start(n)) % 64 == (n - 1) % 64 for n in range(1, 3000))
+    assert max(entry_of(n - 1, window_start(n)) for n in range(1, 3000)) < 576
 
 
 @pytest.mark.parametrize(("length", "num_tokens"), [(100, 20), (100, 90), (490, 40)])
@@ -96,7 +97,7 @@ def test_a_resumed_sequence_has_the_very_same_drafts(target_model: TargetModel, 
     fresh.start(resumed, cache)
     kept = cache.kv(0, cache.length).copy()
     assert proposed(fresh, resumed, 60, 3) == proposed(drafter, sequence, 60, 3)
-    expected, found = drafter._draft._contexts["a"].cache, fresh._draft._contexts["a"].cache
+    expected, found = drafter._forwards._contexts["a"].cache, fresh._forwards._contexts["a"].cache
     assert found.length == expected.length
     assert (found.kv(0, found.length) == expected.kv(0, found.length)).all()
     assert (cache.kv(0, cache.length) == kept).all()
@@ -111,7 +112,7 @@ def test_the_target_runs_the_window_once_and_then_gives_its_features_with_every_
     engine.start(sequence, cache)
     engine.step()
     replays: list[int] = []
-    monkeypatch.setattr(GriffinDraft, "_replay", lambda *args: replays.append(1))
+    monkeypatch.setattr(GriffinForwards, "_replay", lambda *args: replays.append(1))
     while len(sequence) < 800:  # at 768 the window begins anew
         engine.step()
     assert replays == []
@@ -132,7 +133,9 @@ def test_sequences_of_a_batch_have_the_drafts_they_have_alone(target_model: Targ
     assert drafter.propose(requests[::-1]) == alone[::-1]
 
 
-def test_one_forward_serves_a_level_of_all_sequences(target_model: TargetModel) -> None:
+def test_one_forward_serves_a_level_of_all_sequences(
+    target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = new_drafter(target_model, GriffinOptions(num_expanded=3, is_full=True))
     requests = []
     for name in "abc":
@@ -140,9 +143,11 @@ def test_one_forward_serves_a_level_of_all_sequences(target_model: TargetModel) 
         drafter.start(sequence, cache)
         requests.append(DraftRequest(sequence, 20, 4))
     drafter.propose(requests)
-    before = drafter._draft.num_forwards
+    tiles: list[Tile] = []
+    run = drafter._forwards._tile
+    monkeypatch.setattr(drafter._forwards, "_tile", lambda tile, features: tiles.append(tile) or run(tile, features))
     drafter.propose(requests)
-    assert drafter._draft.num_forwards - before == 4  # the root's level, and three below it
+    assert len(tiles) == 4  # the root's level, and three below it
 
 
 def test_drafting_leaves_committed_positions_as_they_are_where_rows_are_not_exact(target_model: TargetModel) -> None:

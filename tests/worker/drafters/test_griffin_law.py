@@ -7,7 +7,7 @@ import math
 import torch
 
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
-from worker.drafters.griffin.draft import DraftOutputs
+from worker.drafters.griffin.forwards import GriffinOutputs
 from worker.drafters.griffin.plan import EVERYTHING_PAYS
 from worker.drafters.griffin.tree import GrowingTree
 from worker.sampling import TokenSampler
@@ -21,10 +21,10 @@ PARAMS = PLAIN.model_copy(update={"temperature": 0.6, "top_p": 0.9})
 
 def dynamic_tree(sequence: Sequence) -> DraftTree:
     tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 2, 2, EVERYTHING_PAYS)
-    tree.add_root(DraftOutputs(torch.zeros(1, 1), GUESS[[int(sequence.token_ids[-1])]]))
+    tree.add_root(GriffinOutputs(torch.zeros(1, 1), GUESS[[int(sequence.token_ids[-1])]]))
     while (level := tree.next_level()) is not None:
         tokens = level[1].token_ids[level[2] :]
-        tree.add_level(DraftOutputs(torch.zeros(len(tokens), 1), GUESS[tokens]))
+        tree.add_level(GriffinOutputs(torch.zeros(len(tokens), 1), GUESS[tokens]))
     return tree.best(4)[0]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.drafters.griffin.draft import DraftOutputs
-from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, Prices
+from worker.drafters.griffin.forwards import GriffinOutputs
+from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, TreePrices
 from worker.drafters.griffin.tree import GrowingTree
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -27,17 +27,19 @@ def table(token_id: int) -> torch.Tensor:
     return torch.tensor([3.0 * math.sin(2.0 * token_id + 1.3 * other) for other in range(VOCAB)])
 
 
-def grow(params: SamplingParams, max_depth: int = 4, width: int = 3, prices: Prices = EVERYTHING_PAYS) -> GrowingTree:
+def grow(
+    params: SamplingParams, max_depth: int = 4, width: int = 3, prices: TreePrices = EVERYTHING_PAYS
+) -> GrowingTree:
     sequence = Sequence("a", [1], params, VOCAB)
     tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), max_depth, width, prices)
-    tree.add_root(DraftOutputs(torch.tensor([[1.0]]), table(1)[None]))
+    tree.add_root(GriffinOutputs(torch.tensor([[1.0]]), table(1)[None]))
     while (level := tree.next_level()) is not None:
         _, expanded, first, features = level
         tokens = expanded.token_ids[first:]
         above = [1 if p < 0 else expanded.token_ids[p] for p in expanded.parents[first:]]
         assert features[:, 0].tolist() == above, "a node's feature is not its parent's"
         tree.add_level(
-            DraftOutputs(torch.tensor([[float(t)] for t in tokens]), torch.stack([table(t) for t in tokens]))
+            GriffinOutputs(torch.tensor([[float(t)] for t in tokens]), torch.stack([table(t) for t in tokens]))
         )
     return tree
 
@@ -66,7 +68,7 @@ def test_tokens_of_the_text_are_penalised_as_they_will_be() -> None:
     params = GREEDY.model_copy(update={"repetition_penalty": 4.0})
     sequence = Sequence("a", [favourite, 1], params, VOCAB)
     tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 1, 3, EVERYTHING_PAYS)
-    tree.add_root(DraftOutputs(torch.zeros(1, 1), table(1)[None]))
+    tree.add_root(GriffinOutputs(torch.zeros(1, 1), table(1)[None]))
     first = tree.best(1)[0].token_ids[0]
     assert first == TokenSampler(sequence, VOCAB).draw(table(1))
     assert first != favourite
@@ -96,11 +98,11 @@ def test_the_best_nodes_are_those_with_the_likeliest_paths() -> None:
 
 def test_a_dear_row_is_not_drafted_and_a_dear_level_is_not_grown() -> None:
     free = grow(PARAMS).best(60)[0]
-    dear = grow(PARAMS, prices=Prices(row=0.2, level=0.0, coverage=0.9)).best(60)[0]
+    dear = grow(PARAMS, prices=TreePrices(row=0.2, level=0.0, coverage=0.9)).best(60)[0]
     assert 0 < len(dear) < len(free)
     assert dear.token_ids == free.token_ids[: len(dear)]
-    assert grow(PARAMS, prices=Prices(row=0.0, level=5.0, coverage=0.9)).num_levels == 1
-    assert grow(PARAMS, prices=Prices(row=1.0, level=0.0, coverage=0.9)).best(60)[0] == DraftTree()
+    assert grow(PARAMS, prices=TreePrices(row=0.0, level=5.0, coverage=0.9)).num_levels == 1
+    assert grow(PARAMS, prices=TreePrices(row=1.0, level=0.0, coverage=0.9)).best(60)[0] == DraftTree()
 
 
 def costs(row_seconds: float) -> StepCosts:
@@ -110,12 +112,12 @@ def costs(row_seconds: float) -> StepCosts:
 def test_prices_follow_what_rows_and_levels_cost() -> None:
     cheap = PricePlanner(costs(1e-5), 0.001).prices(1000, 1)
     dear = PricePlanner(costs(1e-3), 0.001).prices(1000, 1)
-    assert isinstance(cheap, Prices)
-    assert isinstance(dear, Prices)
+    assert isinstance(cheap, TreePrices)
+    assert isinstance(dear, TreePrices)
     assert cheap.row < dear.row
     assert cheap.row == pytest.approx(2.5 / (0.01 + 9e-5 + 0.003 + 0.001) * 1e-5, rel=1e-6)
     slow = PricePlanner(costs(1e-5), 0.01).prices(1000, 1)
-    assert isinstance(slow, Prices)
+    assert isinstance(slow, TreePrices)
     assert slow.level > cheap.level
 
 
@@ -125,8 +127,8 @@ def test_a_plan_that_brings_more_tokens_raises_prices_and_is_restored() -> None:
     for _ in range(50):
         planner.observe(6, 8, 3, 4.0)
     after = planner.prices(64, 1)
-    assert isinstance(before, Prices)
-    assert isinstance(after, Prices)
+    assert isinstance(before, TreePrices)
+    assert isinstance(after, TreePrices)
     assert after.row > before.row
     other = PricePlanner(costs(1e-4), 0.005)
     other.restore(planner.state())
@@ -139,8 +141,8 @@ def test_probabilities_are_trusted_as_far_as_they_came_true() -> None:
         planner.observe(3, 8, 3, 4.0)
         sure.observe(3, 8, 3, 1.0)
     below, above = planner.prices(64, 1), sure.prices(64, 1)
-    assert isinstance(below, Prices)
-    assert isinstance(above, Prices)
+    assert isinstance(below, TreePrices)
+    assert isinstance(above, TreePrices)
     assert below.trust == pytest.approx(0.5, rel=0.05)
     assert above.trust == pytest.approx(2.0, rel=0.05)
     assert above.pays_row(above.row)

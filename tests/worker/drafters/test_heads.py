@@ -242,7 +242,7 @@ def test_own_texts_are_sampled_as_asked(tiny_model: Path) -> None:
 def test_heads_learn_from_own_texts_and_their_distributions(tiny_model: Path, books: Path) -> None:
     target = load_target(locate_model(str(tiny_model)))
     recipe = HeadRecipe(
-        num_steps=40, num_step_rows=256, num_warmup_steps=5, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60
+        num_steps=80, num_step_rows=256, num_warmup_steps=5, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60
     )
     states = training_states(target, books, recipe)
     assert len(states.token_ids) == 4 * 61
@@ -255,7 +255,7 @@ def test_soft_labels_are_what_the_target_expects_in_each_place(tiny_model: Path,
     target = load_target(locate_model(str(tiny_model)))
     states = training_states(target, books, FAST)
     row = torch.tensor([7])
-    weight = 3 * random_weight(64)  # sure of what it says, so that labels of another place cost something else
+    weight = 6 * random_weight(64)  # sure of what it says, so that labels of another place cost something else
     losses = accumulate_gradients(target, weight.requires_grad_(), states, row, soft_labels=True)
     logits = target.model(states.token_ids[None, :20]).logits[0].float()
     for head, state in enumerate(head_states(weight.detach().to(target.dtype), states.hidden[row])):

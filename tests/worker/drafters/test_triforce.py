@@ -9,7 +9,7 @@ import pytest
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from worker.bench.caches import retrieval as retrieval_cache
-from worker.bench.caches.catalogue import DRAFT_CACHES
+from worker.bench.caches.catalogue import PARTIAL_CACHES
 from worker.drafters.base import Drafter
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.triforce.triforce import TriForceOptions, triforce
@@ -49,7 +49,7 @@ def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int =
 
 def hierarchical(target: TargetModel, cache: str = "retrieval", width: int = 1) -> TwoLevelDrafter:
     """Always two draft tokens per middle verification, until there are six; a budget that the text overflows."""
-    options = TriForceOptions(cache=DRAFT_CACHES[cache], budget=48, gammas=(2, 6), width=width)
+    options = TriForceOptions(cache=PARTIAL_CACHES[cache], budget=48, gammas=(2, 6), width=width)
     return triforce(target, free_rows, None, options)
 
 
@@ -101,8 +101,8 @@ def test_a_batch_shares_the_middle_verification(
     sampler = "T=1, penalty"
     sequences = [new_sequence(target, sampler, name, seed) for name, seed in (("a", 5), ("b", 6), ("c", 7))]
     group_counts: list[int] = []
-    draft = target.draft
-    monkeypatch.setattr(target, "draft", lambda groups: group_counts.append(len(groups)) or draft(groups))
+    check = target.check
+    monkeypatch.setattr(target, "check", lambda groups: group_counts.append(len(groups)) or check(groups))
     run(target, hierarchical(target), *sequences)
     assert sequences[0].output_ids.tolist() == plain[sampler]
     assert group_counts.count(3) > group_counts.count(1)
@@ -120,10 +120,10 @@ def test_a_resumed_job_has_the_same_drafts(target: TargetModel, cache: str) -> N
     resumed.restore(sequence, undisturbed.state(sequence))
     trees = [proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed)]
     assert trees[0] == trees[1]
-    ours, theirs = (drafter._tracked["a"].draft_cache for drafter in (undisturbed, resumed))
-    num_slots = ours._num_sequence_slots
-    assert theirs._num_sequence_slots == num_slots
-    assert ours._buffer[:, :, :, :num_slots].equal(theirs._buffer[:, :, :, :num_slots])
+    ours, theirs = (drafter._tracked["a"].partial for drafter in (undisturbed, resumed))
+    num_entries = ours._num_sequence_entries
+    assert theirs._num_sequence_entries == num_entries
+    assert ours._buffer[:, :, :, :num_entries].equal(theirs._buffer[:, :, :, :num_entries])
 
 
 def test_each_middle_verification_checks_gamma_1_tokens_until_there_are_gamma_2(
@@ -136,8 +136,8 @@ def test_each_middle_verification_checks_gamma_1_tokens_until_there_are_gamma_2(
     while sequence.num_generated_tokens == 0:
         engine.step()
     rows: list[int] = []
-    draft = target.draft
-    monkeypatch.setattr(target, "draft", lambda groups: rows.append(len(groups[0])) or draft(groups))
+    check = target.check
+    monkeypatch.setattr(target, "check", lambda groups: rows.append(len(groups[0])) or check(groups))
     tree = proposed(drafter, sequence, 31, 20)
     assert set(rows) == {3}
     assert 6 <= len(tree) <= 8

@@ -35,9 +35,9 @@ def chain_by(table: torch.Tensor, sequence: Sequence, length: int) -> DraftTree:
 def three_levels(sequence: Sequence, _tree: DraftTree) -> list[int]:
     """Our hierarchy: every level draws with the same noise and compares."""
     first = chain_by(DRAFT_TABLE, sequence, 2)
-    _, middle = walk(first, rows_of(MIDDLE_TABLE, sequence, first), TokenSampler(sequence, VOCAB).draw)
+    middle = walk(first, rows_of(MIDDLE_TABLE, sequence, first), TokenSampler(sequence, VOCAB).draw).drawn
     second = DraftTree.chain(middle)
-    return walk(second, rows_of(TABLE, sequence, second), TokenSampler(sequence, VOCAB).draw)[1]
+    return walk(second, rows_of(TABLE, sequence, second), TokenSampler(sequence, VOCAB).draw).drawn
 
 
 @SETTINGS

@@ -14,6 +14,7 @@ from tests import ROOT
 from worker.config import EngineConfig
 from worker.exactness.doctor import Diagnosis, diagnose
 from worker.exactness.verdicts import known_verdict
+from worker.kernels.library import NO_KERNELS, OVERRIDE
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,23 @@ def test_an_exact_machine_is_called_exact_and_remembered(tiny_model: Path) -> No
     assert diagnosis.agreement.summary() in diagnosis.summary()
     assert "every engine, batch and resume gives the same tokens" in diagnosis.summary()
     assert known_verdict(diagnosis.key()) == "exact"
-    other = diagnosis.model_copy(update={"num_threads": 2})
-    assert known_verdict(other.key()) == "not probed"
+    for other in ({"num_threads": 2}, {"instruction_set": "other-bf16", "dtype": "bfloat16"}):
+        assert known_verdict(diagnosis.model_copy(update=other).key()) == "not probed"
+
+
+def test_where_the_kernels_come_from_is_said(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    diagnosis = diagnose(EngineConfig(model=str(tiny_model), dtype="float32", num_threads=1), num_rows=1)
+    assert f"numerics: {diagnosis.numerics}\n" in diagnosis.summary()
+    for changes, words in (
+        ({"numerics": "cpu native f32 1", "instruction_set": "avx2"}, "compiled at install, for avx2; here run "),
+        ({"numerics": "cpu AVX2", "instruction_set": "avx2"}, "torch's, since those for avx2 do not know this kind"),
+        ({"instruction_set": None}, "torch's, since none were compiled; install swiftbatch anew"),
+        ({"device": "cuda"}, "torch's, on a GPU"),
+    ):
+        assert f"\nkernels: {words}" in diagnosis.model_copy(update=changes).summary()
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    assert "torch leaves them out" in diagnosis.model_copy(update={"instruction_set": None}).summary()
 
 
 COMMAND = ("-m", "scheduler.cli")
@@ -42,7 +58,7 @@ def doctor(*args: str, program: tuple[str, ...] = COMMAND) -> subprocess.Complet
     """The command on a machine without a GPU, its output in pipes."""
     command = [sys.executable, *program, "doctor", *args]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"PYTHONPATH": str(ROOT)} | ({"SWIFTBATCH_ISA": "torch"} if program == ON_SPOILT_ATTENTION else {})
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 

@@ -12,6 +12,7 @@ from worker.exactness.agreement import Agreement, compare
 from worker.model.files import ModelFiles
 from worker.model.kinds import SUPPORTED_KINDS
 from worker.target.target import TargetModel
+from worker.target.transformers_forwards import TransformersForwards
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
@@ -76,12 +77,15 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 def tiny_target(kind: str, dtype: torch.dtype = torch.float32, window: int = 100) -> TargetModel:
     model = tiny_model(tiny_config(kind, window), dtype)
-    return TargetModel(model, ModelFiles(kind, Path(kind), "0" * 64, "0" * 64, NUM_POSITIONS, VOCAB_SIZE))
+    files = ModelFiles(kind, Path(kind), "0" * 64, "0" * 64, NUM_POSITIONS, VOCAB_SIZE)
+    return TargetModel(TransformersForwards(model, files), files)
 
 
 def asks_for(target: TargetModel) -> str:
     """What a kind's attention needs beside keys and values, in words."""
-    words = sorted({"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in target.spans)
+    words = sorted(
+        {"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in target.transformers.spans
+    )
     config = target.model.config
     if getattr(config, "attn_logit_softcapping", None):
         words.append("soft cap")

@@ -18,7 +18,7 @@ from worker.model import layer_needs
 from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
 from worker.target.span import FULL, Span
-from worker.target.target import TargetModel
+from worker.target.transformers_forwards import TransformersForwards
 
 PAGE = ROOT / "docs" / "models.md"
 FILES = ModelFiles("some-model", Path(), "0" * 64, "0" * 64, 1024, 97)
@@ -49,7 +49,7 @@ def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
 def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked])
     if asked == "span":
-        target.spans = [FULL] * len(target.spans)
+        target.transformers.spans = [FULL] * len(target.transformers.spans)
     else:
         from worker.target import attention
 
@@ -61,7 +61,7 @@ def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, mo
 def test_doctor_s_words_for_a_forward_that_is_another_one() -> None:
     target = tiny_target("mistral")
     assert compare(target).summary().startswith("the forward agrees with that of transformers: ")
-    target.spans = [FULL] * len(target.spans)
+    target.transformers.spans = [FULL] * len(target.transformers.spans)
     assert compare(target).summary().startswith("THE FORWARD IS NOT THAT OF TRANSFORMERS: ")
 
 
@@ -88,7 +88,7 @@ def test_experts_in_bf16_are_exact_too() -> None:
     ],
 )
 def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, window: int, spans: set[Span]) -> None:
-    assert set(tiny_target(kind, window=window).spans) == spans
+    assert set(tiny_target(kind, window=window).transformers.spans) == spans
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_a_layer_asks_for_and_is_not_known_is_refused_when_it_is_loaded(kin
     """The second guard, for a kind that was let in by its name."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
     with pytest.raises(ModelError, match=f"some-model: it needs an attention that is not supported: {reason}"):
-        TargetModel(model, FILES)
+        TransformersForwards(model, FILES)
 
 
 def test_a_model_that_fails_on_its_first_tokens_is_told_with_the_reason() -> None:
@@ -152,4 +152,4 @@ def test_a_config_that_asks_for_two_directions_is_refused() -> None:
     config = tiny_config("llama")
     config.is_causal = False
     with pytest.raises(ModelError, match="its mask shows a row others"):
-        TargetModel(AutoModelForCausalLM.from_config(config), FILES)
+        TransformersForwards(AutoModelForCausalLM.from_config(config), FILES)

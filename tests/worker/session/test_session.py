@@ -47,7 +47,7 @@ def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
 def test_finished_jobs_have_results_and_no_checkpoints(run: Run, tiny_model: Path) -> None:
     jobs = [record("fox"), record("dog")]
     report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in jobs))
-    assert {progress.job_id for progress in report.finished} == run.finished() == {job.job_id for job in jobs}
+    assert {progress.job_id for progress in report.finished} == run.ended()[0] == {job.job_id for job in jobs}
     assert run.store.list("checkpoints") == []
     found = body(run, jobs[0])
     assert found["usage"]["completion_tokens"] == NUM_TOKENS
@@ -75,7 +75,7 @@ def test_cancelled_jobs_are_dropped_without_a_result(run: Run, tiny_model: Path)
     worker.work(Orders(cancelled=(fox.job_id, "unknown")), 0.0)
     report = to_the_end(worker)
     assert [progress.job_id for progress in report.finished] == [dog.job_id]
-    assert run.finished() == {dog.job_id}
+    assert run.ended()[0] == {dog.job_id}
 
 
 def test_the_metrics_endpoint_shows_what_was_generated(run: Run, tiny_model: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_overtaken_attempt_writes_no_result_and_leaves_its_successor_alone(
     [(job_id, reason)] = report.failed
     assert (job_id, reason) == (job.job_id, "attempt 1 was overtaken by attempt 2")
     assert stale.engine.counters.num_stale_attempt_rejections == 1
-    assert not run.finished()
+    assert not run.ended()[0]
     assert "0002" in run.store.list(f"checkpoints/{job.job_id}")
     to_the_end(successor)
     assert digest(run, job) == undisturbed

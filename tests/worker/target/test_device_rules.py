@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker.exactness.numerics import describe_numerics
 from worker.exactness.probe import probe_rows
 from worker.exactness.verdicts import verdict_key
 from worker.model.files import locate_model
 from worker.target import attention, attention_kernel, hardware, step_costs
+from worker.target.loading import DTYPES, load_transformers
 from worker.target.step_costs import PROBE_LENGTHS, measure_step_costs
 from worker.target.target import TargetModel
 from worker.target.tiles import TILE_ROWS, needs_whole_tiles
@@ -24,12 +24,14 @@ VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu J
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Path) -> dict[str, TargetModel]:
-    return {dtype: TargetModel.load(locate_model(str(tiny_model)), dtype, "cpu") for dtype in ("bfloat16", "float32")}
+    """As `transformers` runs it."""
+    files, cpu = locate_model(str(tiny_model)), torch.device("cpu")
+    return {name: TargetModel(load_transformers(files, dtype, cpu), files) for name, dtype in DTYPES.items()}
 
 
-def test_off_the_cpu_every_forward_has_the_same_number_of_rows_in_any_dtype(tiny: dict[str, TargetModel]) -> None:
-    assert not tiny["bfloat16"].pads_rows
-    assert tiny["float32"].pads_rows
+def test_off_the_cpu_every_forward_has_the_same_number_of_rows_in_any_dtype() -> None:
+    assert not needs_whole_tiles("cpu", torch.bfloat16)
+    assert needs_whole_tiles("cpu", torch.float32)
     assert all(needs_whole_tiles("cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
 
 
@@ -61,8 +63,8 @@ def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(
     tiny: dict[str, TargetModel], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny[dtype]
-    assert describe_numerics(target, 1).endswith(", attention by definition")
-    monkeypatch.setattr(target, "pads_rows", True)  # layers this small are not row-exact in bf16
+    assert target.forwards.numerics.endswith(", attention by definition")
+    monkeypatch.setattr(target.forwards, "_pads_rows", True)  # layers this small are not row-exact in bf16
     assert probe_rows(target, num_rows=120, seed=2).num_differing == 0
 
 
@@ -88,7 +90,7 @@ def test_large_caches_are_timed_at_all_lengths_in_the_memory_of_one_layer(
 
 
 def test_a_verdict_belongs_to_the_gpu_s_name_and_size_its_driver_and_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware, "has_cuda", lambda: True)
     monkeypatch.setattr(hardware, "driver_version", lambda: "570.86.15")
     monkeypatch.setattr(hardware, "cublas_version", lambda: "12.8.4.1")
     keys = set()
@@ -96,8 +98,20 @@ def test_a_verdict_belongs_to_the_gpu_s_name_and_size_its_driver_and_cublas(monk
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index, gpu=gpu: gpu)
         found = hardware.hardware_of.__wrapped__("cuda")
         assert found == f"{GPU.name} with {gpu.multi_processor_count} SMs, driver 570.86.15, cuBLAS 12.8.4.1"
-        keys.add(verdict_key("f", "bfloat16", "cuda", 1, found, "2.13.0"))
+        keys.add(verdict_key("f", "bfloat16", "cuda", 1, found, "2.13.0", ""))
     assert len(keys) == 2
+
+
+def test_torch_s_words_for_this_machine_are_known_without_torch() -> None:
+    assert hardware.cpu_capability() == torch.backends.cpu.get_cpu_capability()
+    assert ("avx512_bf16" in hardware.hardware_of("cpu")) == torch.cpu._is_avx512_bf16_supported()
+    assert (" amx" in hardware.hardware_of("cpu")) == torch.cpu._is_amx_tile_supported()
+    assert hardware.has_cuda() == torch.cuda.is_available()
+
+
+def test_what_a_shell_says_of_torch_s_instructions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert hardware.cpu_capability() == torch.backends.cpu.get_cpu_capability()
 
 
 def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,12 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=150, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
 FAST = GriffinRecipe(num_steps=6, single_pass_share=0.0, window_length=48, num_warmup_steps=2, texts=TEXTS)
 CPU = torch.device("cpu")
+
+HASS_RECIPE = GriffinRecipe(align_top_k=None, fusion="none", has_token_enhanced_head=False)
+"""HASS: the draft model's own features in training, without token alignment and on EAGLE's draft model."""
+
+EAGLE2_RECIPE = replace(HASS_RECIPE, num_passes=1)
+"""EAGLE-2: the target's features only."""
 
 
 def untrained(target: TargetModel, recipe: GriffinRecipe = FAST) -> GriffinModel:

@@ -11,9 +11,19 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from tests.worker.training.griffin_training_parts import CPU, FAST, SENTENCE, TEXTS, silent, text, untrained
+from tests.worker.training.griffin_training_parts import (
+    CPU,
+    EAGLE2_RECIPE,
+    FAST,
+    HASS_RECIPE,
+    SENTENCE,
+    TEXTS,
+    silent,
+    text,
+    untrained,
+)
 from worker.drafters.griffin.model import GriffinModel
-from worker.drafters.griffin.window import NUM_SLOTS, window_start
+from worker.drafters.griffin.window import NUM_ENTRIES, window_start
 from worker.model.files import locate_model
 from worker.noise import GumbelNoise
 from worker.sampling import draw
@@ -26,7 +36,7 @@ from worker.training.griffin.accuracy import NUM_FORWARDS, WAYS, measure_accurac
 from worker.training.griffin.features import griffin_features
 from worker.training.griffin.loss import accumulate_gradients, token_loss
 from worker.training.griffin.passes import forward_passes
-from worker.training.griffin.recipe import EAGLE2_RECIPE, HASS_RECIPE, GriffinRecipe
+from worker.training.griffin.recipe import GriffinRecipe
 from worker.training.griffin.windows import Windows, WindowSource, windows_in_use
 from worker.training.heads.recipe import OWN_SAMPLING
 from worker.training.heads.texts import Text, hidden_states, load_target
@@ -145,8 +155,8 @@ def test_in_use_every_row_is_seen_once_behind_the_sinks_and_its_window(tiny_targ
     token_ids = whole.token_ids.long()
     for windows, new in windows_in_use(whole, CPU):
         length = windows.token_ids.shape[1]
-        assert length <= NUM_SLOTS
-        assert windows.slots().tolist() == [list(range(length))]
+        assert length <= NUM_ENTRIES
+        assert windows.entries().tolist() == [list(range(length))]
         for row in range(new, length):
             start = window_start(position + 1)
             seen = torch.cat([token_ids[: min(64, position + 1)], token_ids[start : position + 1]])

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from scheduler.commands.train import _griffin_recipe, griffin
-from tests.worker.training.griffin_training_parts import FAST, SENTENCE, TEXTS, command, records, weights
+from tests.worker.training.griffin_training_parts import (
+    EAGLE2_RECIPE,
+    FAST,
+    HASS_RECIPE,
+    SENTENCE,
+    TEXTS,
+    command,
+    records,
+    weights,
+)
 from worker.drafters.griffin.model import GriffinConfig
 from worker.drafters.griffin.weights import load_griffin
 from worker.model.files import GRIFFIN_FILE, ModelError, locate_model
@@ -19,7 +28,7 @@ from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError
 from worker.training.griffin import training
 from worker.training.griffin.accuracy import WAYS
-from worker.training.griffin.recipe import EAGLE2_RECIPE, GRIFFIN_RECIPE, HASS_RECIPE, GriffinRecipe
+from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from worker.training.griffin.state import LOG, STATE
 from worker.training.griffin.training import train_griffin
 from worker.training.heads.recipe import OWN_SAMPLING
@@ -82,7 +91,7 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
 
 
 def test_training_makes_drafts_better_at_every_depth(tiny_model: Path, books: Path, tmp_path: Path) -> None:
-    recipe = replace(FAST, num_steps=25, base_learning_rate=1e-5, texts=replace(TEXTS, num_own_texts=0))
+    recipe = replace(FAST, num_steps=35, base_learning_rate=1e-5, texts=replace(TEXTS, num_own_texts=0))
     said = train(tiny_model, books, tmp_path / "griffin", recipe)
     log = records(tmp_path / "griffin")
     losses = [record["losses"][0] for record in log if "losses" in record]

@@ -1,7 +1,7 @@
-"""Draft caches of TriForce: retrieved chunks, and the policies that it is compared with (4.1, table 1).
+"""The caches that drafts see in TriForce: retrieved chunks, and the policies that it is compared with (4.1, table 1).
 
-Each differs from TokenSwift's partial cache in what it chooses alone: the chunks that the newest token's query attends
-to most by their mean keys; the newest positions (StreamingLLM); the positions that had most attention so far, of which
+Each differs from the importance cache in what it chooses alone: the chunks that the newest token's query attends to
+most by their mean keys; the newest positions (StreamingLLM); the positions that had most attention so far, of which
 what was evicted never comes back (H2O).
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from worker.bench.caches.partial import PartialKVCache
+from worker.bench.caches.importance import ImportanceKVCache
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
-from worker.caches.draft_cache import NUM_PINNED, Queries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED, Queries
 from worker.sequence import Sequence
 
 CHUNK_SIZE = 8
@@ -20,7 +20,7 @@ STRIDE = 256  # positions from one build to the next
 OBSERVED_EVERY = 64  # positions from one query to the next that H2O's sums of attention take in
 
 
-class RetrievalKVCache(PartialKVCache):
+class RetrievalKVCache(ImportanceKVCache):
     """Whole chunks, best first. Whatever was left out may come back at the next build."""
 
     def __init__(self, shape: CacheShape, budget: int, sequence: Sequence, chunk_size: int = CHUNK_SIZE) -> None:
@@ -39,7 +39,7 @@ class RetrievalKVCache(PartialKVCache):
         return positions.flatten(-2), NUM_PINNED + num_chunks * self._chunk_size
 
 
-class StreamingKVCache(PartialKVCache):
+class StreamingKVCache(ImportanceKVCache):
     """The pinned and the newest positions (Xiao et al. 2023)."""
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
@@ -47,7 +47,7 @@ class StreamingKVCache(PartialKVCache):
         return newest.expand(self.shape.num_layers, self.shape.num_kv_heads, -1), length
 
 
-class HeavyHitterKVCache(PartialKVCache):
+class HeavyHitterKVCache(ImportanceKVCache):
     """Half of the budget is the newest positions, half those with the largest sums of attention (Zhang et al. 2023).
 
     The sums take in every 64th query; positions are evicted as those come, each head on its own, and stay evicted.

@@ -24,8 +24,6 @@ DRAIN_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What a worker did in one turn."""
-
     num_tokens: int
     seconds: float
     num_peak_bytes: int  # of resident memory, above that at its beginning
@@ -76,7 +74,6 @@ class BenchWorker:
 
     @property
     def num_state_bytes(self) -> int:
-        """Bytes of state written so far."""
         return self._session.engine.counters.checkpoint_bytes["state"]
 
     def generate_to(self, num_tokens: int) -> Turn:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-from rich.box import SIMPLE_HEAD
+from pydantic import Field
 from rich.table import Table
 
+from jobs.frozen import Frozen
 from worker.bench.checkpoints.bench_worker import BenchWorker, Turn, make_run
-from worker.bench.engine import BenchError
-from worker.bench.options import BenchOptions, Positions
+from worker.bench.options import BenchOptions, Positions, check_length
+from worker.bench.tables import new_table
 from worker.bench.text import text_tokens
 from worker.config import EngineConfig
 from worker.model.files import locate_model
@@ -35,15 +35,12 @@ class CheckpointBenchOptions(BenchOptions):
     text: Path
 
     def engine_config(self, checkpoint: Literal["tokens", "state"]) -> EngineConfig:
-        """A worker's configuration with one of the two kinds of checkpoint."""
         fields = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "checkpoint_tokens"})
         return EngineConfig(checkpoint=checkpoint, **fields)
 
 
-class CheckpointRecord(BaseModel):
+class CheckpointRecord(Frozen):
     """Figures at one position. `overhead`: time with state over time without, less 1; the median of the rounds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     position: int
     tokens_ms_per_token: float
@@ -63,10 +60,7 @@ def run_checkpoint_bench(
     """Measure at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
     files = locate_model(options.model)
     num_tokens = (options.num_rounds + 3) * options.checkpoint_tokens
-    if options.positions[-1] + num_tokens > files.max_positions:
-        raise BenchError(
-            f"position {options.positions[-1]} + {num_tokens} tokens: {files.name} has {files.max_positions} positions"
-        )
+    check_length(files, options.positions[-1], num_tokens)
     text = text_tokens(options.text, files, options.positions[-1])
     records = []
     for position in options.positions:
@@ -104,7 +98,7 @@ def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> Ch
         tokens_ms_per_token=round(statistics.median(tokens_ms), 3),
         state_ms_per_token=round(statistics.median(state_ms), 3),
         overhead=round(statistics.median(s / t for t, s in zip(tokens_ms, state_ms, strict=True)) - 1, 4),
-        segment_bytes=_largest_segment(folder / "state"),
+        segment_bytes=max(path.stat().st_size for path in (folder / "state").glob("checkpoints/*/*/kv-*")),
         num_bytes_per_token=round(num_state_bytes / sum(turn.num_tokens for _, turn in rounds), 1),
         num_peak_bytes_above=round(statistics.median(s.num_peak_bytes - t.num_peak_bytes for t, s in rounds)),
         kv_seconds=round(kv_seconds, 3),
@@ -125,16 +119,9 @@ def _rounds(pair: list[BenchWorker], options: CheckpointBenchOptions) -> Iterato
         yield turns[pair[0]], turns[pair[1]]
 
 
-def _largest_segment(run_folder: Path) -> int:
-    return max(path.stat().st_size for path in run_folder.glob("checkpoints/*/*/kv-*"))
-
-
 def render(records: list[CheckpointRecord]) -> Table:
-    """A table for people."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     headers = ("position", "tokens\nms", "state\nms", "over-\nhead", "segment\nMiB", "peak\nMiB", "kv\ns", "replay\ns")
-    for header in (*headers, "same\ntokens"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = new_table("", (), (*headers, "same\ntokens"))
     for record in records:
         table.add_row(
             str(record.position),

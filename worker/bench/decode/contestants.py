@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,21 +31,6 @@ class Timing:
             self.num_steps += num_steps
 
 
-class Contestant(Protocol):
-    """Generates in rounds, each going on where its last one ended."""
-
-    name: str
-    timing: Timing
-
-    def generate_to(self, num_tokens: int) -> None:
-        """Generate until there are at least `num_tokens` tokens in all, and take the time."""
-
-    def token_ids(self) -> np.ndarray:
-        """The generated tokens, `[num_generated] int64`."""
-
-    def counters(self) -> EngineCounters: ...
-
-
 class EngineContestant:
     """One drafter on the shared cache of all. Between rounds it keeps only its own positions behind the text."""
 
@@ -59,24 +43,24 @@ class EngineContestant:
         self._sequence = sequence
         self._own = OwnPositions(cache)
         self._engine = BenchEngine(target, drafter)
+        self.counters = self._engine.counters
         self._engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:
+        """Generate until there are at least `num_tokens` tokens in all, and take the time."""
         self._own.put_back()
-        num_steps = self._engine.counters.num_steps
+        num_steps = self.counters.num_steps
         _wait(self._target.device)
         started = time.perf_counter()
         while self._sequence.num_generated_tokens < num_tokens:
             self._engine.step()
         _wait(self._target.device)
-        self.timing.add(time.perf_counter() - started, self._engine.counters.num_steps - num_steps)
+        self.timing.add(time.perf_counter() - started, self.counters.num_steps - num_steps)
         self._own.take_away()
 
     def token_ids(self) -> np.ndarray:
+        """The generated tokens, `[num_generated] int64`."""
         return self._sequence.output_ids
-
-    def counters(self) -> EngineCounters:
-        return self._engine.counters
 
 
 class TransformersContestant:
@@ -101,7 +85,7 @@ class TransformersContestant:
             self._cache.update(keys, values, index)
         self._last = int(sequence.token_ids[-1])
         self._generated: list[int] = []
-        self._counters = EngineCounters()
+        self.counters = EngineCounters()
 
     @torch.inference_mode()
     def generate_to(self, num_tokens: int) -> None:
@@ -116,14 +100,14 @@ class TransformersContestant:
         _wait(self._device)
         seconds = time.perf_counter() - started
         self.timing.add(seconds, num_steps)
-        self._counters.num_steps += num_steps
-        self._counters.step_seconds["verify"] += seconds
+        self.counters.num_steps += num_steps
+        self.counters.step_seconds["verify"] += seconds
 
     def token_ids(self) -> np.ndarray:
         return np.array(self._generated, dtype=np.int64)
 
-    def counters(self) -> EngineCounters:
-        return self._counters
+
+Contestant = EngineContestant | TransformersContestant
 
 
 def _wait(device: torch.device) -> None:

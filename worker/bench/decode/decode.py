@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import Field, field_validator, model_validator
 
 from jobs.sampling import SamplingParams
 from worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
 from worker.bench.decode.records import DecodeRecord, make_records
-from worker.bench.engine import BenchError
-from worker.bench.long.records import write_json
-from worker.bench.options import BenchOptions, Positions
+from worker.bench.options import BenchOptions, Positions, check_length
 from worker.bench.text import own_tokens, text_tokens
 from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter
-from worker.engine import read
+from worker.engine import read_tile
 from worker.model.files import locate_model
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs, step_costs_of
@@ -67,12 +64,8 @@ def run_decode_bench(
     """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
     files = locate_model(options.model)
     highest = options.positions[-1]
-    if highest + options.num_tokens > files.max_positions:
-        raise BenchError(
-            f"position {highest} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
-        )
-    torch.set_num_threads(options.num_threads)
-    target = TargetModel.load(files, options.dtype, options.device)
+    check_length(files, highest, options.num_tokens)
+    target = options.load(files)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
     costs = step_costs_of(target)
@@ -80,24 +73,22 @@ def run_decode_bench(
     cache = target.new_cache(highest + options.num_tokens)
     records: list[DecodeRecord] = []
     for position in options.positions:
-        report(f"position {position}: filling the cache, then {options.num_tokens} tokens with each engine")
-        fill(target, cache, text[:position], list(drafters.values()))
+        report(f"position {position}: reading the text, then {options.num_tokens} tokens with each engine")
+        read_tokens(target, cache, text[:position], list(drafters.values()))
         contestants = list(_contestants(options, target, costs, cache, text[:position], drafters))
         _compete(contestants, options.num_tokens)
         records += make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
-    if options.json_path is not None:
-        settings = options.model_dump(mode="json", exclude={"json_path"})
-        results = {"results": [record.model_dump() for record in records]}
-        write_json(options.json_path, results, settings | {"num_warmup_tokens": NUM_WARMUP_TOKENS}, target)
+    results = {"results": [record.model_dump() for record in records]}
+    options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)
     return records
 
 
-def fill(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
-    """Prefill all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
+def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
+    """Read all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
     known = np.array(token_ids[:-1])
     while cache.length < len(known):
-        read(target, cache, known, drafters)
+        read_tile(target, cache, known, drafters)
 
 
 def _compete(contestants: list[Contestant], num_tokens: int) -> None:
@@ -142,5 +133,5 @@ def _warm_drafters(target: TargetModel, costs: Costs, options: DecodeBenchOption
     if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
         other_job = own_tokens(target, num_tokens)
-        fill(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
+        read_tokens(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
     return drafters

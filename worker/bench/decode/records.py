@@ -1,30 +1,22 @@
-"""The figures of a decoding benchmark: records, JSON file, table."""
+"""The figures of a decoding benchmark: records and table."""
 
 from __future__ import annotations
 
-import platform
 import statistics
 from collections.abc import Sequence as Many
-from typing import Any
 
-import numpy as np
-import torch
-import transformers
-from pydantic import BaseModel, ConfigDict
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from jobs.frozen import Frozen
 from worker.bench.decode.contestants import Contestant
 from worker.bench.engine import digest
-from worker.target.target import TargetModel
 
 BASELINE = "autoregressive"
 
 
-class DecodeRecord(BaseModel):
+class DecodeRecord(Frozen):
     """One engine at one position. `speedup` is over `autoregressive` in the same run, None where that did not run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: str
     position: int
@@ -44,7 +36,6 @@ class DecodeRecord(BaseModel):
 
 
 def make_records(contestants: Many[Contestant], position: int, temperature: float) -> list[DecodeRecord]:
-    """Records of all contestants at one position."""
     times = {contestant.name: _ms_per_token(contestant) for contestant in contestants}
     baseline = times.get(BASELINE)
     return [_record(contestant, position, temperature, times[contestant.name], baseline) for contestant in contestants]
@@ -58,7 +49,7 @@ def _ms_per_token(contestant: Contestant) -> float:
 def _record(
     contestant: Contestant, position: int, temperature: float, ms_per_token: float, baseline: float | None
 ) -> DecodeRecord:
-    counters = contestant.counters()
+    counters = contestant.counters
     token_ids = contestant.token_ids()
     phases = {f"{name}_ms": 1000 * s / counters.num_steps for name, s in counters.step_seconds.items()}
     return DecodeRecord(
@@ -76,21 +67,6 @@ def _record(
         num_steps=counters.num_steps,
         **phases,
     )
-
-
-def machine(target: TargetModel) -> dict[str, Any]:
-    """What figures depend on beside the settings: device, model and versions."""
-    return {
-        "device": str(target.device) if target.device.type == "cpu" else torch.cuda.get_device_name(target.device),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "model_fingerprint": target.files.fingerprint,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": np.__version__,
-        },
-    }
 
 
 def render(records: Many[DecodeRecord]) -> Table:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from worker.bench.griffin.plot import plot
 from worker.bench.griffin.tables import ArmKey, Results, render, summary
 from worker.bench.griffin.variants import Training, train_variants
 from worker.bench.long.long import Report
-from worker.bench.long.records import write_json
-from worker.bench.options import BenchOptions
+from worker.bench.options import BenchOptions, check_length
 from worker.bench.text import encode, read_text
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
@@ -74,7 +73,6 @@ class GriffinAblationOptions(BenchOptions):
 
     @property
     def seeds(self) -> range:
-        """Of the trainings."""
         num_seeds = NUM_ORDER_SEEDS if self.layout.layout == "order" else 1
         return range(self.seed, self.seed + (self.num_seeds or num_seeds))
 
@@ -89,14 +87,14 @@ def run_griffin_ablation(
     files = locate_model(options.model)
     prompts = _prompts(options, files)
     _make_folders(options)
-    torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(options.num_threads)  # for the trainings
     results = Results(_train(options, files, recipe, report))
-    target = TargetModel.load(files, options.dtype, options.device)
+    target = options.load(files)
     costs = step_costs_of(target)
     _save(options, results, target)
     behind = [_read(options, target, prompt, number, report) for number, prompt in enumerate(prompts)]
-    for key, training in _arms(options.layout, results.trainings):
-        drafting = OPTIONS[key.plan]
+    for training, temperature, plan in product(results.trainings, TEMPERATURES, options.layout.plans):
+        key, drafting = ArmKey(training.row, training.seed, temperature, plan), OPTIONS[plan]
         pairs = [arms.run(griffin(target, costs, training.folder, drafting), key.temperature) for arms in behind]
         results.figures[key] = GriffinFigures.of(pairs)
         report(summary(key, results.figures[key]))
@@ -108,10 +106,7 @@ def _prompts(options: GriffinAblationOptions, files: ModelFiles) -> list[Prompt]
     """Stretches from all over the text; none where no arm generates. Raises BenchError where the text is too short."""
     if options.text is None or not options.layout.plans:
         return []
-    if options.prefill + options.num_tokens > files.max_positions:
-        raise BenchError(
-            f"{options.prefill} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
-        )
+    check_length(files, options.prefill, options.num_tokens)
     ids = encode(files, read_text(options.text))
     between = len(ids) // options.num_prompts
     if between < options.prefill:
@@ -153,13 +148,6 @@ def _read(
     return PromptArms(target, [read], options.num_tokens, num_plain, options.seed + number)
 
 
-def _arms(table: GriffinTable, trainings: list[Training]) -> Iterator[tuple[ArmKey, Training]]:
-    for training in trainings:
-        for temperature in TEMPERATURES:
-            for plan in table.plans:
-                yield ArmKey(training.row, training.seed, temperature, plan), training
-
-
 def _compared(options: GriffinAblationOptions) -> str:
     num_plain = num_plain_tokens(options.num_tokens, options.prefill)
     return (
@@ -169,15 +157,12 @@ def _compared(options: GriffinAblationOptions) -> str:
 
 
 def _save(options: GriffinAblationOptions, results: Results, target: TargetModel) -> None:
-    if options.json_path is not None:
-        settings = options.model_dump(mode="json", exclude={"json_path", "plot_path"})
-        write_json(options.json_path, _documents(results), settings, target)
+    options.write(_documents(results), target)
     if options.plot_path is not None:
         plot(options.layout, results.trainings, options.plot_path)
 
 
 def _documents(results: Results) -> dict[str, Any]:
-    """The trainings and the arms that have run."""
     trainings = [asdict(training) | {"folder": training.folder.name} for training in results.trainings]
     arms = [key._asdict() | {"figures": figures.model_dump()} for key, figures in results.figures.items()]
     return {"trainings": trainings, "arms": arms}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
+from jobs.frozen import Frozen
 from worker.bench.engine import digest
-from worker.bench.triforce.generation import Moment, PromptGeneration
+from worker.bench.triforce.generation import PromptGeneration
 
 DIGITS = 4
-Number = TypeVar("Number", int, float)
 
 
 def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:
@@ -24,13 +20,11 @@ def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, leve
     return plain_ms / (verify_ms + num_levels * level_ms) * tau
 
 
-class GriffinFigures(BaseModel):
+class GriffinFigures(Frozen):
     """Generations of one sequence each, next to plain decoding of their first tokens.
 
     All counts and times begin behind the first step, which reads what the draft model sees.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int  # behind all prompts
     num_plain_tokens: int
@@ -73,34 +67,30 @@ class GriffinFigures(BaseModel):
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Total:
     """Generations behind their first steps, added up."""
 
-    num_tokens: int
-    num_steps: int
-    num_nodes: int
-    num_levels: int
-    seconds: float
-    verify_seconds: float
-    draft_seconds: float
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_nodes: int = 0
+    num_levels: int = 0
+    seconds: float = 0.0
+    verify_seconds: float = 0.0
+    draft_seconds: float = 0.0
 
     @classmethod
     def of(cls, generations: list[PromptGeneration]) -> _Total:
-        spans = [generation.span for generation in generations]
-
-        def gained(measure: Callable[[Moment], Number]) -> Number:
-            return sum((measure(last) - measure(first) for first, last in spans), start=0)
-
-        return cls(
-            num_tokens=gained(lambda moment: moment.num_tokens),
-            num_steps=gained(lambda moment: moment.num_steps),
-            num_nodes=gained(lambda moment: moment.num_draft_tokens),
-            num_levels=gained(lambda moment: moment.draft.num_levels),
-            seconds=gained(lambda moment: moment.seconds),
-            verify_seconds=gained(lambda moment: moment.step_seconds["verify"]),
-            draft_seconds=gained(lambda moment: sum(moment.draft.seconds.values())),
-        )
+        total = cls()
+        for first, last in (generation.span for generation in generations):
+            total.num_tokens += last.num_tokens - first.num_tokens
+            total.num_steps += last.num_steps - first.num_steps
+            total.num_nodes += last.num_draft_tokens - first.num_draft_tokens
+            total.num_levels += last.draft.num_levels - first.draft.num_levels
+            total.seconds += last.seconds - first.seconds
+            total.verify_seconds += last.step_seconds["verify"] - first.step_seconds["verify"]
+            total.draft_seconds += sum(last.draft.seconds.values()) - sum(first.draft.seconds.values())
+        return total
 
     @property
     def ms_per_token(self) -> float:

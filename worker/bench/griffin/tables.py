@@ -13,7 +13,7 @@ from rich.table import Table
 from worker.bench.griffin.catalogue import MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
 from worker.bench.griffin.figures import GriffinFigures
 from worker.bench.griffin.variants import Training
-from worker.bench.triforce.tables import new_table
+from worker.bench.tables import new_table
 
 FORMULA_NOTE = (
     "t: plain decoding's forward; t tree: over a tree; t draft: one of d draft levels. The formula is "
@@ -22,8 +22,6 @@ FORMULA_NOTE = (
 
 
 class ArmKey(NamedTuple):
-    """A training and a way of drafting with it."""
-
     row: str
     seed: int
     temperature: float
@@ -32,8 +30,6 @@ class ArmKey(NamedTuple):
 
 @dataclass
 class Results:
-    """What is there so far."""
-
     trainings: list[Training] = field(default_factory=list)
     figures: dict[ArmKey, GriffinFigures] = field(default_factory=dict)
 

@@ -49,9 +49,9 @@ def train_variants(
             folder = work / f"{variant.name}-{seed}"
             report(f"{row}, seed {seed}: training in {folder}")
             train_griffin(files.name, data, folder, own, report, work / FEATURES)
-            trainings.append(
-                Training(row, seed, folder, own, accuracy_of(TrainingFolder(folder, files.fingerprint, own)))
-            )
+            log = TrainingFolder(folder, files.fingerprint, own).records()
+            accuracy = [AccuracyRecord(**record) for record in log if record.get("when") == "after"]
+            trainings.append(Training(row, seed, folder, own, accuracy))
     return trainings
 
 
@@ -63,8 +63,3 @@ def recipe_of(variant: Variant, base: GriffinRecipe, seed: int, target: PreTrain
     if variant.expansion is not None:
         changes["expansion_size"] = expansions[variant.expansion]
     return replace(base, seed=seed, **changes)
-
-
-def accuracy_of(folder: TrainingFolder) -> list[AccuracyRecord]:
-    """What a training's log has of the accuracy after it."""
-    return [AccuracyRecord(**record) for record in folder.records() if record.get("when") == "after"]

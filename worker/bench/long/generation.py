@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from jobs.sampling import SamplingParams
-from worker.bench.decode.decode import fill
+from worker.bench.decode.decode import read_tokens
 from worker.bench.engine import BenchEngine, digest
 from worker.bench.long.plain_windows import PlainWindows
 from worker.bench.long.records import Figures, LongRecord, LongResult, Mark
@@ -33,27 +33,22 @@ class LongGeneration:
         self._drafter = drafter
         self._reuse = reuse
         self._num_draft_depth = 0
-        self._sequence = Sequence("long", prompt_ids, sampling, target.vocab_size, target.device)
-        self._cache = target.new_cache(self._sequence.max_length)
+        self.sequence = Sequence("long", prompt_ids, sampling, target.vocab_size, target.device)
+        self.cache = target.new_cache(self.sequence.max_length)
         started = time.perf_counter()
-        fill(target, self._cache, prompt_ids, [drafter])
-        self._prefill_seconds = time.perf_counter() - started
+        read_tokens(target, self.cache, prompt_ids, [drafter])
+        self._read_seconds = time.perf_counter() - started
         self._engine = BenchEngine(target, drafter)
         started = time.perf_counter()
-        self._engine.start(self._sequence, self._cache)
-        self._seconds = time.perf_counter() - started
+        self._engine.start(self.sequence, self.cache)
+        self.seconds = time.perf_counter() - started  # so far, pauses left out
         self._marks: list[Mark] = []
         self._recorded: list[Mark] = []
         self._records: list[LongRecord] = []
 
     @property
     def num_tokens(self) -> int:
-        return self._sequence.num_generated_tokens
-
-    @property
-    def seconds(self) -> float:
-        """Time so far, pauses left out."""
-        return self._seconds
+        return self.sequence.num_generated_tokens
 
     def run_to(self, num_tokens: int) -> None:
         """Generate until there are at least `num_tokens` tokens, and mark it."""
@@ -61,12 +56,8 @@ class LongGeneration:
         while self.num_tokens < num_tokens:
             for _, verification in self._engine.step():  # ends with its tokens on the host: clocks are right on a GPU
                 self._num_draft_depth += max(verification.tree.depths(), default=0)
-        self._seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
         self._marks.append(self._mark())
-
-    def decode_plainly(self, plain: PlainWindows) -> None:
-        """Let plain decoding go on from here for a moment."""
-        plain.measure(self._sequence, self._cache)
 
     def record(self, plain: PlainWindows) -> LongRecord:
         """Figures since the record before and since the start."""
@@ -78,18 +69,17 @@ class LongGeneration:
                 num_tokens=now.num_tokens,
                 window=Figures.between(before, now, plain),
                 total=Figures.between(start, now, plain),
-                distinct=distinct(self._sequence.output_ids),
+                distinct=distinct(self.sequence.output_ids),
             )
         )
         return self._records[-1]
 
     def result(self, plain: PlainWindows) -> LongResult:
-        """Everything so far."""
-        output_ids = self._sequence.output_ids
+        output_ids = self.sequence.output_ids
         return LongResult(
             engine=self._name,
             num_tokens=len(output_ids),
-            prefill_seconds=round(self._prefill_seconds, 3),
+            prefill_seconds=round(self._read_seconds, 3),
             tokens_sha256=digest(output_ids),
             records=self._records,
             plain_windows=plain.compared(output_ids),
@@ -101,7 +91,7 @@ class LongGeneration:
         counters, draft = self._engine.counters, self._drafter.counters
         return Mark(
             num_tokens=self.num_tokens,
-            seconds=self._seconds,
+            seconds=self.seconds,
             num_steps=counters.num_steps,
             num_accepted_tokens=counters.num_accepted_tokens,
             num_draft_depth=self._num_draft_depth,

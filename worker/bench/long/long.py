@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from pydantic import Field, field_validator
 
 from jobs.sampling import SamplingParams
-from worker.bench.engine import BenchError
 from worker.bench.long.generation import LongGeneration
 from worker.bench.long.plain_windows import PlainWindows
 from worker.bench.long.plot import plot
-from worker.bench.long.records import LongRecord, LongResult, write_json
-from worker.bench.options import BenchOptions
+from worker.bench.long.records import LongRecord, LongResult
+from worker.bench.options import BenchOptions, check_length
 from worker.bench.text import own_tokens, text_tokens
 from worker.bench.tokenswift.reuse import ReuseTally, metered_drafter
 from worker.bench.variants import BENCH_ENGINES
 from worker.drafters.base import Drafter
-from worker.model.files import ModelFiles, locate_model
+from worker.model.files import locate_model
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 
@@ -66,7 +64,6 @@ class LongBenchOptions(BenchOptions):
         return sorted(stop for stop in grid if stop <= last)
 
     def title(self) -> str:
-        """Engine, model and sampling in a line."""
         sampling = self.sampling
         parts = [f"{self.engine} on {Path(self.model).name}", f"{self.prefill:,} tokens of prompt"]
         parts.append(f"T = {sampling.temperature:g}")
@@ -85,15 +82,12 @@ def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None
     Raises BenchError, ModelError.
     """
     files = locate_model(options.model)
-    check_length(options, files)
-    torch.set_num_threads(options.num_threads)
-    target = TargetModel.load(files, options.dtype, options.device)
+    check_length(files, options.prefill, options.num_tokens)
+    target = options.load(files)
     report(f"reading {options.prefill:,} tokens, then {options.num_tokens:,} with {options.engine}")
 
     def save(result: LongResult) -> None:
-        if options.json_path is not None:
-            settings = options.model_dump(mode="json", exclude={"json_path", "plot_path"})
-            write_json(options.json_path, result.model_dump(), settings, target)
+        options.write(result.model_dump(), target)
         if options.plot_path is not None:
             plot(result, options.title(), options.plot_path)
 
@@ -120,7 +114,7 @@ def generate_long(
     for stop in sorted(plain_stops | record_stops):
         generation.run_to(stop)
         if stop in plain_stops:
-            generation.decode_plainly(plain)
+            plain.measure(generation.sequence, generation.cache)
         num_tokens = generation.num_tokens
         if stop in record_stops and num_tokens > num_recorded:  # a step may have run past two stops
             num_recorded = num_tokens
@@ -132,7 +126,6 @@ def generate_long(
 
 
 def record_line(record: LongRecord) -> str:
-    """A record as one line of progress."""
     total, alpha = record.total, record.total.alpha
     return (
         f"{record.num_tokens:,} tokens in {total.seconds / 60:.1f} min, plain decoding {total.plain_seconds / 60:.1f} "
@@ -145,11 +138,3 @@ def _prompt(options: LongBenchOptions, target: TargetModel) -> list[int]:
     if options.text is None:
         return own_tokens(target, options.prefill)
     return text_tokens(options.text, target.files, options.prefill)
-
-
-def check_length(options: LongBenchOptions, files: ModelFiles) -> None:
-    """Raises BenchError where the model has too few positions."""
-    if options.prefill + options.num_tokens > files.max_positions:
-        raise BenchError(
-            f"{options.prefill} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
-        )

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from jobs.frozen import Frozen
 from worker.bench.engine import BenchEngine
 from worker.caches.full import FullKVCache
 from worker.drafters.autoregressive import AutoregressiveDrafter
@@ -16,10 +16,8 @@ from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
 
-class PlainWindow(BaseModel):
+class PlainWindow(Frozen):
     """Plain decoding behind `num_tokens` generated tokens. `same_tokens` is None until the generation got past it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int
     num_plain_tokens: int

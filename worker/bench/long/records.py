@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict
-
-from worker.bench.decode.records import machine
+from jobs.frozen import Frozen
 from worker.bench.long.plain_windows import PlainWindow, PlainWindows
-from worker.target.target import TargetModel
 
 SECONDS_DIGITS = 4
 RATE_DIGITS = 4
 
 
-class Mark(BaseModel):
+class Mark(Frozen):
     """Counts since the first token, taken at a pause. Times in seconds, pauses left out."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int
     seconds: float
@@ -32,14 +23,12 @@ class Mark(BaseModel):
     draft_seconds: dict[str, float]  # what proposing is made of, where the drafter tells
 
 
-class Figures(BaseModel):
+class Figures(Frozen):
     """One stretch of the generation, `[first_token, last_token)` of the output.
 
     `alpha` is the paper's equation 4, accepted tokens over T x (gamma + 1), where gamma + 1 is the depth of the tree
     that was drafted at a step; `beta` the share of it that token reuse alone proposed. None where nothing was drafted.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first_token: int
     last_token: int
@@ -63,7 +52,8 @@ class Figures(BaseModel):
         num_steps = last.num_steps - first.num_steps
         accepted = last.num_accepted_tokens - first.num_accepted_tokens
         depth = last.num_draft_depth - first.num_draft_depth
-        ngrams = _difference(first.num_ngram_accepted_tokens, last.num_ngram_accepted_tokens)
+        ngrams = (last.num_ngram_accepted_tokens or 0) - (first.num_ngram_accepted_tokens or 0)
+        has_beta = depth and last.num_ngram_accepted_tokens is not None
         seconds = last.seconds - first.seconds
         plain_seconds = plain.seconds(first.num_tokens, last.num_tokens)
         return cls(
@@ -75,7 +65,7 @@ class Figures(BaseModel):
             plain_ms_per_token=round(1000 * plain_seconds / num_tokens, SECONDS_DIGITS),
             speedup=round(plain_seconds / seconds, RATE_DIGITS),
             alpha=round(accepted / depth, RATE_DIGITS) if depth else None,
-            beta=round(ngrams / depth, RATE_DIGITS) if depth and ngrams is not None else None,
+            beta=round(ngrams / depth, RATE_DIGITS) if has_beta else None,
             tokens_per_step=round(num_tokens / num_steps, RATE_DIGITS),
             mean_draft_depth=round(depth / num_steps, RATE_DIGITS),
             rounds_per_step=round((last.num_rounds - first.num_rounds) / num_steps, RATE_DIGITS),
@@ -84,10 +74,8 @@ class Figures(BaseModel):
         )
 
 
-class LongRecord(BaseModel):
+class LongRecord(Frozen):
     """Figures when so many tokens were there: of the window behind the record before, and of all since the start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int
     window: Figures
@@ -95,11 +83,7 @@ class LongRecord(BaseModel):
     distinct: dict[str, float]  # distinct_1 to distinct_4 of the output so far
 
 
-class LongResult(BaseModel):
-    """A long generation so far."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class LongResult(Frozen):
     engine: str
     num_tokens: int
     prefill_seconds: float
@@ -113,18 +97,6 @@ class LongResult(BaseModel):
     def has_same_tokens(self) -> bool:
         """Whether plain decoding said the same in every window that could be compared."""
         return all(window.same_tokens is not False for window in self.plain_windows)
-
-
-def write_json(path: Path, content: dict[str, Any], settings: dict[str, Any], target: TargetModel) -> None:
-    """Write figures with the settings and the machine they were measured with; the file is whole at any moment."""
-    aside = path.with_name(f"{path.name}.part")
-    document = content | {"settings": settings, "machine": machine(target)}
-    aside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    aside.replace(path)
-
-
-def _difference(first: int | None, last: int | None) -> int | None:
-    return None if first is None or last is None else last - first
 
 
 def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
 from worker.bench.long.records import Figures, LongResult
+from worker.bench.tables import new_table, number
 
 RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
 
@@ -16,19 +16,9 @@ def render(result: LongResult) -> Group:
     return Group(_since_start(result), _in_windows(result), _per_step(result), _summary(result))
 
 
-def number(value: float | None, form: str = ".2f") -> str:
-    """A figure in a cell; a dash where there is none."""
-    return "-" if value is None else format(value, form)
-
-
-def short(num_tokens: int) -> str:
-    """A length as the paper writes it, where it is round: 20K."""
-    return f"{num_tokens // 1000}K" if num_tokens % 1000 == 0 else str(num_tokens)
-
-
 def _since_start(result: LongResult) -> Table:
     distinct = (f"dist\n{n}" for n in range(1, 5))
-    table = _table("Since the start", ("tokens", "min", "plain\nmin", *RATES, *distinct))
+    table = new_table("Since the start", (), ("tokens", "min", "plain\nmin", *RATES, *distinct))
     for record in result.records:
         total = record.total
         times = (f"{record.num_tokens:,}", f"{total.seconds / 60:.2f}", f"{total.plain_seconds / 60:.2f}")
@@ -37,7 +27,7 @@ def _since_start(result: LongResult) -> Table:
 
 
 def _in_windows(result: LongResult) -> Table:
-    table = _table("In each window", ("up to", "ms per\ntoken", "plain\nms", *RATES))
+    table = new_table("In each window", (), ("up to", "ms per\ntoken", "plain\nms", *RATES))
     for record in result.records:
         window = record.window
         times = (f"{record.num_tokens:,}", f"{window.ms_per_token:.2f}", f"{window.plain_ms_per_token:.2f}")
@@ -49,7 +39,7 @@ def _per_step(result: LongResult) -> Table:
     """What a step of a window is made of; behind proposing, its own parts."""
     first = result.records[0].window
     phases = (*(f"{name}\nms" for name in first.step_ms), *(f"draft:\n{name}" for name in first.draft_ms))
-    table = _table("Per step", ("up to", "draft\ndepth", "rounds", *phases))
+    table = new_table("Per step", (), ("up to", "draft\ndepth", "rounds", *phases))
     for record in result.records:
         window = record.window
         counts = (f"{record.num_tokens:,}", f"{window.mean_draft_depth:.2f}", f"{window.rounds_per_step:.2f}")
@@ -70,10 +60,3 @@ def _summary(result: LongResult) -> str:
         f"{total.plain_seconds / 60:.1f} minutes ({total.speedup:.2f}x), "
         f"with the same tokens in {sum(compared)} of {len(compared)} windows"
     )
-
-
-def _table(title: str, headers: tuple[str, ...]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table

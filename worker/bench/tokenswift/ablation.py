@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from pydantic import Field
 from rich.console import Group
 
 from jobs.sampling import SamplingParams
 from worker.bench.caches.catalogue import with_cache
-from worker.bench.long.long import LongBenchOptions, Report, check_length, generate_long
-from worker.bench.long.records import LongResult, write_json
-from worker.bench.options import BenchOptions
-from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm
+from worker.bench.long.long import LongBenchOptions, Report, generate_long
+from worker.bench.long.records import LongResult
+from worker.bench.options import BenchOptions, check_length
+from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm, Engine
 from worker.bench.tokenswift.reuse import BASE_OPTIONS, metered_drafter
 from worker.bench.tokenswift.tables import render
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from worker.model.files import locate_model
 from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
 from worker.target.tiles import BLOCK
 
 NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
@@ -32,7 +30,7 @@ class AblationOptions(BenchOptions):
     """Which table, and how many tokens each of its arms generates."""
 
     table: str
-    engine: Literal["tokenswift-paper", "tokenswift"]
+    engine: Engine
     num_tokens: int = Field(ge=NUM_LENGTHS * BLOCK)  # more between two records than a step commits
     seed: int = Field(ge=0)
     text: Path | None = None
@@ -43,7 +41,6 @@ class AblationOptions(BenchOptions):
         return ABLATIONS[self.table]
 
     def arm_options(self, arm: Arm) -> LongBenchOptions:
-        """One arm as a long generation."""
         every = self.num_tokens // NUM_LENGTHS
         sampling = PAPER_SAMPLING | arm.sampling
         shared = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "text"})
@@ -56,7 +53,6 @@ class AblationOptions(BenchOptions):
         )
 
     def tokenswift_options(self, arm: Arm) -> TokenSwiftOptions:
-        """One arm's drafter."""
         return replace(BASE_OPTIONS[self.engine], **with_cache(arm.options))
 
 
@@ -65,9 +61,8 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
     files = locate_model(options.model)
     arms = options.ablation.arms
     for arm in arms:
-        check_length(options.arm_options(arm), files)
-    torch.set_num_threads(options.num_threads)
-    target = TargetModel.load(files, options.dtype, options.device)
+        check_length(files, arm.prefill, options.arm_options(arm).num_tokens)
+    target = options.load(files)
     costs = step_costs_of(target)
     results: list[LongResult] = []
     for number, arm in enumerate(arms, 1):
@@ -75,14 +70,11 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
         changed = options.tokenswift_options(arm)
         metered = metered_drafter(options.engine, target, costs, options.draft_model, changed)
         results.append(generate_long(options.arm_options(arm), target, *metered, report))
-        if options.json_path is not None:
-            settings = options.model_dump(mode="json", exclude={"json_path"})
-            write_json(options.json_path, {"arms": _documents(arms, results)}, settings, target)
+        options.write({"arms": _documents(arms, results)}, target)
     return render(options.ablation, results, options.arm_options(arms[0]).record_stops())
 
 
 def _documents(arms: tuple[Arm, ...], results: list[LongResult]) -> list[dict[str, Any]]:
-    """The arms that have run, with what they changed."""
     return [
         {"label": arm.label, "options": arm.options, "sampling": arm.sampling, "prefill": arm.prefill}
         | {"result": result.model_dump()}

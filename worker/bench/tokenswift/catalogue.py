@@ -18,6 +18,9 @@ PAPER_SAMPLING: dict[str, Any] = {
 }
 PAPER_PREFILL = 4096
 
+Engine = Literal["tokenswift-paper", "tokenswift"]
+"""What arms change: the first one where nothing is said."""
+
 Layout = Literal["by_length", "by_arm", "at_end"]
 """Rows are lengths and columns arms; rows arms and columns lengths; rows arms and columns measures at the end."""
 
@@ -43,8 +46,6 @@ class View:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Arms, and the tables that come of them."""
-
     arms: tuple[Arm, ...]
     views: tuple[View, ...]
 
@@ -78,7 +79,7 @@ ABLATIONS: dict[str, Ablation] = {
         tuple(Arm(label, NO_REUSE | {"cache": cache}) for cache, label in CACHES.items()),
         (
             View(
-                "Table 5: KV management, k = 0; the summary holds one slot more for every 32 positions",
+                "Table 5: KV management, k = 0; the summary holds one entry more for every 32 positions",
                 "by_length",
                 RATES,
             ),

@@ -14,7 +14,7 @@ from worker.drafters.base import Drafter
 from worker.drafters.tokenswift.digit_tree import Sources, by_token
 from worker.drafters.tokenswift.proposer import TokenSwiftProposer
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.two_level.draft import Draft
+from worker.drafters.two_level.chain import Chain
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
@@ -48,13 +48,13 @@ class MeteredProposer(TokenSwiftProposer):
         self._tally = tally
         self._asked: dict[str, list[_Asked]] = defaultdict(list)
 
-    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        for draft in drafts:
-            self._asked[draft.sequence.sequence_id].append(_Asked(len(draft.sequence)))
-        return super().propose(drafts, limits)
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        for chain in chains:
+            self._asked[chain.sequence.sequence_id].append(_Asked(len(chain.sequence)))
+        return super().propose(chains, limits)
 
-    def sources(self, draft: Draft) -> Sources:
-        found = self._asked[draft.sequence.sequence_id][-1].sources = super().sources(draft)
+    def sources(self, chain: Chain) -> Sources:
+        found = self._asked[chain.sequence.sequence_id][-1].sources = super().sources(chain)
         return found
 
     def update(self, sequence: Sequence, verification: Verification) -> None:

@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
 from worker.bench.long.records import LongRecord, LongResult
-from worker.bench.long.table import number, short
+from worker.bench.tables import new_table, number, short
 from worker.bench.tokenswift.catalogue import Ablation, View
 
 Measure = Callable[[LongRecord], float | None]
@@ -38,7 +37,7 @@ def render(ablation: Ablation, results: list[LongResult], lengths: list[int]) ->
 
 
 def _by_length(view: View, records: dict[str, list[LongRecord]], lengths: list[int]) -> Table:
-    table = _table(view.title, ["tokens", "", *records])
+    table = new_table(view.title, ("tokens",), ("", *records))
     for index, length in enumerate(lengths):
         for row, measure in enumerate(view.measures):
             cells = [_cell(measure, arm[index]) for arm in records.values()]
@@ -48,14 +47,15 @@ def _by_length(view: View, records: dict[str, list[LongRecord]], lengths: list[i
 
 def _by_arm(view: View, records: dict[str, list[LongRecord]], lengths: list[int]) -> Table:
     headers = [f"{short(length)}\n{MEASURES[measure][0]}" for length in lengths for measure in view.measures]
-    table = _table(view.title, ["", *headers])
+    table = new_table(view.title, ("",), headers)
     for label, arm in records.items():
         table.add_row(label, *(_cell(measure, record) for record in arm for measure in view.measures))
     return table
 
 
 def _at_end(view: View, records: dict[str, list[LongRecord]], lengths: list[int]) -> Table:
-    table = _table(f"{view.title}, {short(lengths[-1])} tokens", ["", *(MEASURES[m][0] for m in view.measures)])
+    headers = (MEASURES[measure][0] for measure in view.measures)
+    table = new_table(f"{view.title}, {short(lengths[-1])} tokens", ("",), headers)
     for label, arm in records.items():
         table.add_row(label, *(_cell(measure, arm[-1]) for measure in view.measures))
     return table
@@ -63,13 +63,6 @@ def _at_end(view: View, records: dict[str, list[LongRecord]], lengths: list[int]
 
 def _cell(measure: str, record: LongRecord) -> str:
     return number(MEASURES[measure][1](record))
-
-
-def _table(title: str, headers: list[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="")
-    for column, header in enumerate(headers):
-        table.add_column(header, justify="right" if column else "left", no_wrap=True)
-    return table
 
 
 LAYOUTS: dict[str, Callable[[View, dict[str, list[LongRecord]], list[int]], Table]] = {

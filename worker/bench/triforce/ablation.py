@@ -7,14 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field, model_validator
 from rich.console import Group
 
-from worker.bench.engine import BenchError
 from worker.bench.long.long import Report
-from worker.bench.long.records import write_json
-from worker.bench.options import BenchOptions
+from worker.bench.options import BenchOptions, check_length
 from worker.bench.text import text_tokens
 from worker.bench.triforce.arm_drafters import new_drafter
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
@@ -67,7 +64,6 @@ class PromptAblationOptions(BenchOptions):
         return num_plain_tokens(self.num_tokens, self.prefill)
 
     def layout(self) -> PromptTable:
-        """The table with its arms."""
         return PROMPT_TABLES[self.table](self.prefill, Path(self.model).name)
 
 
@@ -77,8 +73,7 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
     _check(options, files)
     table = options.layout()
     text_ids = text_tokens(options.text, files, max(num_text_tokens(p, options.prefill) for p in _all_prompts(table)))
-    torch.set_num_threads(options.num_threads)
-    target = TargetModel.load(files, options.dtype, options.device)
+    target = options.load(files)
     results: Results = {}
     for prompts in _all_prompts(table):
         made = make_prompts(prompts, options.prefill, text_ids, files)
@@ -96,10 +91,7 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
 def _check(options: PromptAblationOptions, files: ModelFiles) -> None:
     """Refuse what cannot run before minutes of reading. Raises BenchError, ModelError, KVRoomError."""
     length = max(length_of(prompts, options.prefill) for prompts in _all_prompts(options.layout()))
-    if length + options.num_tokens > files.max_positions:
-        raise BenchError(
-            f"{length} + {options.num_tokens} tokens: {files.name} has {files.max_positions} positions only"
-        )
+    check_length(files, length, options.num_tokens)
     check_parts("triforce", options.model, files.fingerprint, options.draft_model)
     check_folder(None if options.kv_offload is None else str(options.kv_offload))
 
@@ -114,7 +106,7 @@ def _read(options: PromptAblationOptions, target: TargetModel, prompts: list[Pro
     )
     read = [read_prompt(target, prompt, num_tokens) for prompt in prompts]
     if options.kv_offload is not None:
-        target = TargetModel(target.model, target.files, str(options.kv_offload))
+        target = TargetModel(target.forwards, target.files, str(options.kv_offload))
         read = [prompt.copy_to(target, num_tokens) for prompt in read]
     return PromptArms(target, read, num_tokens, num_plain, options.seed, TOP_P)
 
@@ -133,15 +125,12 @@ def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[i
 
 
 def _save(options: PromptAblationOptions, table: PromptTable, results: Results, target: TargetModel) -> None:
-    if options.json_path is not None:
-        settings = options.model_dump(mode="json", exclude={"json_path", "plot_path"})
-        write_json(options.json_path, {"arms": _documents(table, results)}, settings, target)
+    options.write({"arms": _documents(table, results)}, target)
     if options.plot_path is not None:
         plot(table, results, options.plot_path)
 
 
 def _documents(table: PromptTable, results: Results) -> list[dict[str, Any]]:
-    """The arms that have run, with what they changed."""
     return [
         {"row": table.rows[number].labels, "name": name}
         | asdict(table.rows[number].arms[name])

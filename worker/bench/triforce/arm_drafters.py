@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,11 @@ from worker.bench.caches.catalogue import with_cache
 from worker.bench.caches.retrieval import StreamingKVCache
 from worker.bench.triforce.catalogue import Arm
 from worker.bench.variants import TRIFORCE_PAPER
-from worker.caches.draft_cache import NUM_PINNED
+from worker.caches.partial import NUM_PINNED
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.triforce.triforce import TriForceOptions, triforce
-from worker.drafters.two_level.draft import DraftPlan
+from worker.drafters.two_level.chain import RoundPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import MeasuredPlanner
 from worker.target.step_costs import Costs
@@ -29,20 +28,18 @@ def new_drafter(target: TargetModel, costs: Costs, arm: Arm, parts_folder: Path 
 
 
 def triforce_options(arm: Arm) -> TriForceOptions:
-    """What an arm drafts with."""
     return replace(TRIFORCE_PAPER if arm.plan == "paper" else TriForceOptions(), **with_cache(arm.options))
 
 
 class NaivePlanner(MeasuredPlanner):
     """Never plans a round, so that the naive policy is as fast as it can be."""
 
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
-        return DraftPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
+        return RoundPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
 
 
 def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> TwoLevelDrafter:
     """The draft model's tokens go straight to the full verification."""
     proposer = DraftModelProposer(DraftModel.load(parts_folder, target), width=1)
-    new_cache = functools.partial(StreamingKVCache, target.cache_shape, NUM_PINNED)  # no round ever asks for it
     planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
-    return TwoLevelDrafter(target, proposer, new_cache, planner)
+    return TwoLevelDrafter(target, proposer, planner, StreamingKVCache, NUM_PINNED)  # no round ever asks for the cache

@@ -103,8 +103,8 @@ def _table_1(prefill: int, model: str) -> PromptTable:
             Column("needle repeated\nby plain decoding", "needle", "needle_share"),
         ),
         tuple(Row((label,), arms(cache)) for cache, label in CACHES.items()),
-        "The summary holds one slot more for every 32 positions. A model that does not repeat the needle with its full "
-        "cache retrieves nothing: then that column is a second text, not a test of retrieval.",
+        "The summary holds one entry more for every 32 positions. A model that does not repeat the needle with its "
+        "full cache retrieves nothing: then that column is a second text, not a test of retrieval.",
     )
 
 

@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from jobs.frozen import Frozen
 from jobs.sampling import SamplingParams
-from metrics.counters import EngineCounters
 from worker.bench.engine import BenchEngine, OwnPositions, digest
 from worker.bench.long.records import per_step
 from worker.bench.triforce.prompts import ReadPrompt
@@ -43,6 +42,7 @@ class PromptGeneration:
         self._draft = drafter.counters
         self._seconds = 0.0
         self._engine = BenchEngine(target, drafter)
+        self.counters = self._engine.counters
         self._sequences: list[Sequence] = []
         self._own: list[OwnPositions] = []
         for number, prompt in enumerate(read):
@@ -52,10 +52,6 @@ class PromptGeneration:
             self._sequences.append(sequence)
             self._own.append(OwnPositions(cache))
             self._engine.start(sequence, cache)
-
-    @property
-    def counters(self) -> EngineCounters:
-        return self._engine.counters
 
     @property
     def token_ids(self) -> list[np.ndarray]:
@@ -97,13 +93,11 @@ class PromptGeneration:
         self._after_first_step = self._after_first_step or self.now
 
 
-class PromptFigures(BaseModel):
+class PromptFigures(Frozen):
     """One generation next to plain decoding of its first tokens. Rates are None where nothing was drafted.
 
     All times begin behind the first step, as in the paper: it reads what the draft model sees and builds its cache.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int  # of all sequences
     num_plain_tokens: int

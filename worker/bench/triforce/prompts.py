@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.bench.decode.decode import fill
+from worker.bench.decode.decode import read_tokens
 from worker.bench.text import encode
 from worker.bench.triforce.catalogue import Prompts, length_of
 from worker.caches.full import FullKVCache
@@ -42,7 +42,6 @@ class ReadPrompt:
 
 
 def num_text_tokens(prompts: Prompts, prefill: int) -> int:
-    """Tokens of text that these prompts take."""
     return prompts.num_sequences * length_of(prompts, prefill)
 
 
@@ -57,7 +56,7 @@ def make_prompts(prompts: Prompts, prefill: int, text_ids: list[int], files: Mod
 def read_prompt(target: TargetModel, prompt: Prompt, num_tokens: int) -> ReadPrompt:
     """Read a prompt into a cache with room for `num_tokens` behind it."""
     cache = target.new_cache(len(prompt.token_ids) + num_tokens)
-    fill(target, cache, prompt.token_ids, [])
+    read_tokens(target, cache, prompt.token_ids, [])
     return ReadPrompt(prompt, cache)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
-from worker.bench.long.table import number
+from worker.bench.tables import new_table, number
 from worker.bench.triforce.catalogue import PromptTable
 from worker.bench.triforce.generation import PromptFigures
 
@@ -22,15 +21,11 @@ def _speedup(figures: PromptFigures) -> str:
     return f"{figures.speedup:.2f}x"
 
 
-def _speedup_and_acceptance(figures: PromptFigures) -> str:
-    return f"{_speedup(figures)} ({number(figures.acceptance, RATE)})"
-
-
 MEASURES: dict[str, Callable[[PromptFigures], str]] = {
     "acceptance": lambda figures: number(figures.acceptance, RATE),
     "middle_acceptance": lambda figures: number(figures.middle_acceptance, RATE),
     "speedup": _speedup,
-    "speedup_and_acceptance": _speedup_and_acceptance,
+    "speedup_and_acceptance": lambda figures: f"{_speedup(figures)} ({number(figures.acceptance, RATE)})",
     "ms_per_token": lambda figures: f"{figures.ms_per_token:.2f}",
     "plain_ms_per_token": lambda figures: f"{figures.plain_ms_per_token:.2f}",
     "needle_share": lambda figures: number(figures.needle_share, ".0%"),
@@ -80,7 +75,7 @@ def _speeds(table: PromptTable, results: Results) -> Table:
 
 
 def _per_step(table: PromptTable, results: Results) -> Table:
-    headers = ["draft\nmodel", "checks", "draft\ncaches", "verify", "commit", "first\nstep"]
+    headers = ["draft\nmodel", "checks", "partial\ncaches", "verify", "commit", "first\nstep"]
     rich = new_table("Time per step (ms), the first one apart", ("arm",), headers)
     for key, figures in results.items():
         draft, step = figures.draft_ms, figures.step_ms
@@ -90,7 +85,6 @@ def _per_step(table: PromptTable, results: Results) -> Table:
 
 
 def _compared(results: Results) -> str:
-    """What was compared, and over how many tokens."""
     plain = sorted({figures.num_plain_tokens for figures in results.values()})
     tokens = sorted({figures.num_tokens for figures in results.values()})
     return (
@@ -101,13 +95,3 @@ def _compared(results: Results) -> str:
 
 def _either(counts: list[int]) -> str:
     return " or ".join(f"{count:,}" for count in counts)
-
-
-def new_table(title: str, label_headers: tuple[str, ...], headers: list[str]) -> Table:
-    """An empty table: labels to the left, figures to the right."""
-    rich = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="")
-    for header in label_headers:
-        rich.add_column(header)  # gives way, as figures must not
-    for header in headers:
-        rich.add_column(header, justify="right", no_wrap=True)
-    return rich

@@ -10,7 +10,7 @@ import numpy as np
 from metrics.counters import timed
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.griffin.draft import GriffinDraft
+from worker.drafters.griffin.forwards import GriffinForwards
 from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
 from worker.drafters.griffin.tree import GrowingTree
 from worker.drafters.griffin.weights import load_griffin
@@ -50,9 +50,9 @@ def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
-    draft = GriffinDraft(load_griffin(parts_folder, target), target)
-    planner = None if options.is_full else PricePlanner(costs(), draft.level_seconds())
-    return GriffinDrafter(target, draft, planner, options)
+    forwards = GriffinForwards(load_griffin(parts_folder, target), target)
+    planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
+    return GriffinDrafter(target, forwards, planner, options)
 
 
 class GriffinDrafter(Drafter):
@@ -62,11 +62,11 @@ class GriffinDrafter(Drafter):
     phases = ("follow", "grow")
 
     def __init__(
-        self, target: TargetModel, draft: GriffinDraft, planner: PricePlanner | None, options: GriffinOptions
+        self, target: TargetModel, forwards: GriffinForwards, planner: PricePlanner | None, options: GriffinOptions
     ) -> None:
         """Without `planner` trees are as large as their limits (the paper's setting)."""
         self._target = target
-        self._draft = draft
+        self._forwards = forwards
         self._planner = planner
         self._options = options
         self._tracked: dict[str, _Tracked] = {}
@@ -74,13 +74,13 @@ class GriffinDrafter(Drafter):
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
         self._tracked[sequence.sequence_id] = _Tracked(cache, sampler)
-        self._draft.start(sequence.sequence_id, cache)
+        self._forwards.start(sequence.sequence_id, cache)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
         trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
         with timed(self.counters.seconds, "follow"):
-            for tree, outputs in zip(trees.values(), self._draft.follow([r.sequence for r in wanted]), strict=True):
+            for tree, outputs in zip(trees.values(), self._forwards.follow([r.sequence for r in wanted]), strict=True):
                 tree.add_root(outputs)
         with timed(self.counters.seconds, "grow"):
             self._grow(list(trees.values()))
@@ -91,7 +91,7 @@ class GriffinDrafter(Drafter):
         for token_id in verification.committed_ids:
             tracked.sampler.push(token_id)
         if verification.hidden is not None:
-            self._draft.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
+            self._forwards.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
         if tracked.num_levels:
             self.counters.num_levels += tracked.num_levels
             if self._planner:
@@ -99,7 +99,7 @@ class GriffinDrafter(Drafter):
                 self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
 
     def stop(self, sequence: Sequence) -> None:
-        self._draft.stop(sequence.sequence_id)
+        self._forwards.stop(sequence.sequence_id)
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
@@ -120,7 +120,7 @@ class GriffinDrafter(Drafter):
         """Level by level, one forward for all trees that go on."""
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
         while levels:
-            for (tree, _), outputs in zip(levels, self._draft.expand([level for _, level in levels]), strict=True):
+            for (tree, _), outputs in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):
                 tree.add_level(outputs)
             levels = [(tree, level) for tree, _ in levels if (level := tree.next_level()) is not None]
 

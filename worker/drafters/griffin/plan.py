@@ -21,7 +21,7 @@ PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of
 
 
 @dataclass(frozen=True)
-class Prices:
+class TreePrices:
     """Says what pays in one step; prices in tokens."""
 
     row: float
@@ -39,7 +39,7 @@ class Prices:
         return sum(max(0.0, gain) for gain in gains) > self.level
 
 
-EVERYTHING_PAYS = Prices(row=-1.0, level=0.0, coverage=1.0)
+EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 """Rows that cost less than nothing: trees are as large as their limits."""
 
 
@@ -52,7 +52,7 @@ class PricePlanner:
         self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
         self._num_steps = 0
 
-    def prices(self, length: int, num_sequences: int) -> Prices:
+    def prices(self, length: int, num_sequences: int) -> TreePrices:
         """Prices for a sequence of `length` cached positions that shares its forwards with others."""
         tokens, nodes, levels, expected = self._means.tolist()
         forward = self._costs.forward_seconds(round(nodes) + 1, length, num_sequences)
@@ -61,7 +61,7 @@ class PricePlanner:
         few, many = (self._costs.forward_seconds(rows, length, num_sequences) for rows in PRICED_ROWS)
         row = (many - few) / (PRICED_ROWS[1] - PRICED_ROWS[0]) / num_sequences
         trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
-        return Prices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
+        return TreePrices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
 
     def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
         """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from worker.drafters.griffin.draft import DraftOutputs
-from worker.drafters.griffin.plan import Prices
+from worker.drafters.griffin.forwards import GriffinOutputs
+from worker.drafters.griffin.plan import TreePrices
 from worker.drafters.ranking import CandidateRanker
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -24,7 +24,7 @@ class GrowingTree:
     """The tree of one sequence while it grows: candidates of all levels, and those that were expanded."""
 
     def __init__(
-        self, sequence: Sequence, sampler: TokenSampler, max_depth: int, num_expanded: int, prices: Prices
+        self, sequence: Sequence, sampler: TokenSampler, max_depth: int, num_expanded: int, prices: TreePrices
     ) -> None:
         """At most `num_expanded` nodes of a level are expanded, by as many candidates each, down to `max_depth`."""
         self.sequence = sequence
@@ -42,14 +42,14 @@ class GrowingTree:
         self._parents: list[int] = []  # candidates that the coming level grows below
         self._regressed: list[torch.Tensor] = []  # [hidden] of each expanded node
 
-    def add_root(self, outputs: DraftOutputs) -> None:
+    def add_root(self, outputs: GriffinOutputs) -> None:
         """The first level, below the newest token's row."""
         self._root_regressed = outputs.regressed[0]
         self._parents = [ROOT]
         self._grow(outputs)
 
     def next_level(self) -> tuple[Sequence, DraftTree, int, torch.Tensor] | None:
-        """Nodes to expand next, as `GriffinDraft.expand` wants them; None where no further level pays."""
+        """Nodes to expand next, as `GriffinForwards.expand` wants them; None where no further level pays."""
         if self.num_levels >= self._max_depth:
             return None
         best = sorted(self._newest, key=self._scores.__getitem__, reverse=True)[: self._width]
@@ -65,7 +65,7 @@ class GrowingTree:
         features = [self._feature_above(node) for node in self._parents]
         return self.sequence, self._expanded, first, torch.stack(features)
 
-    def add_level(self, outputs: DraftOutputs) -> None:
+    def add_level(self, outputs: GriffinOutputs) -> None:
         """Candidates below the nodes that `next_level` gave."""
         self._regressed += outputs.regressed.unbind()
         self._grow(outputs)
@@ -85,7 +85,7 @@ class GrowingTree:
         )
         return tree, sum(math.exp(self._scores[node]) for node in paid)
 
-    def _grow(self, outputs: DraftOutputs) -> None:
+    def _grow(self, outputs: GriffinOutputs) -> None:
         """Rank what may follow `_parents`, and keep the best as the newest level."""
         self.num_levels += 1
         logits = self._sampler.penalised(outputs.logits)

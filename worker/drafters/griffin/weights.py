@@ -34,7 +34,7 @@ def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel
         model = GriffinModel(GriffinConfig(**json.loads(part.header.get(CONFIG, ""))))
     except (ValueError, TypeError, KeyError) as error:
         raise part.fault(f"header `{CONFIG}`: {error}") from error
-    found, expected = model.config.hidden_size, target.model.config.hidden_size
+    found, expected = model.config.hidden_size, target.hidden_size
     if found != expected:
         raise part.fault(f"features of {found} numbers, but {target.files.name} has {expected}")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

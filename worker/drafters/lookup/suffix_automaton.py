@@ -26,22 +26,10 @@ class SuffixAutomaton:
         self._only_target = array("i")
         self._branches: dict[int, dict[int, int]] = {}  # edges of the others, least recently followed first
         self._last = self._new_state(0, _NONE, 0)
-        self.num_edge_visits = 0  # edges looked at while growing: what the amortised bound is about
 
     def __len__(self) -> int:
         """Number of tokens taken in."""
         return self._length[self._last]
-
-    @property
-    def num_states(self) -> int:
-        return len(self._length)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held by arrays and dicts, in bytes, integer objects included."""
-        arrays = (self._length, self._link, self._count, self._only_token, self._only_target)
-        size = sum(part.itemsize * len(part) for part in arrays) + self._branches.__sizeof__()
-        return size + sum(edges.__sizeof__() + 60 * len(edges) for edges in self._branches.values())
 
     def longest_repeated_suffix(self) -> int:
         """The state of the longest suffix that also ends at an earlier token; `ROOT_STATE` where there is none."""
@@ -80,7 +68,6 @@ class SuffixAutomaton:
         while state != _NONE and (target := self.step(state, token)) == _NONE:
             self._add_edge(state, token, new)
             state = self._link[state]
-            self.num_edge_visits += 1
         if state != _NONE:
             if self._length[target] > self._length[state] + 1:
                 target = self._clone(state, token, target)
@@ -108,7 +95,6 @@ class SuffixAutomaton:
         while state != _NONE and self.step(state, token) == target:
             self._set_edge(state, token, clone)
             state = self._link[state]
-            self.num_edge_visits += 1
         return clone
 
     def _add_edge(self, state: int, token: int, target: int) -> None:

@@ -21,7 +21,7 @@ _TOP = 1  # its root
 
 
 class Sources(NamedTuple):
-    """What may follow a draft's newest token."""
+    """What may follow a chain's newest token."""
 
     levels: list[Ranked]  # [d] those of depth d + 1 under every node of the digits: distinct ones, best first
     ngrams: list[Ranked]  # each a path from the root

@@ -38,7 +38,7 @@ class DecodingHeads:
     @classmethod
     def load(cls, parts_folder: Path | None, target: TargetModel) -> DecodingHeads:
         """Read the heads in a folder, None for the target's own. Raises ModelError where none there fit the target."""
-        size = target.model.config.hidden_size
+        size = target.hidden_size
         part = read_part(HEADS, target, parts_folder)
         return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
 

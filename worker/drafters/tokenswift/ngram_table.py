@@ -8,7 +8,6 @@ constant time. N-grams are found by a hash table with chains. All of it lies in 
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ import numpy as np
 
 _NONE = -1
 _FIRST_BITS = 32  # of a key of `_fronts`: the first token; the count stands above
-_INT_OBJECT_BYTES = 32
 
 
 class NgramTable:
@@ -39,12 +37,6 @@ class NgramTable:
     def __len__(self) -> int:
         """Number of tokens taken in."""
         return len(self._tokens)
-
-    def num_bytes(self) -> int:
-        """Memory held by arrays and the dict, in bytes, integer objects included."""
-        entries = (self._starts, self._counts, self._next, self._previous, self._chain)
-        size = sum(sys.getsizeof(part) for part in (self._tokens, *entries, self._buckets))
-        return size + sys.getsizeof(self._fronts) + 2 * _INT_OBJECT_BYTES * len(self._fronts)
 
     def extend(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Take in the next tokens (integers from 0 to 2^31 - 1), in amortised constant time each."""

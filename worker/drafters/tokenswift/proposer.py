@@ -19,7 +19,7 @@ from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.digit_tree import Ranked, Recycled, Sources, digit_tree
 from worker.drafters.tokenswift.heads import DecodingHeads
 from worker.drafters.tokenswift.ngram_table import NgramTable
-from worker.drafters.two_level.draft import Draft
+from worker.drafters.two_level.chain import Chain
 from worker.drafters.two_level.proposer import Proposer
 from worker.sequence import Sequence
 from worker.tree import DraftTree
@@ -54,13 +54,13 @@ class TokenSwiftProposer(Proposer):
         self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
         table.extend(sequence.output_ids)
 
-    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        return [self._tree(draft, *limit) for draft, limit in zip(drafts, limits, strict=True)]
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
 
-    def sources(self, draft: Draft) -> Sources:
-        """What may follow a draft's newest token."""
-        recycled = self._recycled(draft, self._recycling) if self._recycling else None
-        return Sources(self._levels(draft), self._ngrams(draft), recycled)
+    def sources(self, chain: Chain) -> Sources:
+        """What may follow a chain's newest token."""
+        recycled = self._recycled(chain, self._recycling) if self._recycling else None
+        return Sources(self._levels(chain), self._ngrams(chain), recycled)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         table = self._tables[sequence.sequence_id]
@@ -82,54 +82,54 @@ class TokenSwiftProposer(Proposer):
     def stop(self, sequence: Sequence) -> None:
         del self._tables[sequence.sequence_id]
 
-    def _tree(self, draft: Draft, max_nodes: int, max_depth: int) -> DraftTree:
+    def _tree(self, chain: Chain, max_nodes: int, max_depth: int) -> DraftTree:
         if max_nodes < 1 or max_depth < 1:
             return DraftTree()
-        return digit_tree(self.sources(draft), max_nodes, max_depth)
+        return digit_tree(self.sources(chain), max_nodes, max_depth)
 
-    def _levels(self, draft: Draft) -> list[Ranked]:
+    def _levels(self, chain: Chain) -> list[Ranked]:
         """Candidates of the heads behind the newest token, depth by depth, as many as the digits say."""
-        if not self._digits or draft.hidden is None:
+        if not self._digits or chain.hidden is None:
             return []
-        logits = draft.sampler.penalised(self._heads.logits(draft.hidden))  # [num_heads, vocab]
-        ranked = CandidateRanker(draft.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
+        logits = chain.sampler.penalised(self._heads.logits(chain.hidden))  # [num_heads, vocab]
+        ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
         return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
-    def _recycled(self, draft: Draft, recycling: TokenRecyclingDrafter) -> Recycled:
+    def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
         """What the target said behind the same tokens before."""
-        ranker = CandidateRanker(draft.sequence)
-        newest = recycling.newest_pair(draft.sequence)
+        ranker, tables = CandidateRanker(chain.sequence), recycling.tables
+        newest = tables.newest_pair(chain.sequence)
 
         def candidates(path: tuple[int, ...]) -> Ranked:
-            pair = functools.reduce(recycling.next_pair, path, newest)
-            return ranker.rank(len(path) + 1, *recycling.candidates(pair))
+            pair = functools.reduce(tables.next_pair, path, newest)
+            return ranker.rank(len(path) + 1, *tables.candidates(pair))
 
         return candidates
 
-    def _ngrams(self, draft: Draft) -> list[Ranked]:
+    def _ngrams(self, chain: Chain) -> list[Ranked]:
         """What followed the newest token most often, each token with its confidence behind those in front of it."""
-        table = self._tables[draft.sequence.sequence_id]
-        found = table.most_frequent(draft.newest, self._num_ngrams)
+        table = self._tables[chain.sequence.sequence_id]
+        found = table.most_frequent(chain.newest, self._num_ngrams)
         followers: dict[tuple[int, ...], dict[int, int]] = {}
         for tokens, count in found:
             for depth, token_id in enumerate(tokens):
                 counts = followers.setdefault(tokens[:depth], {})
                 counts[token_id] = counts.get(token_id, 0) + count
-        confidences = self._confidences(draft, followers)
+        confidences = self._confidences(chain, followers)
         return [list(_confident(tokens, confidences)) for tokens, _ in found]
 
     def _confidences(
-        self, draft: Draft, followers: dict[tuple[int, ...], dict[int, int]]
+        self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]
     ) -> dict[tuple[int, ...], float]:
         """Log-confidence of every path's last token: its share of the counts, under penalty and noise."""
-        theta = draft.sequence.sampling.repetition_penalty
+        theta = chain.sequence.sampling.repetition_penalty
         held_back = TYPICAL_LOGIT * (1.0 - 1.0 / theta)
-        ranker = CandidateRanker(draft.sequence)
+        ranker = CandidateRanker(chain.sequence)
         confidences: dict[tuple[int, ...], float] = {}
         for path, counts in followers.items():
             total = sum(counts.values()) + len(counts)  # something new is as likely as the number of kinds says
             scores = {
-                token_id: math.log(count / total) - held_back * draft.sampler.is_penalised(token_id)
+                token_id: math.log(count / total) - held_back * chain.sampler.is_penalised(token_id)
                 for token_id, count in counts.items()
             }
             token_ids = sorted(scores, key=scores.__getitem__, reverse=True)

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.caches.draft_cache import DraftCache, DraftCacheFactory
 from worker.caches.full import MAX_TREE_NODES
+from worker.caches.partial import PartialCacheFactory
 from worker.caches.summary import SummaryKVCache
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.heads import DecodingHeads
 from worker.drafters.tokenswift.proposer import TokenSwiftProposer
-from worker.drafters.two_level.draft import DraftPlan
+from worker.drafters.two_level.chain import RoundPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
+from worker.drafters.two_level.plan import planner_of
 from worker.model.files import ModelError
-from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
@@ -28,7 +27,7 @@ class TokenSwiftOptions:
     digits: tuple[int, ...] = (1, 3, 3, 3)
     ngram_size: int = 4
     num_ngrams: int = 20  # k
-    cache: DraftCacheFactory = SummaryKVCache  # what the rounds see
+    cache: PartialCacheFactory = SummaryKVCache  # what the rounds see
     budget: int = 2048
     draft_rounds: int | None = None  # K; None: as many as pay
     recycles: bool = True  # also what the target said at the rows it verified (token recycling)
@@ -52,18 +51,11 @@ def tokenswift(
         raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
     recycling = TokenRecyclingDrafter(target, None) if options.recycles else None
     proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
-    planner = (
-        MeasuredPlanner(costs(), options.budget)
-        if options.draft_rounds is None
-        else FixedPlanner(whole_trees(options.draft_rounds))
-    )
-
-    def new_cache(sequence: Sequence) -> DraftCache:
-        return options.cache(target.cache_shape, min(options.budget, sequence.max_length), sequence)
-
-    return TwoLevelDrafter(target, proposer, new_cache, planner, options.digits[0])
+    plan = None if options.draft_rounds is None else whole_trees(options.draft_rounds)
+    planner = planner_of(plan, costs, options.budget)
+    return TwoLevelDrafter(target, proposer, planner, options.cache, options.budget, options.digits[0])
 
 
-def whole_trees(num_rounds: int) -> DraftPlan:
+def whole_trees(num_rounds: int) -> RoundPlan:
     """The paper's plan: whole trees; the first round's forward has one row."""
-    return DraftPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)
+    return RoundPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)

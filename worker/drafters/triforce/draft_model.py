@@ -103,6 +103,6 @@ class DraftModel:
 
 
 def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
-    """What the draft model reads of a sequence and its draft: the window begins where the committed tokens say."""
+    """What the draft model reads of a sequence and its chain: the window begins where the committed tokens say."""
     start = max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
     return np.concatenate([token_ids[:NUM_SINKS], token_ids[start:]])

@@ -7,7 +7,7 @@ import torch
 
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.triforce.draft_model import DraftModel, window_of
-from worker.drafters.two_level.draft import Draft
+from worker.drafters.two_level.chain import Chain
 from worker.drafters.two_level.proposer import Proposer
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
@@ -18,15 +18,15 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, draft_model: DraftModel, width: int) -> None:
         """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children."""
-        self.node_seconds = draft_model.token_seconds() / width
+        self.node_seconds = draft_model.token_seconds() / width  # that every proposed node takes
         self._draft_model = draft_model
         self._width = width
 
     def start(self, sequence: Sequence) -> None:
         self._draft_model.start(sequence.sequence_id)
 
-    def propose(self, drafts: list[Draft], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        trees = [_Tree(draft, *limit, self._width) for draft, limit in zip(drafts, limits, strict=True)]
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        trees = [_Tree(chain, *limit, self._width) for chain, limit in zip(chains, limits, strict=True)]
         while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
             windows = {name: tree.window() for name, tree in growing.items()}
             for tree, logits in zip(growing.values(), self._draft_model.logits(windows), strict=True):
@@ -38,14 +38,14 @@ class DraftModelProposer(Proposer):
 
 
 class _Tree:
-    """A chain below a draft's newest token while it grows, with siblings of its nodes."""
+    """Nodes below a chain's newest token, one behind the other, with siblings, while they grow."""
 
-    def __init__(self, draft: Draft, max_nodes: int, max_depth: int, width: int) -> None:
+    def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
         self.tree = DraftTree()
-        self.sequence_id = draft.sequence.sequence_id
-        self._sequence = draft.sequence.fork() if max_nodes > 0 and max_depth > 0 else draft.sequence
-        self._sampler = draft.sampler.fork()
-        self._num_committed = len(draft.sequence) - draft.num_tokens
+        self.sequence_id = chain.sequence.sequence_id
+        self._sequence = chain.sequence.fork() if max_nodes > 0 and max_depth > 0 else chain.sequence
+        self._sampler = chain.sampler.fork()
+        self._num_committed = len(chain.sequence) - chain.num_tokens
         self._max_nodes = max_nodes
         self._depth_left = max_depth
         self._width = width

@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.caches.draft_cache import DraftCache, DraftCacheFactory
+from worker.caches.partial import PartialCacheFactory
 from worker.caches.summary import SummaryKVCache
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.two_level.draft import DraftPlan
+from worker.drafters.two_level.chain import RoundPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
-from worker.sequence import Sequence
+from worker.drafters.two_level.plan import planner_of
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
@@ -24,7 +23,7 @@ from worker.target.target import TargetModel
 class TriForceOptions:
     """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
 
-    cache: DraftCacheFactory = SummaryKVCache  # what the middle level sees
+    cache: PartialCacheFactory = SummaryKVCache  # what the middle level sees
     budget: int = 1024
     gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None: as many as pay
     width: int = 1  # candidates at every depth of the first level
@@ -38,21 +37,14 @@ def triforce(
 ) -> TwoLevelDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
     proposer = DraftModelProposer(DraftModel.load(parts_folder, target), options.width)
-    planner = (
-        MeasuredPlanner(costs(), options.budget, proposer.node_seconds)
-        if options.gammas is None
-        else FixedPlanner(hierarchy(*options.gammas, options.width))
-    )
-
-    def new_cache(sequence: Sequence) -> DraftCache:
-        return options.cache(target.cache_shape, min(options.budget, sequence.max_length), sequence)
-
-    return TwoLevelDrafter(target, proposer, new_cache, planner)
+    plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)
+    planner = planner_of(plan, costs, options.budget, proposer.node_seconds)
+    return TwoLevelDrafter(target, proposer, planner, options.cache, options.budget)
 
 
-def hierarchy(gamma_1: int, gamma_2: int, width: int) -> DraftPlan:
+def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
     """Algorithm 1: `gamma_1` draft tokens per middle verification, until there are at least `gamma_2` tokens.
 
-    gamma_1 = 0 is self-speculation with the draft cache alone.
+    gamma_1 = 0 is self-speculation with the partial cache alone.
     """
-    return DraftPlan(gamma_2, gamma_1 * width, gamma_2, gamma_2)
+    return RoundPlan(gamma_2, gamma_1 * width, gamma_2, gamma_2)

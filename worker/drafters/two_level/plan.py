@@ -8,9 +8,9 @@ import numpy as np
 
 from worker.caches.full import MAX_TREE_NODES
 from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, BudgetChoice, NodeBudget
-from worker.drafters.two_level.draft import DraftPlan, Round
-from worker.drafters.two_level.whole_draft import WholeDraft
-from worker.target.step_costs import StepCosts
+from worker.drafters.two_level.chain import Round, RoundPlan
+from worker.drafters.two_level.chain_tree import ChainTree
+from worker.target.step_costs import Costs, StepCosts
 from worker.target.tiles import TILE_ROWS
 
 PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
@@ -20,16 +20,16 @@ WORTH_A_LOOK = 0.7  # of the better way's rate: below it the other way is not tr
 
 
 class Planner(ABC):
-    """Plans drafts and hears what became of them."""
+    """Plans rounds and hears what became of what was proposed."""
 
     max_nodes: int
 
     @abstractmethod
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         """Plan for a sequence of `length` cached positions that shares its forwards with others."""
 
-    def observe(self, draft: WholeDraft, path: list[int]) -> None:  # noqa: B027
-        """A draft was verified in full, and the nodes of `path` were accepted."""
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:  # noqa: B027
+        """What was proposed was verified in full, and the nodes of `path` were accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
         """What it has learned."""
@@ -44,10 +44,10 @@ class FixedPlanner(Planner):
 
     max_nodes = MAX_TREE_NODES
 
-    def __init__(self, plan: DraftPlan) -> None:
+    def __init__(self, plan: RoundPlan) -> None:
         self._plan = plan
 
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         return self._plan
 
 
@@ -57,7 +57,7 @@ class MeasuredPlanner(Planner):
     max_nodes = TILE_ROWS - 1
 
     def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
-        """`budget` slots in a partial cache; proposing takes `node_seconds` for every node, and what is measured."""
+        """`budget` entries in a partial cache; proposing takes `node_seconds` for every node, and what is measured."""
         self._budget = budget
         self._node_seconds = node_seconds
         self._trees = NodeBudget(costs)
@@ -66,31 +66,31 @@ class MeasuredPlanner(Planner):
         self._round_seconds = costs.at(4, budget)
         self._propose_seconds = PRIOR_PROPOSE_SECONDS
 
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> DraftPlan:
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         token_seconds = self._round_seconds / self._round_tokens
         tree = self.tree(length, num_sequences)
         chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
         is_tree = tree.rate >= chain.rate
         is_close = min(tree.rate, chain.rate) > WORTH_A_LOOK * max(tree.rate, chain.rate)
         if is_tree != (is_close and length % EXPLORE_EVERY == 0):
-            return DraftPlan(0, 0, 0, tree.num_nodes)
+            return RoundPlan(0, 0, 0, tree.num_nodes)
         checked = self.tree(min(length, self._budget), num_sequences)
-        return DraftPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
+        return RoundPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
 
     def tree(self, length: int, num_sequences: int, max_nodes: int = TILE_ROWS) -> BudgetChoice:
         """The proposed tree that pays most where a cache of `length` positions verifies it."""
         proposing = num_sequences * self._propose_seconds
         return self._trees.best(length, num_sequences, proposing, self._node_seconds, max_nodes)
 
-    def observe(self, draft: WholeDraft, path: list[int]) -> None:
-        for round_ in draft.rounds:
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:
+        for round_ in proposed.rounds:
             self._observe_round(round_)
-        if draft.chain_length:
-            self._chains.observe(draft.chain_length, [node for node in path if node < draft.chain_length])
+        if proposed.chain_length:
+            self._chains.observe(proposed.chain_length, [node for node in path if node < proposed.chain_length])
             return
-        num_nodes = len(draft.tree)
+        num_nodes = len(proposed.tree)
         self._trees.observe(num_nodes, path)
-        beside_nodes = max(0.0, draft.propose_seconds - num_nodes * self._node_seconds)
+        beside_nodes = max(0.0, proposed.propose_seconds - num_nodes * self._node_seconds)
         self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 
     def _observe_round(self, round_: Round) -> None:
@@ -118,3 +118,8 @@ class MeasuredPlanner(Planner):
             self._trees.restore(trees)
             raise
         self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds = means.tolist()
+
+
+def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
+    """Always one plan, or with None as a `MeasuredPlanner` says."""
+    return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else FixedPlanner(plan)

@@ -42,7 +42,6 @@ class AgreementRecord:
 def measure_agreement(
     when: str, target: TargetModel, draft: LlamaForCausalLM, held_out: dict[str, list[Text]]
 ) -> Iterator[AgreementRecord]:
-    """Agreement of a draft model along texts by name."""
     for name, texts in held_out.items():
         yield AgreementRecord(when, name, *agreement(target, draft, texts))
 

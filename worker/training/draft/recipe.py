@@ -11,7 +11,6 @@ from worker.training.heads.recipe import HeadRecipe
 from worker.training.target.recipe import Phase, Recipe
 
 LENGTH = NUM_SINKS + 2 * WINDOW  # of the windows it learns from: the most that it reads in use
-JUMP_SHARE = 1 / 3  # of these windows: the first tokens of a text, then a stretch from further back
 
 NUM_STEP_WINDOWS = 4
 NUM_BOOK_TOKENS = 32_768  # of each book, from its beginning

@@ -6,7 +6,7 @@ what the target draws, with the same noise, and not what an author wrote. Half o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from worker.drafters.triforce.draft_model import NUM_SINKS
 from worker.model.files import ModelError, locate_model
 from worker.target.target import TargetModel
-from worker.training.draft.agreement import AgreementRecord, measure_agreement
-from worker.training.draft.recipe import JUMP_SHARE, NUM_BOOK_TOKENS, DraftRecipe, draft_config
+from worker.training.corpus import jumping_positions
+from worker.training.draft.agreement import measure_agreement
+from worker.training.draft.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts, load_target
 from worker.training.target.recipe import Phase
-from worker.training.target.training import StepRecord, run_phases, save_target, write_record
+from worker.training.target.training import run_phases, save_target, write_measured, write_record
 
 LOG = "draft_log.jsonl"
 NUM_LOGITS = 2**21  # held at once, whatever the vocabulary; more than fits the processor's cache is slower
@@ -38,14 +39,9 @@ class DraftWindows:
 
     def batch(self, num_windows: int, length: int) -> torch.Tensor:
         """Return windows `[num_windows, length] int64`; no text may be shorter than one."""
-        chosen = self._random.choice(len(self._texts), size=num_windows, p=self._shares)
-        return torch.from_numpy(np.stack([self._window(self._texts[index], length) for index in chosen]))
-
-    def _window(self, text: np.ndarray, length: int) -> np.ndarray:
-        """A stretch of the text, or its first tokens and a stretch from anywhere behind them."""
-        num_sinks = NUM_SINKS if self._random.random() < JUMP_SHARE else 0
-        start = self._random.integers(num_sinks, len(text) - length + num_sinks + 1)
-        return np.concatenate([text[:num_sinks], text[start : start + length - num_sinks]])
+        chosen = [self._texts[index] for index in self._random.choice(len(self._texts), num_windows, p=self._shares)]
+        windows = [text[jumping_positions(self._random, len(text), length, NUM_SINKS)] for text in chosen]
+        return torch.from_numpy(np.stack(windows))
 
 
 def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
@@ -65,18 +61,12 @@ def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, repor
     report(f"{draft.num_parameters():,} parameters")
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOG).open("w", encoding="utf-8") as log:
-
-        def write(records: Iterable[AgreementRecord | StepRecord]) -> None:
-            for record in records:
-                write_record(log, record)
-                if isinstance(record, AgreementRecord):
-                    report(record.in_words())
-
-        write(measure_agreement("before", target, draft, held_out))
+        write_measured(log, measure_agreement("before", target, draft, held_out), report)
         for _, steps in run_phases(draft, recipe, lambda phase: distil(draft, target, batch(phase))):
-            write(steps)
+            for step in steps:
+                write_record(log, step)
         save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
-        write(measure_agreement("after", target, draft, held_out))
+        write_measured(log, measure_agreement("after", target, draft, held_out), report)
 
 
 def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[Phase], torch.Tensor]:

@@ -87,7 +87,7 @@ def _same_in_rows(
 ) -> torch.Tensor:
     """Whether both draw the same token at each of the rows of one window: `[2 ways, num_forwards, num_rows] bool`.
 
-    `offset`: what these rows' positions in the text are behind their slots.
+    `offset`: what these rows' positions in the text are behind their entries.
     """
     same = []
     for part in rows.split(max(1, NUM_LOGITS // target.vocab_size)):

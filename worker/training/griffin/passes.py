@@ -20,8 +20,6 @@ PASSES_ATTENTION = "swiftbatch_griffin_passes"
 
 @dataclass(frozen=True)
 class Pass:
-    """What the draft model says in one pass."""
-
     predicted: torch.Tensor  # [num_windows, length, hidden], for the language model head
     regressed: torch.Tensor  # [num_windows, length, hidden], in place of the target's features at these rows
     has_draft: torch.Tensor  # [num_windows, length] bool: the rows in front that such a draft needs are there
@@ -42,10 +40,10 @@ def forward_passes(model: GriffinModel, embeddings: torch.Tensor, windows: Windo
     nothing, and no row that has one depends on it.
     """
     model.set_attention(PASSES_ATTENTION)
-    slots, passes = windows.slots(), PassKeys()
+    entries, passes = windows.entries(), PassKeys()
     inputs, outputs = windows.inputs.to(embeddings.dtype), list[Pass]()
     for number in range(1, num_passes + 1):
-        predicted, regressed = model(inputs, embeddings, slots, passes=passes)
+        predicted, regressed = model(inputs, embeddings, entries, passes=passes)
         outputs.append(Pass(predicted, regressed, windows.num_before >= number - 1))
         inputs = regressed.roll(1, dims=1)  # where it comes round, there is no draft
     return outputs

@@ -56,7 +56,6 @@ def _line(axes: Axes, number: int, steps: list[int], values: list[float], label:
 
 
 def _finish(axes: Axes) -> None:
-    """What both axes share."""
     axes.set_xlabel("step")
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""How GRIFFIN's draft model is trained, as data: the paper's recipe, and those it is compared with."""
+"""How GRIFFIN's draft model is trained, as data: the paper's recipe."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from worker.drafters.griffin.model import Fusion, GriffinConfig
-from worker.drafters.griffin.window import NUM_SLOTS
+from worker.drafters.griffin.window import NUM_ENTRIES
 from worker.training import defaults
 from worker.training.heads.recipe import HeadRecipe
 
-JUMP_SHARE = 1 / 3  # of the windows: the first tokens of a text, then a stretch from further back
 FEATURE_WEIGHT = 0.1  # of the L1 distance of features beside the cross entropy of tokens (appendix C.1)
 
 TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=defaults.GRIFFIN_OWN_TEXTS)
@@ -24,7 +23,7 @@ class GriffinRecipe:
 
     num_steps: int = defaults.GRIFFIN_STEPS
     num_step_windows: int = 4
-    window_length: int = NUM_SLOTS  # rows: the most that the model sees in use
+    window_length: int = NUM_ENTRIES  # rows: the most that the model sees in use
     own_share: float = 0.5  # of the windows: from the target's own texts, where there are any
     num_passes: int = defaults.GRIFFIN_PASSES  # N, in the last steps
     single_pass_share: float = 0.6  # of the steps: one pass; then in equal parts two, three, ... of them
@@ -41,7 +40,6 @@ class GriffinRecipe:
     seed: int = defaults.SEED
 
     def config(self, target: PreTrainedConfig) -> GriffinConfig:
-        """The draft model's sizes for a target."""
         config = replace(
             GriffinConfig.for_target(target),
             fusion=self.fusion,
@@ -64,9 +62,3 @@ class GriffinRecipe:
 
 
 GRIFFIN_RECIPE = GriffinRecipe()
-
-HASS_RECIPE = GriffinRecipe(align_top_k=None, fusion="none", has_token_enhanced_head=False)
-"""HASS: the draft model's own features in training, without token alignment and on EAGLE's draft model."""
-
-EAGLE2_RECIPE = replace(HASS_RECIPE, num_passes=1)
-"""EAGLE-2: the target's features only."""

@@ -7,10 +7,9 @@ labels are the target's distributions. What the draft model is to guess is what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +19,7 @@ from worker.drafters.griffin.weights import save_griffin
 from worker.model.files import locate_model
 from worker.target.finite import check_loss
 from worker.target.target import TargetModel
-from worker.training.griffin.accuracy import AccuracyRecord, measure_accuracy
+from worker.training.griffin.accuracy import measure_accuracy
 from worker.training.griffin.features import FOLDER, GriffinFeatures, griffin_features
 from worker.training.griffin.loss import accumulate_gradients
 from worker.training.griffin.plot import plot_training
@@ -28,7 +27,7 @@ from worker.training.griffin.recipe import GriffinRecipe
 from worker.training.griffin.state import TrainingFolder
 from worker.training.griffin.windows import WindowSource
 from worker.training.heads.texts import load_target
-from worker.training.target.training import write_record
+from worker.training.target.training import write_measured, write_record
 
 PLOT = "griffin_training.png"
 NUM_STATE_STEPS = 100  # between two states, and two points of the accuracy curve
@@ -71,7 +70,7 @@ def train_griffin(
     run_training(draft, target, texts, recipe, folder, report)
     save_griffin(output, draft, files.fingerprint)
     with folder.open_log(recipe.num_steps) as log:
-        write_accuracy(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
+        write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
     plot_training(folder.records(), output / PLOT)
     folder.finish()
 
@@ -91,7 +90,7 @@ def run_training(
     source = WindowSource(texts.books, texts.own, recipe)
     with folder.open_log(step) as log:
         if step == 0:
-            write_accuracy(log, measure_accuracy("before", 0, target, draft, texts.held_out), report)
+            write_measured(log, measure_accuracy("before", 0, target, draft, texts.held_out), report)
             folder.save(draft, optimizer, step, seconds)
         for done in run_steps(draft, target, source, recipe, optimizer, step, seconds):
             write_record(log, done)
@@ -99,13 +98,6 @@ def run_training(
                 for record in measure_accuracy("during", done.step, target, draft, texts.held_out[:NUM_CURVE_TEXTS]):
                     write_record(log, record)
                 folder.save(draft, optimizer, done.step, done.seconds)
-
-
-def write_accuracy(log: IO[str], records: Iterable[AccuracyRecord], report: Callable[[str], None]) -> None:
-    """Log and report accuracy."""
-    for record in records:
-        write_record(log, record)
-        report(record.in_words())
 
 
 def run_steps(

@@ -1,4 +1,4 @@
-"""Windows of rows that GRIFFIN's draft model learns from and is measured on, in the slots that it sees in use."""
+"""Windows of rows that GRIFFIN's draft model learns from and is measured on, in the entries that it sees in use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from worker.drafters.griffin.window import NUM_SINKS, WINDOW, window_start
+from worker.training.corpus import jumping_positions
 from worker.training.feature_file import TextFeatures
-from worker.training.griffin.recipe import JUMP_SHARE, GriffinRecipe
+from worker.training.griffin.recipe import GriffinRecipe
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows in slots 0, 1, ... of windows of equal length."""
+    """Rows in entries 0, 1, ... of windows of equal length."""
 
     token_ids: torch.Tensor  # [num_windows, length] int64
     inputs: torch.Tensor  # [num_windows, length, hidden]: the feature in front of each token; zeros for a text's first
@@ -29,7 +30,7 @@ class Windows:
         windows = [_rows(text, positions) for text, positions in picks]
         return cls(*(torch.stack(tensors).to(device) for tensors in zip(*windows, strict=True)))
 
-    def slots(self) -> torch.Tensor:
+    def entries(self) -> torch.Tensor:
         """`[num_windows, length]`."""
         num_windows, length = self.token_ids.shape
         return torch.arange(length, device=self.token_ids.device).expand(num_windows, -1)
@@ -55,21 +56,16 @@ class WindowSource:
 
     def windows(self, step: int, device: torch.device) -> Windows:
         """Windows from books and own texts, a share of them as the model reads a long text in use."""
-        random = np.random.default_rng([self._recipe.seed, step])
+        random, length = np.random.default_rng([self._recipe.seed, step]), self._recipe.window_length
+        num_sinks = min(NUM_SINKS, length // 2)
         picks = []
         for texts, num_windows in self._parts:
             if num_windows:
                 sizes = np.asarray([len(text.token_ids) for text in texts], dtype=np.float64)
                 chosen = random.choice(len(texts), size=num_windows, p=sizes / sizes.sum())
-                picks += [(texts[index], self._positions(len(texts[index].token_ids), random)) for index in chosen]
+                drawn = [(texts[index], len(texts[index].token_ids)) for index in chosen]
+                picks += [(text, jumping_positions(random, size, length, num_sinks)) for text, size in drawn]
         return Windows.gather(picks, device)
-
-    def _positions(self, num_tokens: int, random: np.random.Generator) -> np.ndarray:
-        """A stretch of the text, or its first tokens and a stretch from anywhere behind them."""
-        length = self._recipe.window_length
-        num_sinks = min(NUM_SINKS, length // 2) if random.random() < JUMP_SHARE else 0
-        start = random.integers(num_sinks, num_tokens - length + num_sinks + 1)
-        return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
 
 
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:

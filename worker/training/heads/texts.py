@@ -14,6 +14,8 @@ from rich.progress import track
 from jobs.sampling import SamplingParams
 from worker.model.files import ModelError, ModelFiles
 from worker.model.text import TextCodec
+from worker.target.finite import check_model
+from worker.target.loading import load_transformers, resolve_device
 from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError, read_books
 from worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
@@ -41,7 +43,8 @@ class TextStates:
 
 def load_target(files: ModelFiles) -> TargetModel:
     """The frozen target with `transformers`' own attention, which takes whole texts at once."""
-    target = TargetModel.load(files, "bfloat16", "auto")
+    target = TargetModel(load_transformers(files, torch.bfloat16, resolve_device("auto")), files)
+    check_model(target)
     target.model.set_attn_implementation("sdpa")
     return target
 

@@ -24,7 +24,7 @@ from worker.target.target import TargetModel
 from worker.training.heads.accuracy import chunk_rows, head_accuracy
 from worker.training.heads.recipe import HeadRecipe
 from worker.training.heads.texts import TextStates, held_out_texts, load_target, text_states, training_states
-from worker.training.target.training import write_record
+from worker.training.target.training import write_measured, write_record
 
 LOG = "tokenswift_log.jsonl"
 
@@ -47,6 +47,11 @@ class AccuracyRecord:
     num_rows: int
     top: list[list[float]]  # [num_heads][3]: share of rows with the token among the first 1, 2, 3 candidates
 
+    def in_words(self) -> str:
+        heads = (" / ".join(f"{share:.1%}" for share in head) for head in self.top)
+        shares = "; ".join(f"head {number} {shares}" for number, shares in enumerate(heads, start=1))
+        return f"{self.when} training, {self.texts}: {shares}"
+
 
 def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report: Callable[[str], None]) -> None:
     """Train heads for a model on the books under `data`; write heads and log to `output`.
@@ -65,18 +70,16 @@ def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOG).open("w", encoding="utf-8") as log:
 
-        def measure(when: str) -> None:
+        def measured(when: str) -> Iterator[AccuracyRecord]:
             for name, part in held_out.items():
-                accuracy = AccuracyRecord(when, name, len(part.rows), head_accuracy(target, weight.detach(), part))
-                write_record(log, accuracy)
-                report(f"{when} training, {name}: " + _in_words(accuracy))
+                yield AccuracyRecord(when, name, len(part.rows), head_accuracy(target, weight.detach(), part))
 
-        measure("before")
+        write_measured(log, measured("before"), report)
         for record in run_steps(target, weight, states, recipe):
             write_record(log, record)
         save_heads(output, weight, files.fingerprint)
         report(f"{record.step} steps in {record.seconds:,.0f} s, nats per token {record.losses}")
-        measure("after")
+        write_measured(log, measured("after"), report)
 
 
 def run_steps(
@@ -130,8 +133,3 @@ def _labels(target: TargetModel, states: TextStates, rows: torch.Tensor, soft: b
     if not soft:
         return states.token_ids[rows].to(target.device)
     return target.logits(states.hidden[rows - 1].to(target.device)).softmax(dim=-1).clone()
-
-
-def _in_words(record: AccuracyRecord) -> str:
-    heads = (" / ".join(f"{share:.1%}" for share in head) for head in record.top)
-    return "; ".join(f"head {number} {shares}" for number, shares in enumerate(heads, start=1))

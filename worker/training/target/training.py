@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -70,6 +70,13 @@ def write_record(log: IO[str], record: Any) -> None:
     """Append a dataclass to a training log, where it can be read at once."""
     log.write(json.dumps(asdict(record)) + "\n")
     log.flush()
+
+
+def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str], None]) -> None:
+    """Append what was measured to a training log, and tell of it."""
+    for record in records:
+        write_record(log, record)
+        report(record.in_words())
 
 
 def run_phases(

@@ -1,16 +1,16 @@
-"""What a draft becomes for the full verification: its chain, other candidates for its last token, and trees below."""
+"""What a chain becomes for the full verification: its tokens, other candidates for the last one, and trees below."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from worker.drafters.ranking import CandidateRanker
-from worker.drafters.two_level.draft import Draft, Round
+from worker.drafters.two_level.chain import Chain, Round
 from worker.tree import ROOT, DraftTree
 
 
 @dataclass(frozen=True)
-class WholeDraft:
+class ChainTree:
     """A tree whose first `chain_length` nodes are the chain."""
 
     tree: DraftTree = field(default_factory=DraftTree)
@@ -19,17 +19,17 @@ class WholeDraft:
     propose_seconds: float = 0.0  # of the tree below the chain
 
 
-def assemble(draft: Draft, below: DraftTree, num_alternatives: int, seconds: float) -> WholeDraft:
+def assemble(chain: Chain, below: DraftTree, num_alternatives: int, seconds: float) -> ChainTree:
     """Chain, tree below its newest token, and the same tree below the other candidates for that token."""
-    chain, max_nodes = draft.chain, draft.num_nodes
-    tree = DraftTree.chain(chain)
-    _graft(tree, below, len(chain) - 1, max_nodes)
-    for token_id in _alternatives(draft, num_alternatives):
+    length, max_nodes = chain.num_tokens, chain.num_nodes
+    tree = DraftTree.chain(chain.drawn)
+    _graft(tree, below, length - 1, max_nodes)
+    for token_id in _alternatives(chain, num_alternatives):
         if len(tree) < max_nodes:
             tree.token_ids.append(token_id)
-            tree.parents.append(len(chain) - 2)
+            tree.parents.append(length - 2)
             _graft(tree, below, len(tree) - 1, max_nodes)
-    return WholeDraft(tree, len(chain), draft.rounds, seconds)
+    return ChainTree(tree, length, chain.rounds, seconds)
 
 
 def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> None:
@@ -40,10 +40,10 @@ def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> No
     tree.parents.extend(parent if p == ROOT else first + p for p in below.parents[:room])
 
 
-def _alternatives(draft: Draft, num_alternatives: int) -> list[int]:
+def _alternatives(chain: Chain, num_alternatives: int) -> list[int]:
     """Candidates that came next to the newest token, best first."""
-    if num_alternatives <= 1 or draft.logits is None:
+    if num_alternatives <= 1 or chain.logits is None:
         return []
-    ranker = CandidateRanker(draft.sequence)
-    [ranked] = ranker.rank_logits(draft.logits[None], [0], num_alternatives)
-    return [token_id for _, token_id in ranked if token_id != draft.newest][: num_alternatives - 1]
+    ranker = CandidateRanker(chain.sequence)
+    [ranked] = ranker.rank_logits(chain.logits[None], [0], num_alternatives)
+    return [token_id for _, token_id in ranked if token_id != chain.newest][: num_alternatives - 1]

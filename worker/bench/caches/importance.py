@@ -1,4 +1,4 @@
-"""Partial key-value cache (TokenSwift 3.3): the positions that matter most, new ones in place of the least important.
+"""The positions that matter most (TokenSwift 3.3), new ones in place of the least important.
 
 The first positions are pinned, the others lie in falling order of importance. Newly committed positions overwrite from
 the least important end; when all are overwritten the cache is built anew, by the query of the token that stands there.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from worker.caches.draft_cache import NUM_PINNED, DraftCache, Queries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED, PartialCache, Queries
 from worker.sequence import Sequence
 
 
-class PartialKVCache(DraftCache):
+class ImportanceKVCache(PartialCache):
     """At most `budget` positions, chosen for each layer and head. It is built at fixed positions."""
 
     def __init__(
@@ -31,23 +31,23 @@ class PartialKVCache(DraftCache):
         self._first_build = max(first_build, self._budget)
         self._last_fed = first_build if is_static else None
         self._built_at: int | None = None
-        self._first_new = 0  # position that overwrites the last slot
+        self._first_new = 0  # position that overwrites the last entry
         self._num_fed = 0  # positions of the sequence that it has seen
         self.positions = torch.full((shape.num_layers, shape.num_kv_heads, self._budget), -1, device=shape.device)
 
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
         end = full.length if self._last_fed is None else min(full.length, self._last_fed)
         if end < self._first_build:
-            self._append(full, end)
+            self._take_all(full, end)
         else:
             built_at = self._first_build + (end - self._first_build) // self._period * self._period
             if built_at != self._built_at:
                 self._build(full, built_at, queries)
             self._replace(full, end)
-        self._num_sequence_slots = min(self._num_fed, self._budget)
+        self._num_sequence_entries = min(self._num_fed, self._budget)
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
-        """Positions for the slots behind the pinned ones, `[num_layers, num_kv_heads, budget - NUM_PINNED]`.
+        """Positions for the entries behind the pinned ones, `[num_layers, num_kv_heads, budget - NUM_PINNED]`.
 
         They lie below `length`, in falling order of importance; also returns how many positions were looked at.
         """
@@ -57,14 +57,14 @@ class PartialKVCache(DraftCache):
         ]
         return NUM_PINNED + torch.stack(importances).topk(self._budget - NUM_PINNED, dim=-1).indices, length
 
-    def _append(self, full: FullKVCache, end: int) -> None:
+    def _take_all(self, full: FullKVCache, end: int) -> None:
         """As long as all positions fit, they lie in order."""
         self._copy(full, slice(self._num_fed, end), self._num_fed)
         self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
         self._num_fed = end
 
     def _build(self, full: FullKVCache, built_at: int, queries: Queries) -> None:
-        """Fill all slots anew."""
+        """Fill all entries anew."""
         chosen, num_seen = self._choose(full, built_at, queries)
         self.positions[:, :, :NUM_PINNED] = torch.arange(NUM_PINNED, device=self.shape.device)
         self.positions[:, :, NUM_PINNED:] = chosen
@@ -74,16 +74,16 @@ class PartialKVCache(DraftCache):
         self._first_new = self._num_fed = num_seen
 
     def _replace(self, full: FullKVCache, end: int) -> None:
-        """Overwrite the least important slots with the positions up to `end`."""
+        """Overwrite the least important entries with the positions up to `end`."""
         if end == self._num_fed:
             return
         new = torch.arange(self._num_fed, end, device=self.shape.device)
-        slots = self._budget - 1 - (new - self._first_new)
+        entries = self._budget - 1 - (new - self._first_new)
         for layer in range(self.shape.num_layers):
             for part, source in enumerate(full.stored(layer)):
                 rows = source[:, self._num_fed : end].to(self.shape.device)
-                self._buffer[layer, part, :, slots] = rows
-        self.positions[:, :, slots] = new
+                self._buffer[layer, part, :, entries] = rows
+        self.positions[:, :, entries] = new
         self._num_fed = end
 
 

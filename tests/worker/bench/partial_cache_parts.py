@@ -1,13 +1,13 @@
-"""A small full cache of random keys and values, and the check that a draft cache's slots are copies of it."""
+"""A small full cache of random keys and values, and the check that a partial cache's entries are copies of it."""
 
 from __future__ import annotations
 
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.bench.caches.partial import PartialKVCache
-from worker.caches.draft_cache import NUM_PINNED
+from worker.bench.caches.importance import ImportanceKVCache
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED
 from worker.sequence import Sequence
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -33,19 +33,19 @@ def queries(position: int) -> torch.Tensor:
     return torch.randn(SHAPE.num_layers, SHAPE.num_kv_heads, 2, 4, generator=torch.Generator().manual_seed(position))
 
 
-def follow(partial: PartialKVCache, full: FullKVCache, length: int) -> None:
+def follow(cache: ImportanceKVCache, full: FullKVCache, length: int) -> None:
     full.roll_back(0)
     full.advance(length)
-    partial.follow(full, queries)
+    cache.follow(full, queries)
 
 
-def check_copies(partial: PartialKVCache, full: FullKVCache, num_slots: int) -> None:
-    """Every slot holds the keys and values of the position it names."""
+def check_copies(cache: ImportanceKVCache, full: FullKVCache, num_entries: int) -> None:
+    """Every entry holds the keys and values of the position it names."""
     for layer in range(SHAPE.num_layers):
         key = torch.zeros(SHAPE.num_kv_heads, 0, SHAPE.head_dim)
-        keys, values = partial.append(layer, key, key)
-        assert keys.shape[1] == num_slots
+        keys, values = cache.write(layer, key, key)
+        assert keys.shape[1] == num_entries
         for head in range(SHAPE.num_kv_heads):
-            positions = partial.positions[layer, head, :num_slots]
+            positions = cache.positions[layer, head, :num_entries]
             assert torch.equal(keys[head], full.layer(layer)[0][head, positions])
             assert torch.equal(values[head], full.layer(layer)[1][head, positions])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from worker.drafters.tokenswift.tokenswift import whole_trees
-from worker.drafters.two_level.draft import Round
+from worker.drafters.two_level.chain import Round
+from worker.drafters.two_level.chain_tree import ChainTree
 from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
-from worker.drafters.two_level.whole_draft import WholeDraft
 from worker.target.step_costs import ROW_COUNTS, StepCosts
 from worker.tree import DraftTree
 
@@ -29,7 +29,7 @@ def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float 
     for _ in range(400):
         num_accepted = int(np.argmin([*(random.random(31) < acceptance), False]))
         path = [0] if random.random() < tree_acceptance else []
-        chain = WholeDraft(DraftTree.chain([0] * 31), 31, [Round(5, path, 0.005)])
+        chain = ChainTree(DraftTree.chain([0] * 31), 31, [Round(5, path, 0.005)])
         planner.observe(chain, list(range(num_accepted)))
     return planner
 

@@ -1,11 +1,11 @@
-"""What a partial cache holds: the newest positions, the pinned ones and the most important of the others."""
+"""What a cache of the most important positions holds: the newest, the pinned ones and the best of the others."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.worker.bench.draft_cache_parts import (
+from tests.worker.bench.partial_cache_parts import (
     BUDGET,
     PERIOD,
     PROMPT,
@@ -16,9 +16,9 @@ from tests.worker.bench.draft_cache_parts import (
     random_cache,
     text,
 )
-from worker.bench.caches.partial import PartialKVCache, importance
-from worker.caches.draft_cache import NUM_PINNED
+from worker.bench.caches.importance import ImportanceKVCache, importance
 from worker.caches.full import FullKVCache
+from worker.caches.partial import NUM_PINNED
 
 
 @pytest.fixture
@@ -27,24 +27,24 @@ def full() -> FullKVCache:
 
 
 def test_everything_is_held_as_long_as_it_fits(full: FullKVCache) -> None:
-    partial = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))
+    cache = ImportanceKVCache(SHAPE, BUDGET, text(PROMPT + 1))
     for length in (PROMPT, PROMPT + 1, BUDGET - 1):
-        follow(partial, full, length)
-        assert partial.positions[1, 1, :length].tolist() == list(range(length))
-        check_copies(partial, full, length)
+        follow(cache, full, length)
+        assert cache.positions[1, 1, :length].tolist() == list(range(length))
+        check_copies(cache, full, length)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, 150])
 def test_pinned_newest_and_most_important_positions_are_held(full: FullKVCache, prompt: int) -> None:
-    partial = PartialKVCache(SHAPE, BUDGET, text(prompt + 1))
+    cache = ImportanceKVCache(SHAPE, BUDGET, text(prompt + 1))
     built_at = max(prompt, BUDGET) + PERIOD
     length = built_at + 5
-    follow(partial, full, length)
-    check_copies(partial, full, BUDGET)
+    follow(cache, full, length)
+    check_copies(cache, full, BUDGET)
     for layer in range(SHAPE.num_layers):
         scores = importance(full.layer(layer)[0][:, NUM_PINNED:built_at], queries(built_at)[layer])
         for head in range(SHAPE.num_kv_heads):
-            held = partial.positions[layer, head].tolist()
+            held = cache.positions[layer, head].tolist()
             best = (NUM_PINNED + scores[head].argsort(descending=True)[:PERIOD]).tolist()
             assert held[:NUM_PINNED] == list(range(NUM_PINNED))
             assert held[NUM_PINNED:-5] == best[:-5], "in falling order of importance"
@@ -52,12 +52,12 @@ def test_pinned_newest_and_most_important_positions_are_held(full: FullKVCache, 
 
 
 def test_what_it_holds_follows_from_the_tokens_alone(full: FullKVCache) -> None:
-    slow = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))
+    slow = ImportanceKVCache(SHAPE, BUDGET, text(PROMPT + 1))
     generator = torch.Generator().manual_seed(1)
     length = PROMPT
     while length < 300:
         follow(slow, full, length)
-        fresh = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))  # as a job has it that was resumed here
+        fresh = ImportanceKVCache(SHAPE, BUDGET, text(PROMPT + 1))  # as a job has it that was resumed here
         follow(fresh, full, length)
         assert torch.equal(fresh.positions, slow.positions)
         check_copies(slow, full, min(length, BUDGET))
@@ -66,27 +66,27 @@ def test_what_it_holds_follows_from_the_tokens_alone(full: FullKVCache) -> None:
 
 def test_a_static_cache_never_follows_the_output(full: FullKVCache) -> None:
     for prompt in (PROMPT, 150):
-        partial = PartialKVCache(SHAPE, BUDGET, text(prompt + 1), is_static=True)
-        follow(partial, full, prompt)
-        held = partial.positions.clone()
-        follow(partial, full, prompt + 100)
-        assert torch.equal(partial.positions, held)
+        cache = ImportanceKVCache(SHAPE, BUDGET, text(prompt + 1), is_static=True)
+        follow(cache, full, prompt)
+        held = cache.positions.clone()
+        follow(cache, full, prompt + 100)
+        assert torch.equal(cache.positions, held)
         assert held.max() < prompt
 
 
-def test_a_draft_lies_behind_the_slots_and_is_forgotten(full: FullKVCache) -> None:
-    partial = PartialKVCache(SHAPE, BUDGET, text(PROMPT + 1))
-    follow(partial, full, 60)
+def test_a_draft_lies_behind_the_entries_and_is_forgotten(full: FullKVCache) -> None:
+    cache = ImportanceKVCache(SHAPE, BUDGET, text(PROMPT + 1))
+    follow(cache, full, 60)
     rows = torch.arange(5.0)[None, :, None].expand(SHAPE.num_kv_heads, 5, SHAPE.head_dim)  # the newest and four nodes
     for layer in range(SHAPE.num_layers):
-        partial.append(layer, rows, rows)
-    partial.keep([0, 3])
-    assert partial.num_slots == BUDGET + 3
-    keys, values = partial.append(1, rows[:, :1], rows[:, :1])
+        cache.write(layer, rows, rows)
+    cache.keep([0, 3])
+    assert cache.num_entries == BUDGET + 3
+    keys, values = cache.write(1, rows[:, :1], rows[:, :1])
     for kept in (keys, values):
         assert kept[0, BUDGET:, 0].tolist() == [0.0, 1.0, 4.0, 0.0]
-    follow(partial, full, 62)
-    check_copies(partial, full, BUDGET)
+    follow(cache, full, 62)
+    check_copies(cache, full, BUDGET)
 
 
 def test_importance_sums_over_the_query_heads_of_a_group() -> None:

@@ -1,6 +1,6 @@
 """The forwards of GRIFFIN's draft model behind the sequences of a worker, and what it keeps of each.
 
-Its keys and values lie in a cache of one layer, with the rows of the window in it (see `griffin_window`). Its forwards
+Its keys and values lie in a cache of one layer, with the rows of the window in it (see `window.py`). Its forwards
 go through the same row-exact tiles as the target's, and the features come from the target's rows, so what it says
 follows from the tokens alone: where features are not known, behind a prompt or a resume, the target runs the window's
 tokens once more.
@@ -16,12 +16,12 @@ import torch
 
 from worker.caches.full import CacheShape, FullKVCache
 from worker.drafters.griffin.model import GriffinModel
-from worker.drafters.griffin.window import NUM_SINKS, NUM_SLOTS, WINDOW, slot_of, window_start
+from worker.drafters.griffin.window import NUM_ENTRIES, NUM_SINKS, WINDOW, entry_of, position_of, window_start
 from worker.sequence import Sequence
 from worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
 from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
-from worker.target.tiles import SequenceRows, Tile, chain_rows, pack_tiles, tree_rows
+from worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 from worker.tree import DraftTree
 
 PROBE_REPEATS = 5
@@ -29,7 +29,7 @@ PROBE_NODES = 8
 
 
 @dataclass(frozen=True)
-class DraftOutputs:
+class GriffinOutputs:
     """What the draft model says of one sequence's rows."""
 
     regressed: torch.Tensor  # [num_rows, hidden] to stand in for the target's features in the next rows
@@ -52,7 +52,7 @@ class _Features:
         if position != self.end:
             self.first, self.rows = position, []
         self.rows += hidden.unbind()
-        num_old = len(self.rows) - NUM_SLOTS
+        num_old = len(self.rows) - NUM_ENTRIES
         if num_old > 0:
             self.first, self.rows = self.first + num_old, self.rows[num_old:]
 
@@ -74,7 +74,7 @@ class _Context:
     features: _Features = field(default_factory=_Features)
 
 
-class GriffinDraft:
+class GriffinForwards:
     """Draft model, target, and a context for each sequence."""
 
     def __init__(self, model: GriffinModel, target: TargetModel) -> None:
@@ -82,14 +82,12 @@ class GriffinDraft:
         model.set_attention(ATTENTION_NAME)
         self._model = model
         self._target = target
-        self._embed = target.model.get_input_embeddings()
         self._shape = CacheShape(1, config.num_kv_heads, config.head_dim, target.dtype, target.device)
         self._contexts: dict[str, _Context] = {}
-        self.num_forwards = 0
 
     def start(self, sequence_id: str, target_cache: FullKVCache) -> None:
         """Make room for a sequence whose target cache this is."""
-        self._contexts[sequence_id] = _Context(target_cache, FullKVCache(self._shape, NUM_SLOTS))
+        self._contexts[sequence_id] = _Context(target_cache, FullKVCache(self._shape, NUM_ENTRIES))
 
     def stop(self, sequence_id: str) -> None:
         del self._contexts[sequence_id]
@@ -98,23 +96,23 @@ class GriffinDraft:
         """Keep the target's features `[num_rows, hidden]` at a position and those behind it."""
         self._contexts[sequence_id].features.put(position, hidden)
 
-    def follow(self, sequences: list[Sequence]) -> list[DraftOutputs]:
+    def follow(self, sequences: list[Sequence]) -> list[GriffinOutputs]:
         """Take in what was committed; returns the outputs at each sequence's newest token, one row each."""
         for sequence in sequences:
             self._open_window(self._contexts[sequence.sequence_id], len(sequence))
-        found: dict[str, DraftOutputs] = {}
+        found: dict[str, GriffinOutputs] = {}
         while waiting := [sequence for sequence in sequences if sequence.sequence_id not in found]:
             rows = [self._missing_rows(sequence) for sequence in waiting]
             features = [self._features(*pair) for pair in zip(waiting, rows, strict=True)]
             for sequence, part, outputs in zip(waiting, rows, self._forward(rows, features), strict=True):
                 cache = self._contexts[sequence.sequence_id].cache
-                is_last = part.first_slot + len(part) == self._num_rows(sequence)
+                is_last = part.first_entry + len(part) == self._num_rows(sequence)
                 cache.advance(len(part) - is_last)  # the newest token's row stays a root, like the target's
                 if is_last:
-                    found[sequence.sequence_id] = DraftOutputs(outputs.regressed[-1:], outputs.logits[-1:])
+                    found[sequence.sequence_id] = GriffinOutputs(outputs.regressed[-1:], outputs.logits[-1:])
         return [found[sequence.sequence_id] for sequence in sequences]
 
-    def expand(self, levels: list[tuple[Sequence, DraftTree, int, torch.Tensor]]) -> list[DraftOutputs]:
+    def expand(self, levels: list[tuple[Sequence, DraftTree, int, torch.Tensor]]) -> list[GriffinOutputs]:
         """Run the newest nodes of trees below what `follow` took in: each tree with its first new node's index.
 
         The fourth of each is the regressed features of the new nodes' parents, `[num_new, hidden]`.
@@ -127,7 +125,7 @@ class GriffinDraft:
 
     def level_seconds(self) -> float:
         """Seconds of one forward over a few nodes, measured."""
-        cache = FullKVCache(self._shape, NUM_SLOTS)
+        cache = FullKVCache(self._shape, NUM_ENTRIES)
         cache.clear()
         cache.advance(NUM_SINKS + WINDOW)
         rows = tree_rows(cache, 0, DraftTree([0] * PROBE_NODES, [-1] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
@@ -143,24 +141,22 @@ class GriffinDraft:
 
     def _num_rows(self, sequence: Sequence) -> int:
         """Rows of a sequence's window, the newest token's included."""
-        return slot_of(len(sequence) - 1, self._contexts[sequence.sequence_id].start) + 1
+        return entry_of(len(sequence) - 1, self._contexts[sequence.sequence_id].start) + 1
 
     def _missing_rows(self, sequence: Sequence) -> SequenceRows:
         """The next rows that are not in the draft model's cache: at most a tile, sinks and window apart."""
-        context, token_ids = self._contexts[sequence.sequence_id], sequence.token_ids
-        slot = context.cache.length
-        if slot < NUM_SINKS:
-            return chain_rows(context.cache, token_ids[slot:NUM_SINKS].tolist())
-        return chain_rows(context.cache, token_ids[slot - NUM_SINKS + context.start :].tolist())
+        context = self._contexts[sequence.sequence_id]
+        first = position_of(context.cache.length, context.start)
+        end = NUM_SINKS if first < NUM_SINKS else len(sequence)
+        return chain_rows(context.cache, sequence.token_ids[first:end].tolist())
 
     def _features(self, sequence: Sequence, rows: SequenceRows) -> torch.Tensor:
         """Features in front of the rows' tokens, `[num_rows, hidden]`; the text's first token has none: zeros."""
         context = self._contexts[sequence.sequence_id]
-        slot = rows.first_slot
-        position = slot if slot < NUM_SINKS else slot - NUM_SINKS + context.start
+        position = position_of(rows.first_entry, context.start)
         start, end = max(0, position - 1), position - 1 + len(rows)
         if not context.features.holds(start, end):
-            last = min(NUM_SINKS, len(sequence)) - 1 if slot < NUM_SINKS else len(sequence) - 1
+            last = min(NUM_SINKS, len(sequence)) - 1 if position < NUM_SINKS else len(sequence) - 1
             context.features.put(start, self._replay(sequence, context.target_cache, start, last))
         found = context.features.between(start, end) if end > start else self._nothing(0)
         return torch.cat([self._nothing(1), found]) if position == 0 else found
@@ -175,30 +171,29 @@ class GriffinDraft:
         hidden = [self._nothing(0)]
         with cache.replayed(start, end - start) as before:
             while before.length < end:
-                hidden.append(self._target.append(before, token_ids[before.length : end].tolist()))
+                hidden.append(self._target.read(before, token_ids[before.length : end].tolist()))
         return torch.cat(hidden)
 
     @torch.inference_mode()
-    def _forward(self, groups: list[SequenceRows], features: list[torch.Tensor]) -> list[DraftOutputs]:
+    def _forward(self, groups: list[SequenceRows], features: list[torch.Tensor]) -> list[GriffinOutputs]:
         """Run rows of several sequences with the features in front of them, each `[num_rows, hidden]`."""
         regressed, logits = [], []
         inputs = torch.cat(features)
-        for tile in pack_tiles(groups, self._target.pads_rows):
+        for tile in pack_tiles(groups, needs_whole_tiles(self._target.device.type, self._target.dtype)):
             predicted, regress = self._tile(tile, inputs[: tile.num_rows])
             inputs = inputs[tile.num_rows :]
             logits.append(self._target.logits(predicted)[: tile.num_rows])
             regressed.append(regress[: tile.num_rows])
-        self.num_forwards += len(logits)
         sizes = [len(group) for group in groups]
         split = zip(torch.cat(regressed).split(sizes), torch.cat(logits).split(sizes), strict=True)
-        return [DraftOutputs(*outputs) for outputs in split]
+        return [GriffinOutputs(*outputs) for outputs in split]
 
     def _tile(self, tile: Tile, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict and regress features of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
         device = self._target.device
         padded = torch.cat([features, self._nothing(tile.num_padded_rows - tile.num_rows)])
         groups: list[RowGroup] = [ExactRows.prepare(part, self._target.dtype, device) for part in tile.parts]
-        embeddings = self._embed(torch.tensor(tile.token_ids(), device=device))
+        embeddings = self._target.forwards.embed(torch.tensor(tile.token_ids(), device=device))
         positions = torch.tensor([tile.positions()], device=device)
         predicted, regressed = self._model(padded[None], embeddings[None], positions, row_groups=groups)
         return predicted[0], regressed[0]

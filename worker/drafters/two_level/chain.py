@@ -1,4 +1,4 @@
-"""A draft in the making: what the target with a partial cache has drawn so far behind a sequence's end."""
+"""The chain: what the target with a partial cache has drawn so far behind a sequence's end, in rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.caches.draft_cache import DraftCache
+from worker.caches.partial import PartialCache
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.partial_rows import PartialRows
@@ -16,13 +16,13 @@ from worker.verification import walk
 
 
 @dataclass(frozen=True)
-class DraftPlan:
-    """Limits of one draft. No rounds: the proposer's tree goes to the full verification."""
+class RoundPlan:
+    """Limits of what is proposed at once. No rounds: the proposer's tree goes to the full verification."""
 
     num_rounds: int
     num_round_nodes: int  # of a tree that a round checks
     chain_length: int  # tokens after which no further round begins
-    num_nodes: int  # of the whole draft: the chain and what is proposed below it
+    num_nodes: int  # of all: the chain and what is proposed below it
     is_first_bare: bool = False  # the first round checks no tree, as in the paper
 
 
@@ -35,16 +35,16 @@ class Round:
     seconds: float
 
 
-class Draft:
-    """A fork of a sequence, its sampler and the chain of tokens drawn by them."""
+class Chain:
+    """Forks of a sequence and its sampler, and the tokens that were drawn by them."""
 
     def __init__(
         self,
         sequence: Sequence,
         sampler: TokenSampler,
-        cache: DraftCache,
+        cache: PartialCache,
         hidden: torch.Tensor | None,
-        plan: DraftPlan,
+        plan: RoundPlan,
         max_nodes: int,
         max_depth: int,
     ) -> None:
@@ -64,7 +64,7 @@ class Draft:
         return int(self.sequence.token_ids[-1])
 
     @property
-    def chain(self) -> list[int]:
+    def drawn(self) -> list[int]:
         """The tokens drawn so far."""
         token_ids: list[int] = self.sequence.token_ids[self._num_committed :].tolist()
         return token_ids
@@ -80,7 +80,7 @@ class Draft:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes the whole draft may have."""
+        """How many nodes may be proposed, the chain included."""
         return min(max(self.plan.num_nodes, self.num_tokens), self._max_nodes)
 
     @property
@@ -99,11 +99,11 @@ class Draft:
 
     def advance(self, tree: DraftTree, outputs: RowOutputs) -> list[int]:
         """Draw as the target would and keep what it agrees with; returns the accepted nodes."""
-        path, drawn = walk(tree, outputs.logits, self._draw)
-        self._cache.keep(path)
-        self.sequence.extend(drawn)
-        self.hidden = outputs.hidden[path[-1] + 1 if path else 0]
-        return path
+        walked = walk(tree, outputs.logits, self._draw)
+        self._cache.keep(walked.path)
+        self.sequence.extend(walked.drawn)
+        self.hidden = outputs.hidden[walked.path[-1] + 1 if walked.path else 0]
+        return walked.path
 
     def _draw(self, logits: torch.Tensor) -> int:
         self.logits = self.sampler.penalised(logits)

@@ -1,0 +1,147 @@
+"""Dense decoders are read without transformers, and only where that gives the very model that transformers has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from tests import ROOT
+from worker.kernels.weights import DecoderWeights, Linear, decoder_weights
+from worker.model.dense import dense_weights
+from worker.model.files import ModelFiles
+from worker.model.weights import load_causal_lm
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+KINDS = {
+    "llama": {"tie_word_embeddings": True},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"attention_bias": True},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "another activation": {"hidden_act": "gelu"},
+    "a window": {"sliding_window": 8},
+    "stretched positions": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "older words for them": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "turns of a part of each head": {"partial_rotary_factor": 0.5},
+    "a scale that is not known": {"logit_scale": 0.5},
+    "layers with windows": {"layer_types": ["full_attention", "sliding_attention"]},
+    "another kind": {"model_type": "granite"},
+    "heads of an odd size": {"head_dim": 40},
+    "biases that the files lack": {"attention_bias": True},
+    "a head of its own": {"tie_word_embeddings": False},
+}
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    config = AutoConfig.for_model(kind.split()[0], **SIZES, **KINDS[kind])
+    if "qwen" in kind:
+        config.layer_types = ["full_attention"] * 2
+    return config
+
+
+def saved(folder: Path, config: PreTrainedConfig) -> ModelFiles:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return files_in(folder)
+
+
+def files_in(folder: Path) -> ModelFiles:
+    return ModelFiles("some-model", folder, "0" * 64, "0" * 64, 512, 48)
+
+
+def tensors_of(weights: DecoderWeights) -> dict[str, torch.Tensor | None]:
+    found = {"embedding": weights.embedding, "norm": weights.final_norm, "head": weights.head.weight}
+    for number, layer in enumerate(weights.layers):
+        for field in fields(layer):
+            part = getattr(layer, field.name)
+            pair = (part.weight, part.bias) if isinstance(part, Linear) else (part, None)
+            found |= {f"{number} {field.name} {which}": each for which, each in zip("wb", pair, strict=True)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama"), config_of("llama")).path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_is_what_transformers_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    files = saved(tmp_path, config_of(kind))
+    ours, theirs = dense_weights(files, dtype), decoder_weights(load_causal_lm(files, dtype))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.sizes == theirs.sizes
+    assert (ours.rotary.frequencies == theirs.rotary.frequencies).all()
+    assert ours.rotary.scaling == theirs.rotary.scaling
+    found, expected = tensors_of(ours), tensors_of(theirs)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (tensor is None) == (other is None), name
+        assert tensor is None or (other is not None and torch.equal(tensor, other)), name
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_config_that_says_more_is_left_to_transformers(change: str, llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    assert dense_weights(files_in(llama), torch.float32) is not None
+    (tmp_path / "model.safetensors").symlink_to(llama / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | CHANGES[change]))
+    assert dense_weights(files_in(tmp_path), torch.float32) is None
+
+
+@pytest.mark.parametrize("missing", ["hidden_act", "rope_parameters", "rms_norm_eps", "num_key_value_heads"])
+def test_nothing_is_left_to_a_default(missing: str, llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    del config[missing]
+    (tmp_path / "model.safetensors").symlink_to(llama / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dense_weights(files_in(tmp_path), torch.float32) is None
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_files_with_other_tensors_are_left_to_transformers(is_missing: bool, llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    if is_missing:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    else:
+        tensors["model.layers.1.mlp.up_proj.lora"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").symlink_to(llama / "config.json")
+    assert dense_weights(files_in(tmp_path), torch.float32) is None
+
+
+def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:
+    """So that it starts seconds sooner."""
+    program = (
+        "import sys; from worker.model.files import locate_model; from worker.target.target import TargetModel; "
+        "import worker.session.session; target = TargetModel.load(locate_model('embedded'), 'bfloat16', 'cpu'); "
+        "print('native' in target.forwards.numerics, 'transformers.modeling_utils' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout in ("True False\n", "False True\n")  # the second where no compiler was found

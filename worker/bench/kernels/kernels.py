@@ -1,0 +1,126 @@
+"""`swiftbatch bench kernels`: what the compiled kernels make of this machine, operation by operation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from jobs.run.dtypes import Device
+from worker.bench.engine import BenchError
+from worker.bench.kernels.operations import (
+    Operation,
+    attention_operation,
+    forward_operation,
+    matrix_operations,
+    sampling_operations,
+)
+from worker.bench.kernels.plot import plot
+from worker.bench.kernels.records import KernelRecord, KernelResult
+from worker.bench.kernels.roof import LARGEST, Roof
+from worker.bench.options import BenchOptions, check_length
+from worker.caches.full import FullKVCache
+from worker.kernels.library import chosen_variant, load_library, why_none
+from worker.kernels.native import ELEMENTS, Team
+from worker.kernels.weights import DecoderSizes
+from worker.model.files import locate_model
+from worker.target.native_forwards import NativeForwards
+from worker.target.target import TargetModel
+from worker.target.tiles import BLOCK
+
+LEAST_SECONDS = 0.002  # of a round: what is shorter is called several times
+
+
+def _ascending_in(numbers: tuple[int, ...], bounds: range) -> tuple[int, ...]:
+    if not numbers or any(each not in bounds for each in numbers):
+        what = f"{bounds.start} to {bounds[-1]}" + (f", multiples of {bounds.step}" if bounds.step > 1 else "")
+        raise ValueError(f"got {', '.join(map(str, numbers)) or 'none'}; expected {what}")
+    return tuple(sorted(set(numbers)))
+
+
+class KernelBenchOptions(BenchOptions):
+    """What is to be measured: forwards over each of `row_counts` behind each of `lengths`."""
+
+    device: Device = "cpu"
+    lengths: Annotated[tuple[int, ...], AfterValidator(lambda found: _ascending_in(found, range(0, 2**21, BLOCK)))]
+    row_counts: Annotated[tuple[int, ...], AfterValidator(lambda found: _ascending_in(found, range(1, BLOCK + 1)))]
+    num_rounds: int = Field(ge=1)
+    plot_path: Path | None = None
+
+
+def run_kernel_bench(options: KernelBenchOptions, report: Callable[[str], None] = lambda line: None) -> KernelResult:
+    """Measure; `report` gets a line about each stage. Raises BenchError, ModelError, KernelError, KVRoomError."""
+    if (variant := chosen_variant()) is None:
+        raise BenchError(f"no kernels to measure: {why_none()}")
+    files = locate_model(options.model)
+    check_length(files, options.lengths[-1], options.row_counts[-1])
+    target = options.load(files)
+    forwards = target.forwards
+    if not isinstance(forwards, NativeForwards):
+        raise BenchError(f"model {options.model}: the kernels do not know this kind, expected one of docs/kernels.md")
+    report(f"{variant} on {options.num_threads} threads: memory and multiplications by themselves")
+    team = Team(load_library(variant), options.num_threads)
+    roof = Roof(team.library, ELEMENTS[target.dtype], options.num_threads)
+    records = []
+    for operation in _operations(options, target, forwards.sizes, team, report):
+        records.append(_measured(operation, options.num_rounds, roof))
+    result = KernelResult(
+        variant=variant,
+        numerics=forwards.numerics,
+        num_threads=options.num_threads,
+        memory_gigabytes_per_second=roof.bytes_per_second(LARGEST) / 1e9,
+        gigaflops_per_second=roof.flops_per_second / 1e9,
+        records=records,
+    )
+    options.write(result.model_dump(), target)
+    if options.plot_path is not None:
+        plot(result, options.plot_path)
+    return result
+
+
+def _operations(
+    options: KernelBenchOptions, target: TargetModel, sizes: DecoderSizes, team: Team, report: Callable[[str], None]
+) -> Iterator[Operation]:
+    report("matrices and sampling")
+    yield from matrix_operations(sizes, team, options.row_counts)
+    yield from sampling_operations(sizes.vocab, options.row_counts)
+    cache = _full_cache(target, options)
+    for length in options.lengths:
+        report(f"attention behind {length:,} positions")
+        for num_rows in options.row_counts:
+            yield attention_operation(sizes, team, cache.prefix(length), num_rows)
+    in_torch = TargetModel(target.transformers, target.files)
+    for length in options.lengths:
+        report(f"whole forwards behind {length:,} positions, ours and those of transformers in turn")
+        for num_rows in options.row_counts:
+            yield forward_operation(sizes, target, in_torch, cache.prefix(length), num_rows)
+
+
+def _full_cache(target: TargetModel, options: KernelBenchOptions) -> FullKVCache:
+    """A cache of zeros for all lengths."""
+    cache = target.new_cache(options.lengths[-1] + options.row_counts[-1])
+    cache.clear()
+    cache.advance(options.lengths[-1])
+    return cache
+
+
+def _measured(operation: Operation, num_rounds: int, roof: Roof) -> KernelRecord:
+    """Medians of rounds, ours and torch's in turn, so that a busy moment of the machine hits both."""
+    calls = [call for call in (operation.call, operation.in_torch) if call is not None]
+    first = [min(_seconds(call, 1) for _ in range(2)) for call in calls]
+    num_calls = [max(1, round(LEAST_SECONDS / seconds)) for seconds in first]
+    rounds = [[_seconds(call, count) for call, count in zip(calls, num_calls, strict=True)] for _ in range(num_rounds)]
+    own, *others = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return KernelRecord.of(operation, own, others[0] if others else None, roof)
+
+
+def _seconds(call: Callable[[], object], num_calls: int) -> float:
+    """Of one of these calls."""
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - started) / num_calls

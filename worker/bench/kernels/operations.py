@@ -1,0 +1,142 @@
+"""What is timed: matrices, attention, draws and whole forwards, each with what it has to read and to multiply."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.caches.full import FullKVCache
+from worker.kernels import sampling
+from worker.kernels.native import ELEMENTS, Team, native_attention
+from worker.kernels.sampling_calls import address_of
+from worker.kernels.weights import LANES, DecoderSizes
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+from worker.target.tiles import SequenceRows, tree_rows
+from worker.tree import DraftTree
+
+SAMPLING = SamplingParams(max_tokens=1000, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call over rows. `num_bytes_between`: what is read from one reading of the same bytes to the next."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+    num_flops: int
+    num_bytes_between: int
+    call: Callable[[], object]
+    length: int | None = None  # positions in the cache
+    in_torch: Callable[[], object] | None = None  # the same by `transformers`
+
+
+def matrix_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
+    """Depth and columns of the matrices of a layer as the decoder has them, and of the head."""
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        "q, k, v": (sizes.hidden, query + 2 * key),
+        "output": (query, sizes.hidden),
+        "gate, up": (sizes.hidden, 2 * sizes.intermediate),
+        "down": (sizes.intermediate, sizes.hidden),
+        "head": (sizes.hidden, -(-sizes.vocab // LANES) * LANES),
+    }
+
+
+class Matrix:
+    """A linear layer by itself."""
+
+    def __init__(self, team: Team, dtype: torch.dtype, depth: int, columns: int) -> None:
+        weight = torch.zeros(columns, depth, dtype=dtype)
+        self.num_bytes = weight.nbytes
+        self._team, self._depth, self._columns = team, depth, columns
+        self._handle: int = team.library.roof_matrix_new(ELEMENTS[dtype], depth, columns, weight.data_ptr())
+        weakref.finalize(self, team.library.roof_matrix_free, self._handle)
+
+    def operation(self, name: str, num_rows: int) -> Operation:
+        rows = np.ones((num_rows, self._depth), dtype=np.float32)
+        out = np.empty((num_rows, self._columns), dtype=np.float32)
+
+        def multiply() -> None:
+            self._team.library.roof_linear(self._team.handle, self._handle, num_rows, address_of(rows), address_of(out))
+
+        num_flops = 2 * num_rows * self._depth * self._columns
+        return Operation(name, num_rows, self.num_bytes, num_flops, self.num_bytes, multiply)
+
+
+def matrix_operations(sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...]) -> Iterator[Operation]:
+    """Every matrix of a layer, and the head: read again and again, so from a cache where it has room."""
+    for name, (depth, columns) in matrix_shapes(sizes).items():
+        matrix = Matrix(team, sizes.dtype, depth, columns)
+        for num_rows in row_counts:
+            yield matrix.operation(f"{name} {depth}x{columns}", num_rows)
+
+
+def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num_rows: int) -> Operation:
+    """Attention of one layer after the other, a layer in each call."""
+    rows, layers = rows_behind(cache, num_rows), itertools.cycle(range(sizes.num_layers))
+    query = torch.ones(num_rows, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
+    key = torch.ones(num_rows, sizes.num_kv_heads, sizes.head_dim, dtype=sizes.dtype)
+
+    def attend() -> None:
+        native_attention(team, [rows], next(layers), query, key, key, sizes.scale)
+
+    num_bytes, num_flops = attention_costs(sizes, cache.length, num_rows)
+    between = num_bytes * sizes.num_layers
+    return Operation("attention, one layer", num_rows, num_bytes, num_flops, between, attend, cache.length)
+
+
+def forward_operation(
+    sizes: DecoderSizes, target: TargetModel, in_torch: TargetModel, cache: FullKVCache, num_rows: int
+) -> Operation:
+    """A whole forward over the rows of one sequence, logits included."""
+    rows = [rows_behind(cache, num_rows)]
+    *layer, (head_depth, head_columns) = matrix_shapes(sizes).values()
+    num_weights = sizes.num_layers * sum(depth * columns for depth, columns in layer) + head_depth * head_columns
+    attended, multiplied = attention_costs(sizes, cache.length, num_rows)
+    num_bytes = num_weights * sizes.dtype.itemsize + sizes.num_layers * attended
+    num_flops = 2 * num_rows * num_weights + sizes.num_layers * multiplied
+    calls = (functools.partial(each.verify, rows) for each in (target, in_torch))
+    return Operation("whole forward", num_rows, num_bytes, num_flops, num_bytes, next(calls), cache.length, next(calls))
+
+
+def sampling_operations(vocab: int, row_counts: tuple[int, ...]) -> Iterator[Operation]:
+    """A draw, a walk that accepts all nodes of a chain, and candidates; reading alone, as far as bytes tell."""
+    logits = 4 * torch.randn(row_counts[-1], vocab, generator=torch.Generator().manual_seed(0))
+    num_bytes = logits[0].nbytes
+
+    def operation(name: str, num_rows: int, call: Callable[[], object]) -> Operation:
+        return Operation(name, num_rows, num_rows * num_bytes, 0, num_rows * num_bytes, call)
+
+    yield operation("draw", 1, functools.partial(sampling.draw, logits[0], 0, SAMPLING, 1))
+    for num_rows in row_counts:
+        yield operation("walk", num_rows, _walk_of_all(logits[:num_rows]))
+    for num_rows in row_counts:
+        yield operation("top candidates", num_rows, functools.partial(sampling.top_candidates, logits[:num_rows]))
+
+
+def _walk_of_all(logits: torch.Tensor) -> Callable[[], object]:
+    sampler = sampling.NativeSampler(Sequence("bench", [0], SAMPLING, logits.shape[1]))
+    drawn: list[int] = []
+    for row in range(1, len(logits)):
+        drawn = sampling.walk([sampler], [DraftTree.chain(drawn)], [logits[:row]])[0].drawn
+    return functools.partial(sampling.walk, [sampler], [DraftTree.chain(drawn)], [logits])
+
+
+def rows_behind(cache: FullKVCache, num_rows: int) -> SequenceRows:
+    return tree_rows(cache, 0, DraftTree.chain([0] * (num_rows - 1)))
+
+
+def attention_costs(sizes: DecoderSizes, length: int, num_rows: int) -> tuple[int, int]:
+    """Bytes and floating-point operations of one layer's attention; rows share what they read."""
+    num_positions = length + num_rows
+    num_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.dtype.itemsize * num_positions
+    return num_bytes, 4 * num_rows * sizes.num_heads * sizes.head_dim * num_positions

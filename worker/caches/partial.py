@@ -1,0 +1,81 @@
+"""What the target sees while it drafts: some of a sequence's keys and values, and the chain behind them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, keep_path
+from worker.sequence import Sequence
+
+CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
+NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
+
+Queries = Callable[[int], torch.Tensor]
+"""Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
+
+
+class PartialCache(ABC):
+    """One buffer of entries, the same number in every layer and head; a kind chooses what of the sequence is in them.
+
+    Copies only: what is here steers drafts and can never change the output. What a kind holds follows from the tokens
+    alone, so a resumed job has the same.
+    """
+
+    def __init__(self, shape: CacheShape, num_entries: int) -> None:
+        """Make room for `num_entries` entries of the sequence and a chain."""
+        self.shape = shape
+        self.bias: torch.Tensor | None = None  # [num_sequence_entries] added to the scores of entries; None for no bias
+        self._num_sequence_entries = 0
+        self._num_drawn = 0
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_entries + CHAIN_ROOM, shape.head_dim)
+        self._buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+    @property
+    def num_entries(self) -> int:
+        """Those in use, the chain's included."""
+        return self._num_sequence_entries + self._num_drawn
+
+    def follow(self, full: FullKVCache, queries: Queries) -> None:
+        """Forget the chain and take in what was committed since."""
+        self._num_drawn = 0
+        self._take_in(full, queries)
+
+    @abstractmethod
+    def _take_in(self, full: FullKVCache, queries: Queries) -> None:
+        """Bring the sequence's entries up to `full.length`."""
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write rows `[num_kv_heads, num_rows, head_dim]` behind the entries; returns all keys and values."""
+        end = self.num_entries + key.shape[1]
+        self._buffer[layer, 0, :, self.num_entries : end] = key
+        self._buffer[layer, 1, :, self.num_entries : end] = value
+        return self._buffer[layer, 0, :, :end], self._buffer[layer, 1, :, :end]
+
+    def keep(self, path: list[int]) -> None:
+        """Keep the chain's newest token and the nodes `path` below it, forget its other nodes."""
+        self._num_drawn = keep_path(self._buffer, self.num_entries, path) - self._num_sequence_entries
+
+    def _copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
+        """Copy consecutive positions to consecutive entries, in all layers."""
+        entries = slice(first_entry, first_entry + positions.stop - positions.start)
+        for layer in range(self.shape.num_layers):
+            for part, source in enumerate(full.stored(layer)):
+                self._buffer[layer, part, :, entries] = source[:, positions]
+
+    def _gather(self, full: FullKVCache, layer: int, positions: torch.Tensor, first_entry: int) -> None:
+        """Copy each head's own `positions [num_kv_heads, num_rows]` of one layer to consecutive entries."""
+        rows = positions[..., None].expand(-1, -1, self.shape.head_dim)
+        entries = slice(first_entry, first_entry + positions.shape[1])
+        for part, source in enumerate(full.stored(layer)):
+            self._buffer[layer, part, :, entries] = source.gather(1, rows.to(source.device))
+
+    def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
+        """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
+        return full.stored(layer)[0][:, positions].to(self.shape.device)
+
+
+PartialCacheFactory = Callable[[CacheShape, int, Sequence], PartialCache]
+"""Makes a sequence's partial cache with a budget of entries."""

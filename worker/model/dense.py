@@ -1,0 +1,176 @@
+"""Dense decoders straight from their files: Llama, Mistral, Qwen2, Qwen3 need no `transformers`, which takes seconds.
+
+Only a config that says nothing but what is understood here; any other goes through `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from worker.kernels.angles import Rotary, default_frequencies
+from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from worker.model.files import ModelFiles, read_config, weight_files
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+SIZES = {
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "tie_word_embeddings",
+}
+ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
+    "hidden_act": ("silu",),
+    "pretraining_tp": (1,),
+    "rope_scaling": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False,),
+    "is_causal": (True,),
+}
+NO_MATTER = {  # of training, of generation, or said by the weights themselves
+    "_name_or_path",
+    "architectures",
+    "attention_bias",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mlp_bias",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder",
+}
+NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+LINEARS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # of Qwen3
+
+
+def dense_weights(files: ModelFiles, dtype: torch.dtype) -> DecoderWeights | None:
+    """The weights of a model folder; None for one that is not such a decoder, or whose tensors are not all there."""
+    config = read_config(files.name, files.path)
+    if not _is_understood(config):
+        return None
+    try:
+        sizes, rotary = _sizes(config, dtype), _rotary(config)
+    except (KeyError, TypeError, ValueError):
+        return None
+    tensors = _Tensors(files, dtype)
+    if tensors.names != _names(config):
+        return None
+    embedding = tensors["model.embed_tokens.weight"]
+    head = embedding if config.get("tie_word_embeddings", False) else tensors["lm_head.weight"]
+    layers = [tensors.layer(f"model.layers.{number}.") for number in range(sizes.num_layers)]
+    return DecoderWeights(sizes, embedding, layers, tensors["model.norm.weight"], Linear(head), rotary)
+
+
+def _is_understood(config: dict[str, Any]) -> bool:
+    if config.get("model_type") not in KINDS or set(config.get("layer_types") or ()) - {"full_attention"}:
+        return False
+    if any(config[key] not in values for key, values in ONE_MEANING.items() if key in config):
+        return False
+    said_by_default = config["model_type"] != "mistral" or "sliding_window" in config  # whose default is a window
+    return said_by_default and "hidden_act" in config and set(config) <= SIZES | set(ONE_MEANING) | NO_MATTER
+
+
+def _sizes(config: dict[str, Any], dtype: torch.dtype) -> DecoderSizes:
+    """Raises KeyError or ValueError for sizes that are left to a default, or that the kernels do not take."""
+    head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
+    if "head_dim" not in config and config["model_type"] == "qwen3":
+        raise ValueError("its default is another")
+    return DecoderSizes(
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=head_dim,
+        intermediate=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        epsilon=config["rms_norm_eps"],
+        scale=head_dim**-0.5,
+        dtype=dtype,
+    )
+
+
+def _rotary(config: dict[str, Any]) -> Rotary:
+    """Raises KeyError or ValueError for angles that are left to a default, or that are stretched."""
+    said = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    if set(said) != {"rope_type", "rope_theta"} or said["rope_type"] != "default":
+        raise ValueError("other angles")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return Rotary(default_frequencies(float(said["rope_theta"]), head_dim))
+
+
+def _names(config: dict[str, Any]) -> set[str]:
+    """The tensors of such a model, no more and no less."""
+    parts = [f"{part}.weight" for part in (*NORMS.values(), *LINEARS.values())]
+    parts += [f"{LINEARS[role]}.bias" for role in _biased(config)]
+    parts += [f"{part}.weight" for part in HEAD_NORMS.values() if config["model_type"] == "qwen3"]
+    names = {f"model.layers.{number}.{part}" for number in range(config["num_hidden_layers"]) for part in parts}
+    is_tied = config.get("tie_word_embeddings", False)
+    return names | {"model.embed_tokens.weight", "model.norm.weight", *(() if is_tied else ("lm_head.weight",))}
+
+
+def _biased(config: dict[str, Any]) -> list[str]:
+    """Which linear layers have a bias."""
+    if config["model_type"] == "qwen2":
+        return ["query", "key", "value"]
+    attention = config["model_type"] in ("llama", "qwen3") and config.get("attention_bias", False)
+    mlp = config["model_type"] == "llama" and config.get("mlp_bias", False)
+    return ["query", "key", "value", "output"] * bool(attention) + ["gate", "up", "down"] * bool(mlp)
+
+
+class _Tensors:
+    """The tensors of a model's files, read when asked for."""
+
+    def __init__(self, files: ModelFiles, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.path)]
+        self._places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
+        self.names = set(self._places)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._places[name].get_tensor(name)
+        return tensor.to(self._dtype)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self[name] if name in self.names else None
+
+    def layer(self, prefix: str) -> LayerWeights:
+        linears = {
+            role: Linear(self[f"{prefix}{part}.weight"], self.get(f"{prefix}{part}.bias"))
+            for role, part in LINEARS.items()
+        }
+        norms = {role: self[f"{prefix}{part}.weight"] for role, part in NORMS.items()}
+        head_norms = {role: self.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
+        return LayerWeights(**linears, **norms, **head_norms)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""What a target computes with: one interface, by `transformers` or by our own kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from worker.caches.full import CacheShape, FullKVCache
+from worker.target.tiles import SequenceRows
+
+MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
+
+
+class Forwards(Protocol):
+    """Weights on one device, and row-exact forwards: a row's bits do not depend on what shares its forward."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    eos_token_ids: frozenset[int]
+    cache_shape: CacheShape
+
+    @property
+    def numerics(self) -> str:
+        """All that decides bits beside the weights, in a line."""
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states `[num_rows, hidden]` and logits `[num_rows, vocab] float32` of all groups' rows.
+
+        Keys and values go to the rows' entries of their caches.
+        """
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        """Keep keys and values of some first of these known tokens behind a cache; returns their final hidden states.
+
+        How many are read at once, `[num_read, hidden]`, is what pays best; the caller goes on behind them.
+        """
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What tokens `[num_rows]` go into the first layer as, `[num_rows, hidden]`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The language model head: `[..., num_rows, hidden]` to `[..., num_rows, vocab] float32`."""

@@ -1,0 +1,77 @@
+"""Which forwards a model gets: our kernels where they know it and run here, else those of `transformers`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.kernels.library import chosen_variant
+from worker.kernels.weights import DecoderWeights, decoder_weights
+from worker.model.dense import dense_weights
+from worker.model.faults import GENERATION_FILE
+from worker.model.files import ModelError, ModelFiles, read_config
+from worker.target.forwards import Forwards
+from worker.target.native_forwards import NativeForwards
+
+if TYPE_CHECKING:
+    from worker.target.transformers_forwards import TransformersForwards
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        raise ModelError(
+            f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
+        )
+    return torch.device("cuda" if device != "cpu" and available else "cpu")
+
+
+def load_forwards(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Forwards:
+    """The fastest exact forwards of a model here. Raises ModelError as `load_transformers` does, and KernelError."""
+    variant = chosen_variant() if device.type == "cpu" else None
+    if variant is None:
+        return load_transformers(files, dtype, device)
+    if (weights := dense_weights(files, dtype)) and (forwards := _native(weights, _eos_token_ids(files), variant)):
+        return forwards
+    loaded = load_transformers(files, dtype, device)
+    taken = decoder_weights(loaded.model)
+    return (taken and _native(taken, loaded.eos_token_ids, variant)) or loaded
+
+
+def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> TransformersForwards:
+    """A model as `transformers` loads it.
+
+    Raises ModelError for one that is not whole or needs what we can't give.
+    """
+    from transformers.utils.logging import disable_progress_bar  # seconds, that most models do without
+
+    from worker.model.weights import load_causal_lm
+    from worker.target.transformers_forwards import TransformersForwards
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a log holds no bars
+    model = load_causal_lm(files, dtype)
+    return TransformersForwards(model.to(device).eval().requires_grad_(False), files)
+
+
+def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> NativeForwards | None:
+    """None for weights that do not fit together, of which `transformers` tells more."""
+    try:
+        return NativeForwards(weights, eos_token_ids, variant)
+    except ValueError:
+        return None
+
+
+def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the model config's."""
+    file = files.path / GENERATION_FILE
+    said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
+    return frozenset([eos] if isinstance(eos, int) else eos or [])

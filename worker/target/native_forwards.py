@@ -1,0 +1,74 @@
+"""Forwards of a dense decoder through the compiled kernels: one call over all rows, on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from worker.caches.full import CacheShape, FullKVCache
+from worker.kernels.library import numerics_of
+from worker.kernels.native import NativeDecoder
+from worker.kernels.weights import DecoderWeights
+from worker.target.forwards import MOST_READ
+from worker.target.tiles import BLOCK, SequenceRows
+
+
+class NativeForwards:
+    """`Forwards` whose rows are exact by construction, however many share a call."""
+
+    def __init__(self, weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> None:
+        """Raises ValueError for weights that do not fit together."""
+        self.sizes = sizes = weights.sizes
+        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)
+        self.device, self.dtype = torch.device("cpu"), sizes.dtype
+        self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
+        self.eos_token_ids = eos_token_ids
+        self.cache_shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, self.device)
+        self.numerics = f"cpu {numerics_of(variant, str(sizes.dtype).removeprefix('torch.'))}"
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = self._forward(groups, with_logits=True)
+        assert logits is not None
+        return hidden, logits
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        groups = known_rows(cache, token_ids[:MOST_READ])
+        hidden, _ = self._forward(groups, with_logits=False)
+        cache.advance(len(hidden))
+        return hidden
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._decoder.embedding[token_ids]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._decoder.logits(hidden.flatten(0, -2))
+        return logits.view(*hidden.shape[:-1], self.vocab_size)
+
+    def _forward(self, groups: list[SequenceRows], with_logits: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One call; a call for each layer where a cache brings them one by one."""
+        by_layer = any(group.cache.comes_by_layer for group in groups)
+        num_layers, state = self.cache_shape.num_layers, None
+        if by_layer:
+            state = torch.empty(sum(len(group) for group in groups), self.hidden_size)
+        for first in range(0, num_layers, 1 if by_layer else num_layers):
+            layers = range(first, first + 1) if by_layer else None
+            hidden, logits = self._decoder.forward(groups, with_logits, layers, state)
+            for group in groups:
+                group.cache.keep(first, group.first_entry, group.first_entry + len(group))
+        assert hidden is not None
+        return hidden, logits
+
+
+def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
+    """Rows of known tokens behind a cache, a group for each block of positions that they touch."""
+    groups, start, end = [], cache.length, cache.length + len(token_ids)
+    while start < end:
+        boundary = start // BLOCK * BLOCK
+        stop = min(end, boundary + BLOCK)
+        positions = list(range(start, stop))
+        entries = np.broadcast_to(np.arange(boundary, boundary + BLOCK), (len(positions), BLOCK))
+        lengths = [position - boundary + 1 for position in positions]
+        ids = token_ids[start - cache.length : stop - cache.length]
+        groups.append(SequenceRows(cache, ids, positions, start, boundary, entries, lengths))
+        start = stop
+    return groups

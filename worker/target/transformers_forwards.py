@@ -1,0 +1,106 @@
+"""Forwards of any causal language model of `transformers`, row-exactly over tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from worker.caches.full import CacheShape, FullKVCache
+from worker.model.causal_lm import Head, decoder_of
+from worker.model.files import ModelFiles
+from worker.model.layer_needs import observe_layers
+from worker.target.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
+from worker.target.attention_kernel import attention_kernel
+from worker.target.experts import EXPERTS_NAME
+from worker.target.hardware import hardware_of
+from worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
+from worker.tree import DraftTree
+
+LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
+
+
+class TransformersForwards:
+    """`Forwards` whose layers are the model's own but for their attention."""
+
+    def __init__(self, model: Any, files: ModelFiles) -> None:
+        """Raises ModelError for a model that asks for what is not known here."""
+        layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
+        model.set_attn_implementation(ATTENTION_NAME)
+        model.config._experts_implementation = EXPERTS_NAME
+        self.model = model
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = model.config.vocab_size
+        self.hidden_size: int = model.config.hidden_size
+        self.eos_token_ids = _eos_token_ids(model)
+        head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
+        self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device)
+        self.spans = [needs.span for needs in layers]
+        self._decoder, self._head = decoder_of(model), Head(model)
+        self._pads_rows = needs_whole_tiles(self.device.type, self.dtype)
+
+    @property
+    def numerics(self) -> str:
+        """Hardware, dtype, threads, torch version and attention kernel."""
+        device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
+        library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention_kernel(device, self.dtype)}"
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = [], []
+        for tile in pack_tiles(groups, self._pads_rows):
+            states = self._tile(tile)
+            logits.append(self.logits(states)[: tile.num_rows])
+            hidden.append(states[: tile.num_rows])
+        return torch.cat(hidden), torch.cat(logits)
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        rows = chain_rows(cache, token_ids)
+        [tile] = pack_tiles([rows], self._pads_rows)
+        hidden = self._tile(tile)[: len(rows)]
+        cache.advance(len(rows))
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.model.get_input_embeddings()(token_ids)
+        return embeddings
+
+    def states(self, token_ids: list[int], positions: list[int], groups: Sequence[RowGroup]) -> torch.Tensor:
+        """Final hidden states of all rows of one forward, whatever they attend to: `[num_rows, hidden]`."""
+        output = self._decoder(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            use_cache=False,
+            row_groups=list(groups),
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        """Queries of one token behind a cache: `[num_layers, num_kv_heads, group, head_dim]`.
+
+        Its keys and values go to the entry behind the committed ones.
+        """
+        [tile] = pack_tiles([tree_rows(cache, token_id, DraftTree())], self._pads_rows)
+        tap = QueryTap(self._prepared(tile.parts[0]))
+        self.states(tile.token_ids(), tile.positions(), [tap])
+        return tap.queries()
+
+    def _tile(self, tile: Tile) -> torch.Tensor:
+        """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
+        return self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
+
+    def _prepared(self, rows: SequenceRows) -> ExactRows:
+        return ExactRows.prepare(rows, self.dtype, self.device, self.spans)
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the model config's."""
+    eos = model.generation_config.eos_token_id
+    eos = model.config.eos_token_id if eos is None else eos
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
