@@ -18,7 +18,7 @@ import pytest
 from jobs.run.records import WorkerStatus
 from jobs.run.run import Run
 
-NUM_TOKENS = 1200
+NUM_TOKENS = 3000
 JOBS: list[dict[str, Any]] = [
     {
         "custom_id": "greedy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -18,7 +19,7 @@ from jobs.run.run import Run
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
-NUM_TOKENS = 1200
+NUM_TOKENS = 5000
 NUM_LINES = 40
 
 
@@ -40,11 +41,12 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("t")
+    model_folder = _with_more_positions(tiny_model, folder / "model")
     run, jobs_file = folder / "run", folder / "jobs.jsonl"
     job = {"prompt": "the quick brown", "max_tokens": NUM_TOKENS, "ignore_eos": True, "min_p": 0.02}
     jobs = [job | {"custom_id": "first"}, job | {"custom_id": "the\x1b[2Jsecond\nwith a name that is long" + 40 * "."}]
     jobs_file.write_text("".join(json.dumps(line) + "\n" for line in [*jobs, {"custom_id": "bad"}]))
-    model = ["--model", str(tiny_model), "--threads", "1", "--dtype", "float32"]
+    model = ["--model", str(model_folder), "--threads", "1", "--dtype", "float32"]
     often = ["--slots", "2", "--checkpoint-seconds", "0.3"]
     with ExitStack() as stack:
         command = swiftbatch("submit", str(jobs_file), "--run", str(run), *model, *often)
@@ -54,6 +56,14 @@ def seen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         watcher = stack.enter_context(Terminal(watch, 80, NUM_LINES))
         json_watch = stack.enter_context(subprocess.Popen([*watch, "--json"], stdout=subprocess.PIPE, text=True))
         return _watch_a_worker_die(run, terminal, watcher, json_watch)
+
+
+def _with_more_positions(model: Path, copy: Path) -> Path:
+    """A copy of a model that takes jobs of several seconds, however fast the machine is."""
+    shutil.copytree(model, copy)
+    config = copy / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 4096', '"max_position_embeddings": 16384'))
+    return copy
 
 
 def _watch_a_worker_die(run: Path, terminal: Terminal, watcher: Terminal, json_watch: subprocess.Popen[str]) -> Seen:
@@ -76,7 +86,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     figures = seen.narrow[_row(seen.narrow, "run ") :]
     assert figures[0].startswith("run    running for 0:")
     assert figures[1].startswith("tokens ")
-    assert figures[1].endswith("of up to 2,400")
+    assert figures[1].endswith("of up to 10,000")
     assert figures[2] == "jobs   2 running; 1 line rejected"
     assert figures[3].endswith("tokens/step")
     assert figures[4].startswith("safety checkpoint ")
@@ -85,7 +95,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     assert figures[6].startswith("  first ")
     assert figures[7].startswith("  the\\x1b[2Jsecond\\n")
     assert "…" in figures[7]
-    assert all(line.endswith("of up to 1,200") for line in figures[6:8])
+    assert all(line.endswith("of up to 5,000") for line in figures[6:8])
     assert not any(figures[8:])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -125,11 +126,17 @@ class NoOpWorker:
 
 
 def ask_status(run: Run) -> tuple[float, dict[str, Any]]:
-    """The seconds that `swiftbatch status` takes, start of the interpreter included, and its answer."""
+    """Processor seconds that `swiftbatch status` takes, start of the interpreter included, and its answer."""
     command = [sys.executable, "-m", "scheduler.cli", "status", run.store.uri, "--json"]
-    started = time.perf_counter()
+    started = _processor_seconds_of_children()
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return time.perf_counter() - started, json.loads(text)
+    return _processor_seconds_of_children() - started, json.loads(text)
+
+
+def _processor_seconds_of_children() -> float:
+    """Of those that have ended and were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple[Dispatched, Driver]:

@@ -1,0 +1,76 @@
+"""The code for AMX, with tiles in software: what it adds up is right, and each row's bits are its own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.kernels.kernel_parts import (
+    BF16,
+    SHAPES,
+    VARIANTS,
+    Shape,
+    chain,
+    decoded_alone,
+    native,
+    path_to,
+    random_cache,
+    random_tree,
+    random_weights,
+    whole,
+)
+from worker.kernels import native as native_module
+from worker.kernels.build import compile_library, find_compiler
+from worker.kernels.library import open_library
+from worker.kernels.native import NativeDecoder
+from worker.target.tiles import tree_rows
+
+OTHER = "avx512-bf16"  # takes the same products one by one
+pytestmark = pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16")
+WIDE = Shape(hidden=512, intermediate=1504, vocab=1000, group=8)  # enough for helpers
+KINDS = [*(shape for shape in SHAPES if shape.dtype == BF16), WIDE]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kernels") / "emulated.so"
+    compiler = find_compiler()
+    assert compiler is not None
+    header = Path(__file__).with_name("emulated_tiles.h")
+    compile_library("amx-bf16", path, compiler, ["-include", str(header)])
+    return path
+
+
+def emulated(library: Path, shape: Shape, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> NativeDecoder:
+    monkeypatch.setattr(native_module, "load_library", lambda _: open_library(library))
+    return NativeDecoder(random_weights(shape), num_threads, "emulated")
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 50, 64])
+def test_every_number_of_rows_adds_up(library: Path, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = list(range(num_rows))
+    for shape in KINDS:
+        decoder = emulated(library, shape, 2, monkeypatch)
+        found = whole(decoder.forward([chain(random_cache(shape, 320), tokens)]))
+        monkeypatch.undo()
+        want = whole(native(shape, OTHER).forward([chain(random_cache(shape, 320), tokens)]))
+        for mine, other in zip(found, want, strict=True):
+            assert (mine - other).abs().max() < 0.02 * other.abs().max()
+
+
+def test_a_row_among_others_has_the_bits_of_plain_decoding(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = random.Random(1)
+    for shape in KINDS:
+        decoder = emulated(library, shape, 2, monkeypatch)
+        for length, num_nodes in ((0, 1), (63, 14), (64, 40), (300, 63), (2050, 20)):
+            tree = random_tree(numbers, num_nodes, length, shape.vocab)
+            groups = [tree_rows(random_cache(shape, length), 1, tree), chain(random_cache(shape, 130), [5, 6, 7])]
+            hidden, logits = whole(decoder.forward(groups))
+            for node in {-1, len(tree) // 2 - 1, len(tree) - 1}:
+                tokens = [1, *(tree.token_ids[each] for each in path_to(tree, node))]
+                own_hidden, own_logits = decoded_alone(decoder, random_cache(shape, length), tokens)
+                assert torch.equal(hidden[node + 1], own_hidden)
+                assert torch.equal(logits[node + 1], own_logits)
