@@ -74,3 +74,8 @@ class JobRecord:
     job: Job
     line_number: int
     num_prompt_tokens: int
+
+    @property
+    def max_length(self) -> int:
+        """Positions that it needs if it runs to its `max_tokens`."""
+        return self.num_prompt_tokens + self.job.sampling.max_tokens

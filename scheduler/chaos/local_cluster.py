@@ -151,7 +151,8 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS) -> Iterator[Loc
 def cluster_environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    return environment | FAST_HEALTH_CHECKS | secret | {"RAY_USAGE_STATS_ENABLED": "0"}
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return environment | FAST_HEALTH_CHECKS | secret | settings
 
 
 def _free_port() -> int:

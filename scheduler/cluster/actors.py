@@ -34,13 +34,14 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a started worker runs, and on what: `node_id` is Ray's, `numerics` the session's."""
+    """Where a started worker runs, and on what: `node_id` is Ray's, the last two are the session's."""
 
     host: str
     pid: int
     metrics_address: str | None
     node_id: str
     numerics: str
+    num_free_positions: int
 
 
 class WorkerActor:
@@ -63,7 +64,8 @@ class WorkerActor:
         session = self._session
         signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
-        return WorkerInfo(socket.gethostname(), os.getpid(), session.metrics_address, node_id, session.numerics)
+        where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
+        return WorkerInfo(*where, session.numerics, session.num_free_positions)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         return self._session.work(orders, seconds)

@@ -55,6 +55,7 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a worker that nobody waits for any more
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: any other program would come first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise a warning about a future default
     with contextlib.ExitStack() as stack:
         embedded = None

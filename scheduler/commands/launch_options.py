@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from scheduler.commands.model_options import all_of, filled
+from scheduler.driver.slots import MOST_SLOTS
 from scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from worker.config import CheckpointKind, CheckpointSettings, Computation
 
@@ -30,9 +31,31 @@ class Seconds(click.FloatRange):
 SECONDS = Seconds(0, min_open=True)
 COUNT = click.IntRange(1)
 
+
+class CountOrAuto(click.ParamType[int | None]):
+    """A number from 1 on, or `auto`, which is None."""
+
+    name = "auto|integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "auto":
+            return None
+        try:
+            return int(COUNT.convert(value, param, ctx))
+        except click.BadParameter:
+            self.fail(f"found {value}, expected auto, or a whole number from 1 on", param, ctx)
+
+
 WORKERS = (
     click.option("--workers", "num_workers", type=COUNT, default=Settings.num_workers, help="Worker processes."),
-    click.option("--slots", "num_slots", type=COUNT, default=Settings.num_slots, help="Jobs at a time per worker."),
+    click.option(
+        "--slots",
+        "num_slots",
+        type=CountOrAuto(),
+        default="auto",
+        metavar="auto|INTEGER",
+        help=f"Jobs at a time per worker; auto: as many as its memory has room for, {MOST_SLOTS} at most.",
+    ),
     click.option(
         "--draft-model",
         type=click.Path(exists=True, file_okay=False),

@@ -21,5 +21,5 @@ class Context:
     display: Display
     counters: DriverCounters
     num_workers: int
-    num_slots: int  # jobs that a worker runs at a time
+    num_slots: int | None  # jobs that a worker runs at a time; None for as many as it has room for
     grace_seconds: float  # that a worker has to write its checkpoints before it ends

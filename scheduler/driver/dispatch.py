@@ -10,6 +10,7 @@ from jobs.job import JobRecord
 from scheduler.display.job_events import JobStarted
 from scheduler.driver.context import Context
 from scheduler.driver.fleet import Worker
+from scheduler.driver.slots import Slots
 from worker.session.work import Assignment
 
 SLICE_SECONDS = 0.5  # of work between two reports
@@ -24,6 +25,7 @@ class Dispatcher:
         self._context = context
         self._queue, self._fleet = context.queue, context.fleet
         self._checkpoints = CheckpointStore(context.run.store)
+        self._slots = Slots(context.num_slots, context.fleet)
 
     def hand_out(self, now: float) -> None:
         """Start a call on every idle worker that has something to do; those with the fewest jobs get theirs first."""
@@ -36,7 +38,7 @@ class Dispatcher:
                 else:
                     self._fleet.retire(worker)
                 continue
-            assignments = self._assignments(worker, min(self._context.num_slots, share), now)
+            assignments = self._assignments(worker, share, now)
             if self._queue.held_by(worker.id) or worker.orders.cancelled:
                 self._fleet.work(worker, replace(worker.orders, assignments=assignments), SLICE_SECONDS)
 
@@ -61,11 +63,15 @@ class Dispatcher:
             _, worker, job_id = max(movable, key=lambda entry: entry[0])
             worker.ask_back(job_id)
 
-    def _assignments(self, worker: Worker, num_jobs: int, now: float) -> tuple[Assignment, ...]:
-        """New jobs for a worker, until it has `num_jobs`."""
+    def _assignments(self, worker: Worker, share: int, now: float) -> tuple[Assignment, ...]:
+        """New jobs for a worker, until it has its share of the jobs or no room for more."""
         assignments: list[Assignment] = []
-        while len(self._queue.held_by(worker.id)) < num_jobs and (record := self._queue.take(worker.id, now)):
+        held = self._queue.held_by(worker.id)
+        while len(held) < share and self._slots.has_room(worker, held):
+            if (record := self._queue.take(worker.id, now)) is None:
+                break
             assignments.append(self._assignment(record, worker))
+            held = self._queue.held_by(worker.id)
         return tuple(assignments)
 
     def _assignment(self, record: JobRecord, worker: Worker) -> Assignment:

@@ -21,10 +21,6 @@ class UnfinishedJob:
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
 
     @property
-    def length(self) -> int:
-        return self.record.num_prompt_tokens + self.record.job.sampling.max_tokens
-
-    @property
     def num_left(self) -> int:
         return max(0, self.record.job.sampling.max_tokens - self.num_generated_tokens)
 
@@ -69,4 +65,4 @@ class WaitingJobs:
         while self._delayed and self._delayed[0][0] <= now:
             _, ticket, job = heappop(self._delayed)
             heap = self._loners if job.runs_alone else self._sociable
-            heappush(heap, (-job.length, job.record.line_number, ticket, job))
+            heappush(heap, (-job.record.max_length, job.record.line_number, ticket, job))

@@ -23,7 +23,7 @@ class Settings:
     said: Mapping[str, Any] = field(default_factory=dict)  # of the fields of `Computation`: those that were named
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     num_workers: int = 1  # they share the cores where no number of threads was asked for
-    num_slots: int = 1
+    num_slots: int | None = None  # jobs at a time per worker; None for as many as its memory has room for
     address: str | None = None  # of a running cluster, whose devices are not this machine's; None: an embedded Ray
     max_attempts: int = 5
     worker_timeout: float | None = None  # seconds without a report; None for the default

@@ -49,7 +49,7 @@ def make_fleet(num_gpus: int = 0) -> Fleet:
 
 
 def started(number: int, drain_reason: str | None = None) -> Worker:
-    info = WorkerInfo("here", number, f"http://10.0.0.{number}:9100/metrics", "node", "")
+    info = WorkerInfo("here", number, f"http://10.0.0.{number}:9100/metrics", "node", "", 1_000_000)
     return Worker(f"w{number}", actor=None, call=None, info=info, drain_reason=drain_reason)
 
 

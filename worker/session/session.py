@@ -55,6 +55,7 @@ class WorkerSession:
         self._codec = TextCodec(files)
         target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
         self.numerics = target.forwards.numerics
+        self.num_free_positions = target.num_free_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.decode, counters)

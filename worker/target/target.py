@@ -84,6 +84,12 @@ class TargetModel:
             return FullKVCache(self.cache_shape, max_length)
         return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
 
+    def num_free_positions(self) -> int:
+        """Positions that new caches have room for, those of all sequences together."""
+        place, num_bytes = place_of_caches(self.device.type, self._kv_offload), self.cache_shape.bytes_per_position()
+        free = KVRoom(place, num_bytes).free_bytes() if place else torch.cuda.mem_get_info(self.device)[0]
+        return free // num_bytes
+
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> list[RowOutputs]:
         """Run the rows of several sequences, row-exactly; returns each one's outputs."""

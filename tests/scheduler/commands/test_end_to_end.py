@@ -137,6 +137,7 @@ def test_a_worker_killed_midway_changes_no_token(
         custom_id = job_id.rsplit("-", 1)[0]
         worker, *_ = wait_until(lambda: [worker for worker in workers(run) if custom_id in worker.jobs])
         assert status(run)["workers"][0]["metrics_address"].startswith("http://")
+        assert os.getpriority(os.PRIO_PROCESS, worker.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         os.kill(worker.pid, signal.SIGKILL)
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, output

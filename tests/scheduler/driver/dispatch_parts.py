@@ -108,7 +108,7 @@ class NoOpWorker:
 
     def __init__(self, dispatched: Dispatched) -> None:
         self._dispatched = dispatched
-        info = WorkerInfo("here", os.getpid(), None, node_id="node", numerics="")
+        info = WorkerInfo("here", os.getpid(), None, node_id="node", numerics="", num_free_positions=1_000_000)
         self.start, self.work = Method(lambda: info), Method(self._work)
 
     def _work(self, orders: Orders, seconds: float) -> WorkReport:

@@ -1,0 +1,38 @@
+"""How many jobs a worker runs at a time: as asked, else as many as gain, and as its memory has room for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.job import JobRecord
+    from scheduler.driver.fleet import Fleet, Worker
+
+MOST_SLOTS = 8  # a worker's rate hardly grows beyond, and each job takes longer (docs/speed.md)
+MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
+
+
+class Slots:
+    """Says whether a worker takes one more job beside those that it has."""
+
+    def __init__(self, num_slots: int | None, fleet: Fleet) -> None:
+        """`num_slots` is what the user asked for, None to leave it to the worker's memory."""
+        self._num_slots = num_slots
+        self._fleet = fleet
+
+    def has_room(self, worker: Worker, held: list[JobRecord]) -> bool:
+        """Whether a worker that has the jobs `held` takes another one that is no longer than the longest of them."""
+        if self._num_slots is not None:
+            return len(held) < self._num_slots
+        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held))
+
+    def _fits_one_more(self, worker: Worker, held: list[JobRecord]) -> bool:
+        lengths = [record.max_length for record in held]
+        return sum(lengths) + max(lengths) <= self._num_positions(worker)
+
+    def _num_positions(self, worker: Worker) -> float:
+        """The worker's share of its machine's memory; who is still to start may come to the same machine."""
+        if worker.info is None:
+            return 0.0
+        nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]
+        return MEMORY_SHARE * worker.info.num_free_positions / nodes.count(worker.info.node_id)

@@ -1,0 +1,72 @@
+"""How many jobs a worker takes: as many as were asked for, else as many as its memory has room for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.job import Job, JobRecord
+from jobs.sampling import SamplingParams
+from scheduler.cluster.actors import WorkerInfo
+from scheduler.driver.fleet import Worker
+from scheduler.driver.slots import MEMORY_SHARE, MOST_SLOTS, Slots
+
+
+def worker(num_free_positions: int, node: str = "node") -> Worker:
+    return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", num_free_positions))
+
+
+def jobs(*lengths: int) -> list[JobRecord]:
+    def record(number: int, length: int) -> JobRecord:
+        job = Job(
+            custom_id=str(number),
+            url="/v1/completions",
+            prompt="x",
+            sampling=SamplingParams(max_tokens=length - 10, seed=1),
+        )
+        return JobRecord(str(number), job, number, num_prompt_tokens=10)
+
+    return [record(*each) for each in enumerate(lengths)]
+
+
+def slots(num_slots: int | None, *workers: Worker) -> Slots:
+    fleet: Any = SimpleNamespace(workers=workers)
+    return Slots(num_slots, fleet)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 20])
+def test_what_was_asked_for_holds_whatever_the_memory(num_slots: int) -> None:
+    one = worker(0)
+    assert slots(num_slots, one).has_room(one, jobs(*[500] * (num_slots - 1)))
+    assert not slots(num_slots, one).has_room(one, jobs(*[500] * num_slots))
+
+
+def test_one_job_is_always_taken() -> None:
+    one = worker(0)
+    assert slots(None, one).has_room(one, [])
+    assert not slots(None, one).has_room(one, jobs(50))
+
+
+def test_another_job_is_taken_while_one_as_long_as_the_longest_fits() -> None:
+    one = worker(round(1000 / MEMORY_SHARE))
+    assert slots(None, one).has_room(one, jobs(500))
+    assert not slots(None, one).has_room(one, jobs(501))
+    assert slots(None, one).has_room(one, jobs(400, 100, 100))
+    assert not slots(None, one).has_room(one, jobs(400, 100, 101))
+
+
+def test_workers_of_one_machine_share_its_memory() -> None:
+    one = worker(round(1000 / MEMORY_SHARE))
+    starting = Worker("w", None, None)
+    assert slots(None, one, worker(9, "other")).has_room(one, jobs(500))
+    for other in (worker(9), starting):
+        assert not slots(None, one, other).has_room(one, jobs(500))
+        assert slots(None, one, other).has_room(one, jobs(250))
+
+
+def test_there_are_no_more_than_gain() -> None:
+    one = worker(10**9)
+    assert slots(None, one).has_room(one, jobs(*[50] * (MOST_SLOTS - 1)))
+    assert not slots(None, one).has_room(one, jobs(*[50] * MOST_SLOTS))
