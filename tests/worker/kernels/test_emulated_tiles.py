@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.worker.kernels.emulation import EMULATED, FLAGS_OF_EMULATION, OTHER
 from tests.worker.kernels.kernel_parts import (
     BF16,
     SHAPES,
@@ -28,7 +29,6 @@ from worker.kernels.library import open_library
 from worker.kernels.native import NativeDecoder
 from worker.target.tiles import tree_rows
 
-OTHER = "avx512-bf16"  # takes the same products one by one
 pytestmark = pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16")
 WIDE = Shape(hidden=512, intermediate=1504, vocab=1000, group=8)  # enough for helpers
 KINDS = [*(shape for shape in SHAPES if shape.dtype == BF16), WIDE]
@@ -39,8 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kernels") / "emulated.so"
     compiler = find_compiler()
     assert compiler is not None
-    header = Path(__file__).with_name("emulated_tiles.h")
-    compile_library("amx-bf16", path, compiler, ["-include", str(header)])
+    compile_library(EMULATED, path, compiler, FLAGS_OF_EMULATION)
     return path
 
 

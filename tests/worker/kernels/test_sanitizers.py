@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from worker.kernels.build import compile_library
 
+OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
+IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 
 
@@ -28,13 +31,15 @@ def sanitizer() -> tuple[list[str], str] | None:
 
 
 @needs_kernels
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [OWN, *(pytest.param(each, marks=pytest.mark.slow) for each in (*IN_SOFTWARE, *OTHERS))]
+)
 def test_sanitizers_find_nothing(variant: str, tmp_path: Path) -> None:
     if (found := sanitizer()) is None:
         pytest.skip("no compiler with sanitizers")
     compiler, preloaded = found
-    compile_library(variant, tmp_path / "sanitized.so", compiler, FLAGS)
+    emulation = FLAGS_OF_EMULATION if variant == EMULATED else ()
+    compile_library(variant, tmp_path / "sanitized.so", compiler, (*FLAGS, *emulation))
     environment = {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-m", "tests.worker.kernels.sanitized_run", str(tmp_path / "sanitized.so")],
