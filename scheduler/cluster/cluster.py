@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -78,6 +79,12 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
 
 
 def _embedded_ray() -> EmbeddedRay:
+    longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if longest != resource.RLIM_INFINITY and longest < OBJECT_STORE_BYTES:
+        raise ClusterError(
+            f"an embedded Ray needs files of {OBJECT_STORE_BYTES:,} bytes, and here none is to be longer than "
+            f"{longest:,}; raise the limit (ulimit -f unlimited)"
+        )
     try:
         return EmbeddedRay()
     except OSError as error:

@@ -65,7 +65,7 @@ def compile_library(
         # without the variant's flags: ziglang would build its runtime anew for each of them
         _run([*compiler, "-shared", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"], folder, environment)
         (Path(folder) / path.name).replace(path)
-    _mark(path).write_text(digest, encoding="ascii")
+    _mark(path).write_text(_mark_of(path, digest), encoding="ascii")
 
 
 def _run(command: list[str], folder: str, environment: dict[str, str]) -> None:
@@ -96,7 +96,11 @@ def stale_variants() -> list[str]:
     return [
         name
         for name, path in paths.items()
-        if not (path.is_file() and _mark(path).is_file() and _mark(path).read_text(encoding="ascii") == digest)
+        if not (
+            path.is_file()
+            and _mark(path).is_file()
+            and _mark(path).read_text(encoding="ascii") == _mark_of(path, digest)
+        )
     ]
 
 
@@ -112,9 +116,25 @@ def compile_all(names: Iterable[str] | None = None) -> list[str]:
     return [f"{name}: {error}" for name, build in builds.items() if (error := build.exception())]
 
 
+def is_whole(library: Path) -> bool:
+    """Whether a library's file is as it was compiled, whatever its source was."""
+    try:
+        return _mark(library).read_text(encoding="ascii").split()[1:] == [_digest(library)]
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def _mark(library: Path) -> Path:
-    """The file that says of which source a library was made."""
+    """The file that says of which source a library was made, and what came of it."""
     return library.with_suffix(".sha256")
+
+
+def _mark_of(library: Path, digest_of_source: str) -> str:
+    return f"{digest_of_source} {_digest(library)}"
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _zig_target() -> list[str]:

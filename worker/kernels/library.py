@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.errors import UserError
-from worker.kernels.build import library_path, variants
+from worker.kernels.build import is_whole, library_path, variants
 
 CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},
@@ -128,6 +128,8 @@ def load_library(variant: str) -> ctypes.CDLL:
 
 def open_library(path: Path) -> ctypes.CDLL:
     """A library with its functions as they are called. Raises KernelError."""
+    if not is_whole(path):  # the loader of a damaged one would end the process
+        raise KernelError(f"kernels do not load: {path} is not as it was compiled; install swiftbatch anew")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():

@@ -86,7 +86,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype) -> DecoderWeights | Non
     except (KeyError, TypeError, ValueError):
         return None
     tensors = _Tensors(files, dtype)
-    if tensors.names != _names(config):
+    if sizes.num_layers > len(tensors.names) or tensors.names != _names(config):
         return None
     embedding = tensors["model.embed_tokens.weight"]
     head = embedding if config.get("tie_word_embeddings", False) else tensors["lm_head.weight"]
@@ -156,8 +156,9 @@ class _Tensors:
     def __init__(self, files: ModelFiles, dtype: torch.dtype) -> None:
         self._dtype = dtype
         opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.path)]
-        self._places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
-        self.names = set(self._places)
+        named = [(name, file) for file in opened for name in file.keys()]  # noqa: SIM118 (no mapping)
+        self._places = dict(named)
+        self.names = set(self._places) if len(self._places) == len(named) else set()  # nobody says which of two it is
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._places[name].get_tensor(name)

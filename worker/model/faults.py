@@ -16,12 +16,21 @@ GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOATS = {"BF16", "F16", "F32", "F64"}
-MOST = 2**53  # positions, or tokens of a vocabulary: what JSON's readers agree on
+NEEDED_SIZES = ("max_position_embeddings", "vocab_size")
+OTHER_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+MOST = 2**53  # what JSON's readers agree on
 
 
 def config_fault(config: dict[str, Any]) -> str | None:
     """What in a `config.json` is none that runs, in words; None where nothing is."""
-    for key in ("max_position_embeddings", "vocab_size"):
+    for key in (*NEEDED_SIZES, *(key for key in OTHER_SIZES if config.get(key) is not None)):
         size = config.get(key)
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
             return f"config.json has {key} = {size!r}; expected a positive integer, at most {MOST:,}"
@@ -71,17 +80,24 @@ def _eos_fault(source: str, settings: dict[str, Any]) -> str | None:
     return f"{source} has eos_token_id = {eos!r}; expected a token id or a list of them"
 
 
+def weight_names(path: Path) -> set[str]:
+    """Names of the files that hold a folder's weights; none where neither a single file nor a sound index is there."""
+    if (path / SINGLE_FILE).exists():
+        return {SINGLE_FILE}
+    index, _ = _json_object(path / INDEX_FILE)
+    shards = index.get("weight_map")
+    return set(map(str, shards.values())) if isinstance(shards, dict) else set()
+
+
 def _index_fault(path: Path) -> str | None:
     """An index may name files of other folders, which no fingerprint covers."""
     file = path / INDEX_FILE
     if (path / SINGLE_FILE).exists() or not file.exists():
         return None
-    index, fault = _json_object(file)
+    _, fault = _json_object(file)
     if fault:
         return fault
-    shards = index.get("weight_map")
-    names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
-    if not names:
+    if not (names := weight_names(path)):
         return f"{file} has no `weight_map` from tensors to files; copy it again"
     strange = sorted(name for name in names if Path(name).name != name or not (path / name).is_file())
     return f"{file} names {strange[0]}, which is no file of this folder; copy all files again" if strange else None

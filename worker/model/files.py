@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from jobs.errors import UserError
-from worker.model.faults import GENERATION_FILE, INDEX_FILE, config_fault, folder_fault, weights_fault
+from worker.model.faults import (
+    GENERATION_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    config_fault,
+    folder_fault,
+    weight_names,
+    weights_fault,
+)
 from worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
@@ -59,7 +67,7 @@ def locate_model(model: str) -> ModelFiles:
         raise ModelError(f"model {model}: {fault}")
     weights = weight_files(path)
     if not weights:
-        raise ModelError(f"model {model}: no *.safetensors in {path}; other weight formats are not loaded")
+        raise ModelError(f"model {model}: no {SINGLE_FILE} in {path}, nor an index; other weights are not loaded")
     for file in weights:
         if fault := weights_fault(file):
             raise ModelError(f"model {model}: {fault}")
@@ -70,8 +78,11 @@ def locate_model(model: str) -> ModelFiles:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a model that hold its weights."""
-    return sorted(file for file in path.glob("*.safetensors") if file.name not in PART_FILES)
+    """The files of a model that hold its weights, of a folder without `folder_fault`; what else lies there is not read.
+
+    As `transformers` chooses: the single file, else those that the index names.
+    """
+    return sorted(path / name for name in weight_names(path))
 
 
 def text_files(path: Path) -> list[Path]:

@@ -28,14 +28,15 @@ class TextCodec:
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {_words(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
             ) from error
-        self._max_positions = files.max_positions
+        self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._tokenizer.model_max_length = files.max_positions
 
     def encode_job(self, job: Job) -> list[int]:
         """Token ids of a job's prompt, or of its messages through the tokenizer's chat template.
 
         Raises ValueError, with a reason for the user, where there are no tokens, no chat template or one that refuses
-        the messages, and where the text is so long that it has no room in the model, however it is cut into tokens.
+        the messages, where the text is so long that it has no room in the model, however it is cut into tokens, and
+        where a token is none of the model's.
         """
         text = (job.prompt or "") if job.messages is None else self._through_template(job.messages)
         self._refuse_far_too_long(text)
@@ -43,6 +44,11 @@ class TextCodec:
         token_ids = self.encode(text, add_special_tokens=job.messages is None)
         if not token_ids:
             raise ValueError("prompt: no tokens come of it; expected at least one")
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(
+                f"prompt: token {most:,} ({self._tokenizer.convert_ids_to_tokens(most)!r}) comes of it, and the model "
+                f"has {self._vocab_size:,} tokens; its tokenizer is larger than its config.json says (vocab_size)"
+            )
         return token_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -73,3 +74,9 @@ def test_names_that_ray_cannot_take_are_told_of_and_leave_nothing(place: Path, m
     with pytest.raises(ClusterError, match=r"Ray takes names in UTF-8 alone, .* rename that folder or file"):
         connect(None, 1).__enter__()
     assert list(place.iterdir()) == []
+
+
+def test_a_limit_on_the_length_of_files_is_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10_240, resource.RLIM_INFINITY))
+    with pytest.raises(ClusterError, match=r"none is to be longer than 10,240; raise the limit"), connect(None, 1):
+        pass

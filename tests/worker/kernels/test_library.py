@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,19 @@ def test_a_library_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.so").write_bytes(b"not a library")
     with pytest.raises(KernelError, match="install swiftbatch anew"):
         open_library(tmp_path / "other.so")
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [0, 4096, -1])
+def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path: Path) -> None:
+    """The system's loader would end the process where a part is missing."""
+    path = build.library_path(VARIANTS[0])
+    for file in (path, path.with_suffix(".sha256")):
+        shutil.copy(file, tmp_path)
+    open_library(tmp_path / path.name)
+    (tmp_path / path.name).write_bytes(path.read_bytes()[:size])
+    with pytest.raises(KernelError, match="is not as it was compiled; install swiftbatch anew"):
+        open_library(tmp_path / path.name)
 
 
 def test_a_compiler_that_fails_is_one_line_for_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

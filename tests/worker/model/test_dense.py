@@ -20,6 +20,7 @@ from worker.model.dense import dense_weights
 from worker.model.files import ModelFiles
 from worker.model.weights import load_causal_lm
 
+BF16 = torch.bfloat16
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -134,6 +135,36 @@ def test_files_with_other_tensors_are_left_to_transformers(is_missing: bool, lla
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").symlink_to(llama / "config.json")
     assert dense_weights(files_in(tmp_path), torch.float32) is None
+
+
+def test_other_weights_in_the_folder_are_not_the_model_s(llama: Path, tmp_path: Path) -> None:
+    for file in llama.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    backup = {name: -tensor for name, tensor in load_file(llama / "model.safetensors").items()}
+    save_file(backup, tmp_path / "model_old.safetensors", metadata={"format": "pt"})
+    ours, theirs = dense_weights(files_in(tmp_path), BF16), decoder_weights(load_causal_lm(files_in(tmp_path), BF16))
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(ours.embedding, theirs.embedding)
+    assert torch.equal(ours.layers[1].up.weight, theirs.layers[1].up.weight)
+
+
+def test_of_shards_only_those_count_that_the_index_names(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(llama / "config.json")
+    names = sorted(tensors)
+    shards = {f"model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file, metadata={"format": "pt"})
+    save_file({name: -tensors[name] for name in names}, tmp_path / "model-00003-of-00003.safetensors")
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours = dense_weights(files_in(tmp_path), BF16)
+    assert ours is not None
+    assert torch.equal(ours.layers[1].up.weight, tensors["model.layers.1.mlp.up_proj.weight"])
+    _, other = shards
+    save_file(tensors, tmp_path / other, metadata={"format": "pt"})  # half of them twice: nobody knows which count
+    assert dense_weights(files_in(tmp_path), BF16) is None
 
 
 def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:

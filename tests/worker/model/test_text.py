@@ -206,3 +206,12 @@ def test_a_text_with_no_room_in_the_model_is_refused_by_its_length(
     monkeypatch.setattr(codec, "encode", lambda *_: pytest.fail("it was tokenized"))
     with pytest.raises(ValueError, match=r"its 53,249 characters are at least 4,097 tokens, expected at most .* 4,096"):
         codec.encode_job(prompt_job(longest_fitting + "s"))
+
+
+def test_a_prompt_with_tokens_that_the_model_lacks_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 5}))
+    codec = TextCodec(locate_model(str(tmp_path / "model")))
+    with pytest.raises(ValueError, match=r"prompt: token \d+ \('.+'\) comes of it, and the model has 5 tokens"):
+        codec.encode_job(prompt_job("the quick brown fox"))
