@@ -38,6 +38,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
+    "griffin_new": (POINTER, [POINTER]),
+    "griffin_load": (None, [POINTER, INT, POINTER, POINTER]),
+    "griffin_free": (None, [POINTER]),
+    "griffin_fuse": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
+    "griffin_head": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
     "recycling_grow": (LONG, [POINTER, POINTER, *[LONG] * 5, POINTER, POINTER]),
     "recycling_write": (INT, [*[POINTER] * 4, LONG, POINTER, POINTER, LONG, POINTER]),
 }
