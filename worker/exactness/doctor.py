@@ -73,7 +73,8 @@ class Diagnosis(Frozen):
             return f"kernels: torch's, since {why_none()}"
         if "native" not in self.numerics:
             return f"kernels: torch's, since those for {self.instruction_set} do not know this kind of model"
-        return f"kernels: compiled at install, for {self.instruction_set}; here run {', '.join(runnable_variants())}"
+        what = "compiled" if self.numerics.startswith("cpu native") else "torch's, with attention compiled"
+        return f"kernels: {what} at install, for {self.instruction_set}; here run {', '.join(runnable_variants())}"
 
 
 def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:

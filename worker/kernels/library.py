@@ -38,6 +38,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
+    "griffin_new": (POINTER, [POINTER]),
+    "griffin_load": (None, [POINTER, INT, POINTER, POINTER]),
+    "griffin_free": (None, [POINTER]),
+    "griffin_fuse": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
+    "griffin_head": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
     "recycling_grow": (LONG, [POINTER, POINTER, *[LONG] * 5, POINTER, POINTER]),
     "recycling_write": (INT, [*[POINTER] * 4, LONG, POINTER, POINTER, LONG, POINTER]),
 }
@@ -97,10 +102,15 @@ def why_none() -> str:
 def numerics_of(variant: str, dtype: str) -> str:
     """What decides the bits of a variant's forwards: neither the processor, nor threads, nor how many rows there are.
 
-    Variants that multiply float32 give the same. `dtype` as in `bfloat16`.
+    `dtype` as in `bfloat16`.
     """
+    return f"{kernel_numerics(variant, dtype)}, {dtype}"
+
+
+def kernel_numerics(variant: str, dtype: str) -> str:
+    """The name of a variant's products and sums; those that multiply float32 give the same bits."""
     is_bf16 = dtype == "bfloat16" and variant.endswith("bf16")
-    return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}, {dtype}"
+    return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
 def chosen_numerics(device_type: str, dtype: str) -> str:

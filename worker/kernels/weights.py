@@ -115,9 +115,9 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
     return DecoderWeights(
         sizes,
         decoder.embed_tokens.weight,
-        [_layer_weights(layer) for layer in decoder.layers],
+        [layer_weights(layer) for layer in decoder.layers],
         decoder.norm.weight,
-        _linear(model.lm_head),
+        linear_of(model.lm_head),
         _rotary(config, decoder.rotary_emb, sizes.head_dim),
     )
 
@@ -142,26 +142,28 @@ def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
     return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
 
 
-def _layer_weights(layer: Any) -> LayerWeights:
+def layer_weights(layer: Any) -> LayerWeights:
+    """What a decoder layer of these classes is made of."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
     return LayerWeights(
         input_norm=layer.input_layernorm.weight,
-        query=_linear(attention.q_proj),
-        key=_linear(attention.k_proj),
-        value=_linear(attention.v_proj),
-        output=_linear(attention.o_proj),
+        query=linear_of(attention.q_proj),
+        key=linear_of(attention.k_proj),
+        value=linear_of(attention.v_proj),
+        output=linear_of(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight,
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        gate=linear_of(mlp.gate_proj),
+        up=linear_of(mlp.up_proj),
+        down=linear_of(mlp.down_proj),
         query_norm=query_norm,
         key_norm=key_norm,
     )
 
 
-def _linear(module: nn.Linear) -> Linear:
+def linear_of(module: Any) -> Linear:
+    """Weight and bias of a linear layer or a norm."""
     return Linear(module.weight, module.bias)
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from worker.model.causal_lm import decoder_of
 from worker.model.files import ModelError
-from worker.target.span import MaskFunction, Span, UnsupportedError, span_of
+from worker.target.span import FULL, MaskFunction, Span, UnsupportedError, span_of
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
@@ -25,20 +25,22 @@ NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attent
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """One layer: heads and sizes of its keys and values, and what its rows see."""
+    """One layer: heads and sizes of its keys and values, what its rows see, and whether that is all it asks for."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     span: Span
+    is_plain: bool  # all positions up to a row's own, scaled scores, everything of the model's dtype
 
 
 class _Observer:
     """Stands for attention during one forward, and keeps what each layer asked for."""
 
-    def __init__(self, num_positions: int, device: torch.device) -> None:
+    def __init__(self, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
         self.layers: dict[int, LayerNeeds] = {}
         self._device = device
+        self._dtype = dtype
         self._num_positions = num_positions
         self._spans: dict[int, Span] = {}  # of the masks that layers use
         self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by identity: layers get the very masks
@@ -68,7 +70,9 @@ class _Observer:
         if not isinstance(layer, int) or layer in self.layers:
             raise UnsupportedError("its layers share or hide their attention")
         span = self._span(id(attention_mask))
-        self.layers[layer] = LayerNeeds(key.shape[1], key.shape[3], value.shape[3], span)
+        is_plain = span == FULL and asked.get("softcap") is None and asked.get("s_aux") is None
+        is_plain = is_plain and {query.dtype, key.dtype, value.dtype} == {self._dtype}
+        self.layers[layer] = LayerNeeds(key.shape[1], key.shape[3], value.shape[3], span, is_plain)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def _span(self, mask_id: int) -> Span:
@@ -79,7 +83,7 @@ class _Observer:
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
     """What each layer of a causal language model asks for. Raises ModelError, in one line, for what we can't give."""
-    observer = _Observer(num_positions, model.device)
+    observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
     before = model.config._attn_implementation

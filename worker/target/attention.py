@@ -48,15 +48,23 @@ class ExactRows:
     rows: SequenceRows
     tail_entries: torch.Tensor  # [num_rows, BLOCK] int64
     spans: Sequence[Span]  # of every layer
-    seen: dict[Span, Seen]
+    attends: Sequence[Attend]  # of every layer
+    seen: dict[Span, Seen]  # for layers that attend in torch
 
     @classmethod
     def prepare(
-        cls, rows: SequenceRows, dtype: torch.dtype, device: torch.device, spans: Sequence[Span] = (FULL,)
+        cls,
+        rows: SequenceRows,
+        dtype: torch.dtype,
+        device: torch.device,
+        spans: Sequence[Span] = (FULL,),
+        attends: Sequence[Attend] | None = None,
     ) -> ExactRows:
-        """For layers of these spans."""
-        seen = {span: see(rows, span, dtype, device) for span in set(spans)}
-        return cls(rows, torch.from_numpy(rows.tail_entries).to(device), spans, seen)
+        """For layers of these spans, all of which attend in torch where nothing else is said."""
+        attends = [attend_in_torch] * len(spans) if attends is None else attends
+        needed = {span for span, attend in zip(spans, attends, strict=True) if attend is attend_in_torch}
+        seen = {span: see(rows, span, dtype, device) for span in needed}
+        return cls(rows, torch.from_numpy(rows.tail_entries).to(device), spans, attends, seen)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,9 +72,20 @@ class ExactRows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Write keys and values to their entries; attend to the shared prefix and to each row's gathered tail."""
-        keys, values = self.rows.cache.write(layer, self.rows.first_entry, key, value)
-        return _attend(query, keys, values, self, self.seen[self.spans[layer]], asked)
+        """Write keys and values to their entries; attend to the shared prefix and to each row's own tail."""
+        return self.attends[layer](self, layer, query, key, value, asked)
+
+
+Attend = Callable[[ExactRows, int, torch.Tensor, torch.Tensor, torch.Tensor, Asked], torch.Tensor]
+"""`ExactRows.attend` of one layer: whoever multiplies."""
+
+
+def attend_in_torch(
+    rows: ExactRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
+) -> torch.Tensor:
+    """An `Attend` for any layer: a kernel of torch over the prefix, and one over the gathered tails."""
+    keys, values = rows.rows.cache.write(layer, rows.rows.first_entry, key, value)
+    return _attend(query, keys, values, rows, rows.seen[rows.spans[layer]], asked)
 
 
 class QueryTap:

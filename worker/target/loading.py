@@ -40,13 +40,15 @@ def load_forwards(files: ModelFiles, dtype: torch.dtype, device: torch.device) -
         return load_transformers(files, dtype, device)
     if (weights := dense_weights(files, dtype)) and (forwards := _native(weights, _eos_token_ids(files), variant)):
         return forwards
-    loaded = load_transformers(files, dtype, device)
+    loaded = load_transformers(files, dtype, device, variant)
     taken = decoder_weights(loaded.model)
     return (taken and _native(taken, loaded.eos_token_ids, variant)) or loaded
 
 
-def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> TransformersForwards:
-    """A model as `transformers` loads it.
+def load_transformers(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, variant: str | None = None
+) -> TransformersForwards:
+    """A model as `transformers` loads it; its plain layers attend in the kernels of `variant`.
 
     Raises ModelError for one that is not whole or needs what we can't give.
     """
@@ -58,7 +60,7 @@ def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.devic
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log holds no bars
     model = load_causal_lm(files, dtype)
-    return TransformersForwards(model.to(device).eval().requires_grad_(False), files)
+    return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant)
 
 
 def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> NativeForwards | None:

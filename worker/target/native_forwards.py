@@ -20,6 +20,7 @@ class NativeForwards:
         """Raises ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
         self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)
+        self.team = self._decoder.team
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids

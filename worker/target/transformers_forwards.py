@@ -12,9 +12,9 @@ from worker.model.causal_lm import Head, decoder_of
 from worker.model.files import ModelFiles
 from worker.model.layer_needs import observe_layers
 from worker.target.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
-from worker.target.attention_kernel import attention_kernel
 from worker.target.experts import EXPERTS_NAME
 from worker.target.hardware import hardware_of
+from worker.target.kernel_attention import attends_of, attention_numerics
 from worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 from worker.tree import DraftTree
 
@@ -24,8 +24,11 @@ LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job 
 class TransformersForwards:
     """`Forwards` whose layers are the model's own but for their attention."""
 
-    def __init__(self, model: Any, files: ModelFiles) -> None:
-        """Raises ModelError for a model that asks for what is not known here."""
+    def __init__(self, model: Any, files: ModelFiles, variant: str | None = None) -> None:
+        """Plain layers attend in the kernels of an instruction set, the others and, for None, all in torch.
+
+        Raises ModelError for a model that asks for what is not known here.
+        """
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
         model.config._experts_implementation = EXPERTS_NAME
@@ -38,15 +41,17 @@ class TransformersForwards:
         head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
         self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device)
         self.spans = [needs.span for needs in layers]
+        self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype)
 
     @property
     def numerics(self) -> str:
-        """Hardware, dtype, threads, torch version and attention kernel."""
+        """Hardware, dtype, threads, torch version and attention kernels."""
         device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
         library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
-        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention_kernel(device, self.dtype)}"
+        attention = attention_numerics(self._attends, device, self.dtype, self._variant)
+        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}"
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = [], []
@@ -96,7 +101,7 @@ class TransformersForwards:
         return self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
 
     def _prepared(self, rows: SequenceRows) -> ExactRows:
-        return ExactRows.prepare(rows, self.dtype, self.device, self.spans)
+        return ExactRows.prepare(rows, self.dtype, self.device, self.spans, self._attends)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

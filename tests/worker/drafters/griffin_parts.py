@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from jobs.sampling import SamplingParams
 from worker.caches.full import FullKVCache
 from worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from worker.drafters.griffin.rows import GriffinRows, NativeRows, TiledRows
 from worker.model.files import locate_model
 from worker.sequence import Sequence
+from worker.target.native_forwards import NativeForwards
 from worker.target.target import TargetModel
+
+Way = Callable[[GriffinModel, TargetModel], GriffinRows]
+
+
+def by_kernels(model: GriffinModel, target: TargetModel) -> GriffinRows:
+    if not isinstance(target.forwards, NativeForwards):
+        pytest.skip("no kernels were compiled: no C compiler at install")
+    return NativeRows(model, target.forwards)
+
+
+WAYS: dict[str, Way] = {"kernels": by_kernels, "tiles": TiledRows}
 
 
 def load(folder: Path, dtype: str = "bfloat16") -> TargetModel:

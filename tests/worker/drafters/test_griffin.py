@@ -9,7 +9,15 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import proposed
-from tests.worker.drafters.griffin_parts import defined_outputs, load, random_draft_model, random_tokens, read_sequence
+from tests.worker.drafters.griffin_parts import (
+    WAYS,
+    Way,
+    defined_outputs,
+    load,
+    random_draft_model,
+    random_tokens,
+    read_sequence,
+)
 from worker.bench.variants import GRIFFIN_PAPER
 from worker.drafters.base import DraftRequest
 from worker.drafters.griffin.forwards import GriffinForwards
@@ -17,7 +25,6 @@ from worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
 from worker.drafters.griffin.window import entry_of, window_start
 from worker.engine import Engine
 from worker.target.target import TargetModel
-from worker.target.tiles import Tile
 from worker.tree import ROOT, DraftTree
 
 PARAMS = SamplingParams(max_tokens=600, temperature=1.0, seed=5, ignore_eos=True)
@@ -34,16 +41,24 @@ def target_model(tiny_model: Path) -> TargetModel:
     return load(tiny_model)
 
 
-def new_drafter(target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER) -> GriffinDrafter:
-    return GriffinDrafter(target, GriffinForwards(random_draft_model(target), target), None, options)
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """How the draft model's rows are run."""
+    return WAYS[request.param]
+
+
+def new_drafter(way: Way, target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER) -> GriffinDrafter:
+    return GriffinDrafter(target, GriffinForwards(way(random_draft_model(target), target), target), None, options)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_logits_and_features_of_a_draft_are_those_of_its_definition(exact_target: TargetModel, length: int) -> None:
+def test_logits_and_features_of_a_draft_are_those_of_its_definition(
+    way: Way, exact_target: TargetModel, length: int
+) -> None:
     model = random_draft_model(exact_target)
     token_ids, chain = random_tokens(exact_target, length), [7, 8, 9]
     sequence, cache = read_sequence(exact_target, token_ids, PARAMS)
-    forwards = GriffinForwards(model, exact_target)
+    forwards = GriffinForwards(way(model, exact_target), exact_target)
     forwards.start("a", cache)
     [outputs] = forwards.follow([sequence])
     exact_target.model.set_attn_implementation("sdpa")
@@ -65,9 +80,9 @@ def test_logits_and_features_of_a_draft_are_those_of_its_definition(exact_target
         torch.testing.assert_close(outputs.regressed[0], expected[depth][1], rtol=1e-3, atol=1e-3)
 
 
-def test_siblings_do_not_see_each_other(exact_target: TargetModel) -> None:
+def test_siblings_do_not_see_each_other(way: Way, exact_target: TargetModel) -> None:
     sequence, cache = read_sequence(exact_target, random_tokens(exact_target, 30), PARAMS)
-    forwards = GriffinForwards(random_draft_model(exact_target), exact_target)
+    forwards = GriffinForwards(way(random_draft_model(exact_target), exact_target), exact_target)
     forwards.start("a", cache)
     [root] = forwards.follow([sequence])
     above = root.regressed.repeat(3, 1)
@@ -84,16 +99,18 @@ def test_the_window_begins_anew_and_entries_agree_with_blocks() -> None:
 
 
 @pytest.mark.parametrize(("length", "num_tokens"), [(100, 20), (100, 90), (490, 40)])
-def test_a_resumed_sequence_has_the_very_same_drafts(target_model: TargetModel, length: int, num_tokens: int) -> None:
+def test_a_resumed_sequence_has_the_very_same_drafts(
+    way: Way, target_model: TargetModel, length: int, num_tokens: int
+) -> None:
     options = GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True)
-    drafter = new_drafter(target_model, options)
+    drafter = new_drafter(way, target_model, options)
     sequence, cache = read_sequence(target_model, random_tokens(target_model, length), PARAMS)
     engine = Engine(target_model, drafter)
     engine.start(sequence, cache)
     while sequence.num_generated_tokens < num_tokens:
         engine.step()
     resumed, cache = read_sequence(target_model, sequence.token_ids.tolist(), PARAMS)
-    fresh = new_drafter(target_model, options)
+    fresh = new_drafter(way, target_model, options)
     fresh.start(resumed, cache)
     kept = cache.kv(0, cache.length).copy()
     assert proposed(fresh, resumed, 60, 3) == proposed(drafter, sequence, 60, 3)
@@ -104,9 +121,9 @@ def test_a_resumed_sequence_has_the_very_same_drafts(target_model: TargetModel, 
 
 
 def test_the_target_runs_the_window_once_and_then_gives_its_features_with_every_step(
-    target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
+    way: Way, target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = new_drafter(target_model, GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True))
+    drafter = new_drafter(way, target_model, GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True))
     sequence, cache = read_sequence(target_model, random_tokens(target_model, 700), PARAMS)
     engine = Engine(target_model, drafter)
     engine.start(sequence, cache)
@@ -118,14 +135,14 @@ def test_the_target_runs_the_window_once_and_then_gives_its_features_with_every_
     assert replays == []
 
 
-def test_sequences_of_a_batch_have_the_drafts_they_have_alone(target_model: TargetModel) -> None:
+def test_sequences_of_a_batch_have_the_drafts_they_have_alone(way: Way, target_model: TargetModel) -> None:
     lengths = {"a": 90, "b": 17, "c": 300}
-    drafter, alone = new_drafter(target_model), []
+    drafter, alone = new_drafter(way, target_model), []
     requests = []
     for name, length in lengths.items():
         sequence, cache = read_sequence(target_model, random_tokens(target_model, length, length), PARAMS, name)
         drafter.start(sequence, cache)
-        single = new_drafter(target_model)
+        single = new_drafter(way, target_model)
         single.start(sequence, cache)
         requests.append(DraftRequest(sequence, 40, 4))
         alone.append(proposed(single, sequence, 40, 4))
@@ -134,28 +151,31 @@ def test_sequences_of_a_batch_have_the_drafts_they_have_alone(target_model: Targ
 
 
 def test_one_forward_serves_a_level_of_all_sequences(
-    target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
+    way: Way, target_model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = new_drafter(target_model, GriffinOptions(num_expanded=3, is_full=True))
+    drafter = new_drafter(way, target_model, GriffinOptions(num_expanded=3, is_full=True))
     requests = []
     for name in "abc":
         sequence, cache = read_sequence(target_model, random_tokens(target_model, 20), PARAMS, name)
         drafter.start(sequence, cache)
         requests.append(DraftRequest(sequence, 20, 4))
     drafter.propose(requests)
-    tiles: list[Tile] = []
-    run = drafter._forwards._tile
-    monkeypatch.setattr(drafter._forwards, "_tile", lambda tile, features: tiles.append(tile) or run(tile, features))
+    calls: list[int] = []
+    rows = drafter._forwards._rows
+    run = rows.run
+    monkeypatch.setattr(rows, "run", lambda groups, features: calls.append(len(groups)) or run(groups, features))
     drafter.propose(requests)
-    assert len(tiles) == 4  # the root's level, and three below it
+    assert calls == [3] * 4  # the root's level, and three below it
 
 
-def test_drafting_leaves_committed_positions_as_they_are_where_rows_are_not_exact(target_model: TargetModel) -> None:
+def test_drafting_leaves_committed_positions_as_they_are_where_rows_are_not_exact(
+    way: Way, target_model: TargetModel
+) -> None:
     sequence, cache = read_sequence(target_model, random_tokens(target_model, 200), PARAMS)
     for layer in range(2):
         cache.stored(layer)[0][:, 50:190] += 0.5  # as if another kernel had written them
     kept = cache.kv(0, cache.length).copy()
-    drafter = new_drafter(target_model)
+    drafter = new_drafter(way, target_model)
     drafter.start(sequence, cache)
     assert len(proposed(drafter, sequence, 20, 4)) == 20
     assert (cache.kv(0, cache.length) == kept).all()

@@ -42,6 +42,10 @@ def test_where_the_kernels_come_from_is_said(tiny_model: Path, monkeypatch: pyte
     for changes, words in (
         ({"numerics": "cpu native f32 1", "instruction_set": "avx2"}, "compiled at install, for avx2; here run "),
         ({"numerics": "cpu AVX2", "instruction_set": "avx2"}, "torch's, since those for avx2 do not know this kind"),
+        (
+            {"numerics": "cpu AVX2, native f32 1 attention", "instruction_set": "avx2"},
+            "torch's, with attention compiled at install, for avx2; here run ",
+        ),
         ({"instruction_set": None}, "torch's, since none were compiled; install swiftbatch anew"),
         ({"device": "cuda"}, "torch's, on a GPU"),
     ):

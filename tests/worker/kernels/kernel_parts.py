@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from worker.caches.full import CacheShape, FullKVCache
 from worker.kernels.angles import Rotary, default_frequencies
+from worker.kernels.griffin import GriffinWeights
 from worker.kernels.library import runnable_variants
 from worker.kernels.native import NativeDecoder
 from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
@@ -83,6 +85,28 @@ def random_weights(shape: Shape) -> DecoderWeights:
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
     rotary = Rotary(default_frequencies(10000.0, shape.head_dim))
     return DecoderWeights(sizes, embedding, [layer() for _ in range(2)], normal(shape.hidden), head, rotary)
+
+
+def random_griffin(shape: Shape, num_parts: int, expansion: int) -> GriffinWeights:
+    """Around the first layer of `random_weights`; a head only where there is a second fusion."""
+    generator, hidden = torch.Generator().manual_seed(3), shape.hidden
+
+    def linear(*sizes: int) -> Linear:
+        weight = torch.randn(sizes, generator=generator) * (sizes[-1] ** -0.5 if len(sizes) > 1 else 1.0)
+        return Linear(weight.to(shape.dtype), torch.randn(sizes[:1], generator=generator).to(shape.dtype))
+
+    whole, width = random_weights(shape), num_parts * hidden
+    return GriffinWeights(
+        dataclasses.replace(whole.sizes, num_layers=1),
+        whole.layers[0],
+        whole.rotary,
+        fuse=linear(hidden, 2 * hidden),
+        parts=[(source, linear(hidden)) for source in ("fused", "token")[:num_parts]],
+        expand=linear(expansion, width) if expansion else None,
+        contract=linear(hidden, expansion or width) if num_parts else None,
+        predict=linear(hidden, hidden) if num_parts else None,
+        regress=linear(hidden, hidden) if num_parts else None,
+    )
 
 
 @functools.cache

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-from tests.worker.kernels.kernel_parts import SHAPES, Shape, random_cache, random_tree, random_weights
+from tests.worker.kernels.kernel_parts import SHAPES, Shape, random_cache, random_griffin, random_tree, random_weights
 from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
 from worker.kernels import native, sampling, sampling_calls
+from worker.kernels.griffin import NativeGriffin
 from worker.kernels.library import open_library
-from worker.kernels.native import NativeDecoder, Team, native_attention
+from worker.kernels.native import NativeDecoder, native_attention
+from worker.kernels.team import Team
 from worker.sequence import Sequence
 from worker.target.tiles import SequenceRows, tree_rows
 from worker.verification import TOP_K
@@ -61,6 +63,21 @@ def fuzz(shape: Shape, numbers: random.Random) -> None:
     native_attention(Team(open_library(Path(sys.argv[1])), 2), [rows], 1, *tensors, 0.1)
 
 
+def fuzz_griffin(shape: Shape, numbers: random.Random) -> None:
+    for num_parts, expansion in ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80)):
+        team = Team(open_library(Path(sys.argv[1])), 2)
+        draft = NativeGriffin(random_griffin(shape, num_parts, expansion), team)
+        for _ in range(3):
+            groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
+            features, embeddings = torch.randn(2, sum(map(len, groups)), shape.hidden).to(shape.dtype)
+            for output in draft.forward(groups, features, embeddings):
+                assert torch.isfinite(output).all()
+            try:
+                draft.forward([spoil(numbers, group) for group in groups], features, embeddings)
+            except ValueError:
+                continue
+
+
 def fuzz_sampling(vocab: int, numbers: random.Random) -> None:
     for row, position, params, counts in cases(numbers, vocab, 5 * NUM_ROUNDS):
         sampling.draw(row, position, params, 0, penalised_counts(params, counts))
@@ -78,6 +95,7 @@ if __name__ == "__main__":
     sampling_calls.chosen_variant = lambda: "sanitized"
     for each in SHAPES:
         fuzz(each, random.Random(str(each)))
+        fuzz_griffin(each, random.Random(str(each)))
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size))
     print("nothing found")

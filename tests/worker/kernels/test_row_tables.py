@@ -22,7 +22,8 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
 )
 from worker.kernels.library import load_library
-from worker.kernels.native import NativeDecoder, Team, native_attention
+from worker.kernels.native import NativeDecoder, native_attention
+from worker.kernels.team import Team
 from worker.kernels.weights import DecoderSizes, Linear
 from worker.target.tiles import SequenceRows
 

@@ -59,9 +59,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(kind: str, window: int = 100) -> PreTrainedConfig:
-    """Four small layers; windows and chunks of so few positions that texts of 300 tokens pass them."""
+def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> PreTrainedConfig:
+    """Four small layers; windows and chunks of so few positions that texts of 300 tokens pass them.
+
+    Wide heads are such as the kernels take.
+    """
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
+    if has_wide_heads:
+        sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
     return AutoConfig.for_model(kind, **sizes)
 
 
@@ -75,10 +80,13 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     return model
 
 
-def tiny_target(kind: str, dtype: torch.dtype = torch.float32, window: int = 100) -> TargetModel:
-    model = tiny_model(tiny_config(kind, window), dtype)
+def tiny_target(
+    kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
+) -> TargetModel:
+    """With `variant` heads are wide, and plain layers attend in its kernels."""
+    model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), "0" * 64, "0" * 64, NUM_POSITIONS, VOCAB_SIZE)
-    return TargetModel(TransformersForwards(model, files), files)
+    return TargetModel(TransformersForwards(model, files, variant), files)
 
 
 def asks_for(target: TargetModel) -> str:
@@ -122,7 +130,8 @@ random tokens behind each other, windows and chunks of 100 positions, so that th
 
 What is asked for beside plain attention to all positions; the greatest difference between two logits (they spread over
 about 10); rows whose best token is the same. `python -m tests.worker.model.kind_parts > docs/models.md` writes this
-page; the figures are those of one machine with AVX-512.
+page; the figures are those of one machine with AVX-512, with attention in torch. On a CPU layers that ask for nothing
+beside experts or latent keys and values attend in the [kernels](kernels.md), which every kind is tested with, too.
 
 Refused in every kind, since what a row sees would depend on the texts beside it: rotary positions of the types
 `dynamic` and `longrope`. Not supported so far: state-space and linear-attention layers, position biases, learned

@@ -14,8 +14,9 @@ import torch
 from jobs.sampling import SamplingParams
 from worker.caches.full import FullKVCache
 from worker.kernels import sampling
-from worker.kernels.native import ELEMENTS, Team, native_attention
+from worker.kernels.native import native_attention
 from worker.kernels.sampling_calls import address_of
+from worker.kernels.team import ELEMENTS, Team
 from worker.kernels.weights import LANES, DecoderSizes
 from worker.sequence import Sequence
 from worker.target.target import TargetModel

@@ -1,8 +1,8 @@
 """The forwards of GRIFFIN's draft model behind the sequences of a worker, and what it keeps of each.
 
-Its keys and values lie in a cache of one layer, with the rows of the window in it (see `window.py`). Its forwards
-go through the same row-exact tiles as the target's, and the features come from the target's rows, so what it says
-follows from the tokens alone: where features are not known, behind a prompt or a resume, the target runs the window's
+Its keys and values lie in a cache of one layer, with the rows of the window in it (see `window.py`). Its rows
+are exact, as the target's are (see `rows.py`), and the features come from the target's rows, so what it says follows
+from the tokens alone: where features are not known, behind a prompt or a resume, the target runs the window's
 tokens once more.
 """
 
@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.caches.full import CacheShape, FullKVCache
-from worker.drafters.griffin.model import GriffinModel
+from worker.caches.full import FullKVCache
+from worker.drafters.griffin.rows import GriffinRows
 from worker.drafters.griffin.window import NUM_ENTRIES, NUM_SINKS, WINDOW, entry_of, position_of, window_start
 from worker.sequence import Sequence
-from worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
 from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
-from worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
+from worker.target.tiles import SequenceRows, chain_rows, tree_rows
 from worker.tree import DraftTree
 
 PROBE_REPEATS = 5
@@ -77,17 +76,14 @@ class _Context:
 class GriffinForwards:
     """Draft model, target, and a context for each sequence."""
 
-    def __init__(self, model: GriffinModel, target: TargetModel) -> None:
-        config = model.config
-        model.set_attention(ATTENTION_NAME)
-        self._model = model
+    def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
+        self._rows = rows
         self._target = target
-        self._shape = CacheShape(1, config.num_kv_heads, config.head_dim, target.dtype, target.device)
         self._contexts: dict[str, _Context] = {}
 
     def start(self, sequence_id: str, target_cache: FullKVCache) -> None:
         """Make room for a sequence whose target cache this is."""
-        self._contexts[sequence_id] = _Context(target_cache, FullKVCache(self._shape, NUM_ENTRIES))
+        self._contexts[sequence_id] = _Context(target_cache, FullKVCache(self._rows.cache_shape, NUM_ENTRIES))
 
     def stop(self, sequence_id: str) -> None:
         del self._contexts[sequence_id]
@@ -125,11 +121,11 @@ class GriffinForwards:
 
     def level_seconds(self) -> float:
         """Seconds of one forward over a few nodes, measured."""
-        cache = FullKVCache(self._shape, NUM_ENTRIES)
+        cache = FullKVCache(self._rows.cache_shape, NUM_ENTRIES)
         cache.clear()
         cache.advance(NUM_SINKS + WINDOW)
         rows = tree_rows(cache, 0, DraftTree([0] * PROBE_NODES, [-1] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
-        features = torch.zeros(PROBE_NODES, self._model.config.hidden_size, device=self._target.device)
+        features = torch.zeros(PROBE_NODES, self._target.hidden_size, device=self._target.device)
         forward = functools.partial(self._forward, [rows], [features.to(self._target.dtype)])
         return statistics.median(seconds_of(self._target, forward) for _ in range(PROBE_REPEATS))
 
@@ -162,7 +158,7 @@ class GriffinForwards:
         return torch.cat([self._nothing(1), found]) if position == 0 else found
 
     def _nothing(self, num_rows: int) -> torch.Tensor:
-        size = self._model.config.hidden_size
+        size = self._target.hidden_size
         return torch.zeros(num_rows, size, dtype=self._target.dtype, device=self._target.device)
 
     def _replay(self, sequence: Sequence, cache: FullKVCache, start: int, end: int) -> torch.Tensor:
@@ -174,26 +170,9 @@ class GriffinForwards:
                 hidden.append(self._target.read(before, token_ids[before.length : end].tolist()))
         return torch.cat(hidden)
 
-    @torch.inference_mode()
     def _forward(self, groups: list[SequenceRows], features: list[torch.Tensor]) -> list[GriffinOutputs]:
         """Run rows of several sequences with the features in front of them, each `[num_rows, hidden]`."""
-        regressed, logits = [], []
-        inputs = torch.cat(features)
-        for tile in pack_tiles(groups, needs_whole_tiles(self._target.device.type, self._target.dtype)):
-            predicted, regress = self._tile(tile, inputs[: tile.num_rows])
-            inputs = inputs[tile.num_rows :]
-            logits.append(self._target.logits(predicted)[: tile.num_rows])
-            regressed.append(regress[: tile.num_rows])
+        regressed, logits = self._rows.run(groups, torch.cat(features))
         sizes = [len(group) for group in groups]
-        split = zip(torch.cat(regressed).split(sizes), torch.cat(logits).split(sizes), strict=True)
+        split = zip(regressed.split(sizes), logits.split(sizes), strict=True)
         return [GriffinOutputs(*outputs) for outputs in split]
-
-    def _tile(self, tile: Tile, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict and regress features of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
-        device = self._target.device
-        padded = torch.cat([features, self._nothing(tile.num_padded_rows - tile.num_rows)])
-        groups: list[RowGroup] = [ExactRows.prepare(part, self._target.dtype, device) for part in tile.parts]
-        embeddings = self._target.forwards.embed(torch.tensor(tile.token_ids(), device=device))
-        positions = torch.tensor([tile.positions()], device=device)
-        predicted, regressed = self._model(padded[None], embeddings[None], positions, row_groups=groups)
-        return predicted[0], regressed[0]

@@ -12,6 +12,7 @@ from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.griffin.forwards import GriffinForwards
 from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
+from worker.drafters.griffin.rows import rows_of
 from worker.drafters.griffin.tree import GrowingTree
 from worker.drafters.griffin.weights import load_griffin
 from worker.sampling import TokenSampler
@@ -50,7 +51,7 @@ def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
-    forwards = GriffinForwards(load_griffin(parts_folder, target), target)
+    forwards = GriffinForwards(rows_of(load_griffin(parts_folder, target), target), target)
     planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
     return GriffinDrafter(target, forwards, planner, options)
 

@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from worker.drafters.catalogue import FINGERPRINT, GRIFFIN
-from worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from worker.drafters.trained_part import read_part
+from worker.kernels.angles import Rotary, default_frequencies
+from worker.kernels.griffin import GriffinWeights
+from worker.kernels.weights import DecoderSizes, layer_weights, linear_of
 from worker.target.target import TargetModel
 
 CONFIG = "griffin_config"  # in the file's header: a JSON object
@@ -40,3 +43,32 @@ def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.load_state_dict(part.checked(shapes))
     return model.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def packed_weights(model: GriffinModel, vocab_size: int) -> GriffinWeights:
+    """A draft model taken apart, as the kernels want it. Raises ValueError for sizes that they do not take."""
+    config, fusion, head = model.config, model.fusion, model.head
+    layer_config = config.layer_config()
+    sizes = DecoderSizes(
+        num_layers=1,
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=vocab_size,
+        epsilon=layer_config.rms_norm_eps,
+        scale=config.head_dim**-0.5,
+        dtype=fusion.fuse.weight.dtype,
+    )
+    return GriffinWeights(
+        sizes,
+        layer_weights(model.layer),
+        Rotary(default_frequencies(layer_config.rope_parameters["rope_theta"], config.head_dim)),
+        fuse=linear_of(fusion.fuse),
+        parts=list(zip(SECOND_FUSIONS[config.fusion], [linear_of(norm) for norm in fusion.norms], strict=True)),
+        expand=None if fusion.up is None else linear_of(fusion.up),
+        contract=None if fusion.down is None else linear_of(fusion.down),
+        predict=None if head is None else linear_of(head.predict),
+        regress=None if head is None else linear_of(head.regress),
+    )

@@ -72,10 +72,33 @@ typedef struct {
     const row_group *groups;
     int32_t num_rows, num_groups, first_layer, end_layer;
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers
-    void *hidden;   // [num_rows, hidden] behind the final norm; written by a call that ends with the last layer
-    float *logits;  // [num_rows, vocab], or NULL
+    void *hidden;   // [num_rows, hidden] behind the final norm, or NULL
+    float *logits;  // [num_rows, vocab], or NULL; with `hidden` alone
 } forward_call;
 
 EXPORT void decoder_forward(decoder *decoder, team *team, const forward_call *call);
 // Logits of hidden states that an earlier call gave.
 EXPORT void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits);
+
+// ---- GRIFFIN's draft model in front of its decoder layer and behind it
+
+typedef enum { FEATURE, TOKEN, FUSED } fusion_source;
+
+typedef struct {
+    int32_t element, hidden;
+    int32_t num_parts, parts[2];  // what is fused once more: each a `fusion_source`
+    int32_t expansion;            // columns of the up-projector; 0 for none
+} griffin_sizes;
+
+typedef enum { FUSE, EXPAND, CONTRACT, PREDICT, REGRESS, FIRST_PART_NORM, SECOND_PART_NORM } griffin_role;
+
+typedef struct griffin griffin;
+EXPORT griffin *griffin_new(const griffin_sizes *sizes);
+// Takes a weight and its bias in (NULL for none), as `decoder_load` does.
+EXPORT void griffin_load(griffin *griffin, int role, const void *weight, const void *bias);
+EXPORT void griffin_free(griffin *griffin);
+// From features and embeddings [num_rows, hidden] to what goes into the decoder layer, `state` [num_rows, hidden].
+EXPORT void griffin_fuse(griffin *griffin, team *team, int num_rows, const void *features, const void *embeddings,
+                         float *state);
+// From what comes out of the layer to predicted and regressed features [num_rows, hidden].
+EXPORT void griffin_head(griffin *griffin, team *team, int num_rows, const float *state, void *predicted, void *regressed);

@@ -1,11 +1,6 @@
 // Attention of one layer alone, for models whose other layers run elsewhere.
 #include "attention.h"
-
-static void load_row(element element, const void *rows, long row, int count, float *out) {
-    for (int i = 0; i < count; i += LANES)
-        vec_store(out + i, element == BF16 ? vec_load_bf16((const bf16 *)rows + row * count + i)
-                                           : vec_load((const float *)rows + row * count + i));
-}
+#include "elementwise.h"
 
 void attend(team *team, const attention_sizes *sizes, const row_group *groups, int num_groups, const void *queries,
             const void *keys, const void *values, void *output) {
@@ -22,14 +17,13 @@ void attend(team *team, const attention_sizes *sizes, const row_group *groups, i
             }
             for (int head = 0; head < sizes->num_heads; head++) {
                 float query[256];
-                load_row(sizes->element, queries, num_rows * sizes->num_heads + head, head_dim, query);
+                load(sizes->element, (const char *)queries + (num_rows * sizes->num_heads + head) * bytes, head_dim, query);
                 attention_query(attention, group, row, head, query);
             }
         }
     size_t count = (size_t)num_rows * (size_t)(sizes->num_heads * head_dim);
     float *mixed = sizes->element == BF16 ? frame_take(frame, sizeof(float) * count) : output;
     attention_run(attention, frame, 0, mixed);
-    for (size_t i = 0; i < count && sizes->element == BF16; i += LANES)
-        vec_store_bf16((bf16 *)output + i, vec_load(mixed + i));
+    if (mixed != output) store(BF16, mixed, (long)count, output);
     frame_close(frame);
 }

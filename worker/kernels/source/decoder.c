@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "elementwise.h"
 #include "linear.h"
 
 typedef struct {
@@ -35,7 +36,6 @@ decoder *decoder_new(const decoder_sizes *sizes) {
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
     fresh->sizes = *sizes;
     fresh->layers = calloc((size_t)sizes->num_layers, sizeof(layer_weights));
-    fresh->head = matrix_new((element)sizes->element, sizes->hidden, sizes->vocab);
     for (int i = 0; i < sizes->num_layers; i++) {
         layer_weights *layer = &fresh->layers[i];
         layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns);
@@ -64,23 +64,6 @@ void decoder_free(decoder *decoder) {
     free(decoder);
 }
 
-// `count` rows of a weight go to every `stride`-th block from `first_block` on, their biases likewise.
-static void load_matrix(matrix *matrix, int first_block, int stride, int count, const void *weight, const void *bias) {
-    int bytes = matrix->element == BF16 ? 2 : 4;
-    for (int row = 0; row < count; row += LANES) {
-        int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
-        matrix_pack(matrix, block, (const char *)weight + (long)row * matrix->depth * bytes, left);
-        if (bias) matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);
-    }
-}
-
-static void load_vector(float **vector, int element, int count, const void *weight) {
-    free(*vector);
-    *vector = malloc(sizeof(float) * (size_t)count);
-    for (int i = 0; i < count; i += LANES)
-        vec_store(*vector + i, element == BF16 ? vec_load_bf16((const bf16 *)weight + i) : vec_load((const float *)weight + i));
-}
-
 void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
@@ -88,25 +71,27 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
     int hidden = sizes->hidden, mlp = sizes->intermediate, element = sizes->element;
     switch ((weight_role)role) {
         case EMBEDDING: decoder->embedding = weight; break;
-        case FINAL_NORM: load_vector(&decoder->final_norm, element, hidden, weight); break;
-        case HEAD: load_matrix(&decoder->head, 0, 1, sizes->vocab, weight, bias); break;
-        case INPUT_NORM: load_vector(&to->input_norm, element, hidden, weight); break;
-        case QUERY: load_matrix(&to->qkv, 0, 1, query_blocks * LANES, weight, bias); break;
-        case KEY: load_matrix(&to->qkv, query_blocks, 1, key_blocks * LANES, weight, bias); break;
-        case VALUE: load_matrix(&to->qkv, query_blocks + key_blocks, 1, key_blocks * LANES, weight, bias); break;
-        case QUERY_NORM: load_vector(&to->query_norm, element, sizes->head_dim, weight); break;
-        case KEY_NORM: load_vector(&to->key_norm, element, sizes->head_dim, weight); break;
-        case OUTPUT: load_matrix(&to->output, 0, 1, hidden, weight, bias); break;
-        case MLP_NORM: load_vector(&to->mlp_norm, element, hidden, weight); break;
-        case GATE: load_matrix(&to->gate_up, 0, 2, mlp, weight, bias); break;
-        case UP: load_matrix(&to->gate_up, 1, 2, mlp, weight, bias); break;
-        case DOWN: load_matrix(&to->down, 0, 1, hidden, weight, bias); break;
+        case FINAL_NORM: vector_load(&decoder->final_norm, element, hidden, weight); break;
+        case HEAD:
+            matrix_free(&decoder->head);
+            decoder->head = matrix_new(element, hidden, sizes->vocab);
+            matrix_load(&decoder->head, 0, 1, sizes->vocab, weight, bias);
+            break;
+        case INPUT_NORM: vector_load(&to->input_norm, element, hidden, weight); break;
+        case QUERY: matrix_load(&to->qkv, 0, 1, query_blocks * LANES, weight, bias); break;
+        case KEY: matrix_load(&to->qkv, query_blocks, 1, key_blocks * LANES, weight, bias); break;
+        case VALUE: matrix_load(&to->qkv, query_blocks + key_blocks, 1, key_blocks * LANES, weight, bias); break;
+        case QUERY_NORM: vector_load(&to->query_norm, element, sizes->head_dim, weight); break;
+        case KEY_NORM: vector_load(&to->key_norm, element, sizes->head_dim, weight); break;
+        case OUTPUT: matrix_load(&to->output, 0, 1, hidden, weight, bias); break;
+        case MLP_NORM: vector_load(&to->mlp_norm, element, hidden, weight); break;
+        case GATE: matrix_load(&to->gate_up, 0, 2, mlp, weight, bias); break;
+        case UP: matrix_load(&to->gate_up, 1, 2, mlp, weight, bias); break;
+        case DOWN: matrix_load(&to->down, 0, 1, hidden, weight, bias); break;
     }
 }
 
 // ---- operations on rows
-
-INLINE vec rounded(bool rounds, vec a) { return rounds ? vec_round_bf16(a) : a; }
 
 // Root mean square norm: the row is rounded before the weight and after it.
 static void norm(const float *row, const float *weight, int count, float epsilon, bool rounds, float *out) {
@@ -138,18 +123,8 @@ static void rotate(const float *head, const float *angles, int head_dim, bool ro
     }
 }
 
-static void add(float *to, const float *rows, long count, bool rounds) {
-    for (long i = 0; i < count; i += LANES) vec_store(to + i, rounded(rounds, vec_add(vec_load(to + i), vec_load(rows + i))));
-}
-
-// gate / (1 + e^-gate) * up, with the exponential of what is negative alone
-INLINE vec gated(vec gate, vec up, bool rounds) {
-    vec zero = vec_set(0.0f), minus = vec_sub(zero, gate);
-    vec power = vec_exp(vec_sub(zero, vec_max(gate, minus)));
-    vec positive = vec_max(zero, gate), negative = vec_mul(vec_sub(gate, positive), power);
-    vec silu = vec_div(vec_add(positive, negative), vec_add(vec_set(1.0f), power));
-    return rounded(rounds, vec_mul(rounded(rounds, silu), up));
-}
+// silu(gate) * up
+INLINE vec gated(vec gate, vec up, bool rounds) { return rounded(rounds, vec_mul(rounded(rounds, silu(gate)), up)); }
 
 static void gate_rows(const float *gate_up, int num_rows, int count, bool rounds, float *out) {
     for (long row = 0; row < num_rows; row++)
@@ -157,13 +132,6 @@ static void gate_rows(const float *gate_up, int num_rows, int count, bool rounds
             const float *gate = gate_up + row * 2 * count + 2 * i;
             vec_store(out + row * count + i, gated(vec_load(gate), vec_load(gate + LANES), rounds));
         }
-}
-
-static void store(element element, const float *from, int count, void *to) {
-    for (int i = 0; i < count; i += LANES) {
-        if (element == BF16) vec_store_bf16((bf16 *)to + i, vec_load(from + i));
-        else vec_store((float *)to + i, vec_load(from + i));
-    }
 }
 
 // ---- a layer
@@ -275,7 +243,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
                  .rounds = sizes->element == BF16};
     if (call->token_ids) embed(&pass);
     for (int layer = call->first_layer; layer < call->end_layer; layer++) run_layer(&pass, layer);
-    if (call->end_layer == sizes->num_layers) {
+    if (call->hidden) {
         norm_rows(&pass, decoder->final_norm);
         store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);
         if (call->logits) apply_head(frame, decoder, call->num_rows, pass.normed, call->logits);
@@ -287,9 +255,7 @@ void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden
     frame *frame = frame_open(team);
     long count = (long)num_rows * decoder->sizes.hidden;
     float *normed = frame_take(frame, sizeof(float) * (size_t)count);
-    for (long i = 0; i < count; i += LANES)
-        vec_store(normed + i, decoder->sizes.element == BF16 ? vec_load_bf16((const bf16 *)hidden + i)
-                                                             : vec_load((const float *)hidden + i));
+    load((element)decoder->sizes.element, hidden, count, normed);
     apply_head(frame, decoder, num_rows, normed, logits);
     frame_close(frame);
 }

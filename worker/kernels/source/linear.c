@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "elementwise.h"
 #include "packing.h"
 
 enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, LINEAR_WORTH_HELP = 1 << 23 };
@@ -45,6 +46,21 @@ void matrix_bias(matrix *matrix, int first_column, int count, const void *bias) 
         uint32_t bits = matrix->element == BF16 ? (uint32_t)((const bf16 *)bias)[i] << 16 : ((const uint32_t *)bias)[i];
         memcpy(&matrix->bias[first_column + i], &bits, sizeof bits);
     }
+}
+
+void matrix_load(matrix *matrix, int first_block, int stride, int count, const void *weight, const void *bias) {
+    int bytes = matrix->element == BF16 ? 2 : 4;
+    for (int row = 0; row < count; row += LANES) {
+        int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
+        matrix_pack(matrix, block, (const char *)weight + (long)row * matrix->depth * bytes, left);
+        if (bias) matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);
+    }
+}
+
+void vector_load(float **vector, int element, int count, const void *weight) {
+    free(*vector);
+    *vector = malloc(sizeof(float) * (size_t)count);
+    load(element, weight, count, *vector);
 }
 
 typedef struct {

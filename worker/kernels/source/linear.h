@@ -1,4 +1,4 @@
-// Matrices of weights, packed once, and rows multiplied by them.
+// Weights, taken in once: vectors as floats, matrices packed; and rows multiplied by these.
 #pragma once
 #include "api.h"
 #include "gemm.h"
@@ -17,6 +17,9 @@ void matrix_free(matrix *matrix);
 // Takes in sixteen rows [16, depth] of a weight as torch has it, `count` of them real, as one block of columns.
 void matrix_pack(matrix *matrix, int block, const void *rows, int count);
 void matrix_bias(matrix *matrix, int first_column, int count, const void *bias);
+// `count` rows of a weight go to every `stride`-th block from `first_block` on, their biases (or NULL) likewise.
+void matrix_load(matrix *matrix, int first_block, int stride, int count, const void *weight, const void *bias);
+void vector_load(float **vector, int element, int count, const void *weight);
 
 // out [num_rows, stride] = rows [num_rows, depth] times the matrix, with its bias, rounded to bf16 where `rounds`.
 void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds);

@@ -1,0 +1,94 @@
+"""Plain layers of `transformers` models attend in the kernels, exactly, to what torch attends to; others in torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
+from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
+from worker.exactness.agreement import compare
+from worker.exactness.probe import probe_rows
+from worker.kernels.library import NO_KERNELS, OVERRIDE
+from worker.model.files import locate_model
+from worker.model.kinds import SUPPORTED_KINDS
+from worker.target.attention import attend_in_torch
+from worker.target.attention_kernel import attention_kernel
+from worker.target.kernel_attention import attends_of
+from worker.target.target import TargetModel
+from worker.target.transformers_forwards import TransformersForwards
+
+pytestmark = needs_kernels
+
+VARIANT = (VARIANTS or ["none"])[0]
+MIXED = ("cohere2", "llama4_text", "qwen3")  # some layers with windows or chunks, some without
+PROBED = ("gemma", "olmoe", "deepseek_v3", *MIXED)
+
+
+def num_in_kernels(target: TargetModel) -> int:
+    assert isinstance(target.forwards, TransformersForwards)
+    return sum(attend is not attend_in_torch for attend in target.forwards._attends)
+
+
+@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+def test_every_kind_says_what_transformers_says_with_kernels_in_its_plain_layers(kind: str) -> None:
+    target = tiny_target(kind, variant=VARIANT)
+    asked = set(asks_for(target).split(", ")) - {"-", "experts", "latent keys and values"}
+    plain = [span.kind == "full" for span in target.transformers.spans]
+    assert num_in_kernels(target) == (0 if asked & {"soft cap", "sinks"} else sum(plain))
+    assert compare(target).agrees
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", PROBED)
+def test_rows_are_exact_whoever_attends(kind: str, dtype: torch.dtype) -> None:
+    target = tiny_target(kind, dtype, window=40, variant=VARIANT)
+    assert num_in_kernels(target) > 0
+    assert (num_in_kernels(target) < 4) == (kind in MIXED)
+    assert probe_rows(target, num_rows=100, seed=1, first_length=60).num_differing == 0
+
+
+def test_rows_are_exact_and_kept_where_the_cache_is_elsewhere(tmp_path: Path) -> None:
+    target = tiny_target("gemma", variant=VARIANT)
+    elsewhere = TargetModel(target.forwards, target.files, str(tmp_path))
+    assert probe_rows(elsewhere, num_rows=100, seed=1, first_length=60).num_differing == 0
+
+
+def test_kernels_and_torch_say_nearly_the_same_of_the_same_weights() -> None:
+    ours = tiny_target("gemma", torch.bfloat16, variant=VARIANT)
+    theirs = TargetModel(TransformersForwards(ours.model, ours.files), ours.files)
+    caches = [each.new_cache(300) for each in (ours, theirs)]
+    token_ids = [3 + 7 * n % 90 for n in range(200)]
+    for cache, target in zip(caches, (ours, theirs), strict=True):
+        while cache.length < 200:
+            hidden = target.read(cache, token_ids[cache.length :])
+    kept = [cache._buffer[..., :200, :].float() for cache in caches]
+    assert (kept[0] - kept[1]).std() / kept[1].std() < 0.05
+    assert hidden.isfinite().all()
+
+
+def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a job that moves between both is no longer called exact."""
+    in_torch = attention_kernel("cpu", torch.bfloat16)
+    for kind, attention in (
+        ("gemma", "{} attention"),
+        ("cohere2", f"{in_torch}, {{}} attention"),
+        ("gemma2", in_torch),
+    ):
+        tiny_model(tiny_config(kind, has_wide_heads=True), torch.bfloat16).save_pretrained(tmp_path / kind)
+        files = locate_model(str(tmp_path / kind))
+        for variant in VARIANTS:
+            monkeypatch.setenv(OVERRIDE, variant)
+            kernels = f"native {variant if variant.endswith('bf16') else 'f32'} 1"
+            numerics = TargetModel.load(files, "bfloat16", "cpu").forwards.numerics
+            assert numerics.endswith(f", torch {torch.__version__}, {attention.format(kernels)}")
+        monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+        assert TargetModel.load(files, "bfloat16", "cpu").forwards.numerics.endswith(f", {in_torch}")
+
+
+def test_heads_that_the_kernels_do_not_take_attend_in_torch() -> None:
+    narrow = TransformersForwards(tiny_model(tiny_config("gemma")), tiny_target("gemma").files, VARIANT)
+    assert set(narrow._attends) == {attend_in_torch}
+    assert attends_of([], torch.bfloat16, VARIANT) == []

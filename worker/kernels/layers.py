@@ -1,0 +1,145 @@
+"""Layers of a dense decoder, packed for the compiled kernels. What would crash these is a ValueError."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from worker.kernels.angles import AngleTable, Rotary
+from worker.kernels.rows import CachePlace, CacheShape, RowTable
+from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
+
+if TYPE_CHECKING:
+    from worker.target.tiles import SequenceRows
+
+LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
+    name: 3 + number
+    for number, name in enumerate(
+        ("input_norm", "query", "key", "value", "query_norm", "key_norm", "output", "mlp_norm", "gate", "up", "down")
+    )
+}
+
+
+class CDecoderSizes(ctypes.Structure):
+    """`decoder_sizes` of source/api.h."""
+
+    COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS)),
+        ("epsilon", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class CForwardCall(ctypes.Structure):
+    """`forward_call` of source/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "groups")),
+        *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
+        *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits")),
+    )
+
+
+class NativeLayers:
+    """Layers packed for the kernels, and forwards through them over the rows of any number of sequences."""
+
+    def __init__(self, sizes: DecoderSizes, layers: Sequence[LayerWeights], rotary: Rotary, team: Team) -> None:
+        """Raises ValueError for weights that do not fit together."""
+        if len(layers) != sizes.num_layers:
+            raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
+        check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
+        self.sizes = sizes
+        self.team = team
+        self._library = team.library
+        self._shape = CacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
+        self._angles = AngleTable(rotary, sizes.dtype)
+        self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
+        counts = {name: getattr(sizes, name) for name in CDecoderSizes.COUNTS}
+        c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], epsilon=sizes.epsilon, scale=sizes.scale, **counts)
+        self._handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
+        weakref.finalize(self, team.retire, self._library.decoder_free, self._handle)
+        for number, layer in enumerate(layers):
+            self._load_layer(number, layer)
+
+    def run(
+        self,
+        groups: Sequence[SequenceRows],
+        layers: range,
+        state: Tensor,
+        embeds: bool = False,
+        hidden: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> None:
+        """Take rows through some of the layers: `state [num_rows, hidden] float32` goes in and comes out.
+
+        Keys and values of the rows go to their slots. With `embeds` the state comes from the tokens. What a decoder has
+        behind its layers is written to `hidden` and, with it, `logits`. Raises ValueError.
+        """
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
+            raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
+        table = RowTable.of(
+            self._library, groups, [self._place(group.cache, layers) for group in groups], self.sizes.vocab
+        )
+        shape = (table.num_rows, self.sizes.hidden)
+        if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
+            raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
+        with self.team.lock:
+            call = CForwardCall(
+                token_ids=table.token_ids.ctypes.data if embeds else None,
+                positions=table.positions.ctypes.data,
+                angles=self._angles.address(int(table.positions.max())),
+                groups=ctypes.addressof(table.groups),
+                num_rows=table.num_rows,
+                num_groups=table.num_groups,
+                first_layer=layers.start,
+                end_layer=layers.stop,
+                state=state.data_ptr(),
+                hidden=None if hidden is None else hidden.data_ptr(),
+                logits=None if logits is None else logits.data_ptr(),
+            )
+            self._library.decoder_forward(self._handle, self.team.handle, ctypes.byref(call))
+            self.team.hold([group.cache for group in groups])
+
+    def _place(self, cache: Any, layers: range) -> CachePlace:
+        if cache.comes_by_layer:
+            return CachePlace.of([cache.layer(layer) for layer in layers], self._shape)
+        known = self._places.setdefault(cache, {})
+        if layers not in known:
+            known[layers] = CachePlace.of([cache.layer(layer) for layer in layers], self._shape)
+        return known[layers]
+
+    def _load_layer(self, number: int, layer: LayerWeights) -> None:
+        for name, role in LAYER_ROLES.items():
+            part = getattr(layer, name)
+            if isinstance(part, Linear):
+                self._load(number, role, part.weight, part.bias)
+            elif part is not None:
+                self._load(number, role, part)
+
+    def _load(self, layer: int, role: int, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        self._library.decoder_load(
+            self._handle, layer, role, weight.data_ptr(), None if bias is None else bias.data_ptr()
+        )
+
+
+def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor as the kernels read it. Raises ValueError for one of another dtype, shape or device."""
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"found {name} of {found}, expected {dtype} {list(shape)} on cpu")
+    return tensor.detach().contiguous()
+
+
+def check_weights(weights: Iterable[tuple[str, Tensor | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
+    """Raises ValueError for one with a name that is not of this dtype and its shape."""
+    for name, tensor, shape in weights:
+        if tensor is not None:
+            checked(name, tensor, shape, dtype)

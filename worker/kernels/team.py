@@ -1,0 +1,51 @@
+"""The threads that compute, and the weights that they may still look at."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}  # `element` of source/api.h
+
+Free = Callable[[int], None]
+
+
+class Team:
+    """The threads that compute: the caller, and helpers that start when there is work for them."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"found {num_threads} threads, expected 1 or more")
+        self.library = library
+        self.lock = threading.Lock()  # one call at a time
+        self.handle: int = library.team_new(num_threads)
+        self._held: list[Any] = []
+        self._retired: list[tuple[Free, int]] = []
+        weakref.finalize(self, _close, library, self.handle, self._retired)
+
+    def hold(self, caches: Any) -> None:
+        """Keep caches alive while a helper that came too late may still read them."""
+        is_busy = self.library.team_is_busy(self.handle)
+        self._held = [*self._held, caches] if is_busy else []
+        if not is_busy:
+            _free(self._retired)
+
+    def retire(self, free: Free, handle: int) -> None:
+        """Free weights that no call uses any more, once no helper may look at them."""
+        self._retired.append((free, handle))
+
+
+def _close(library: ctypes.CDLL, handle: int, retired: list[tuple[Free, int]]) -> None:
+    library.team_free(handle)
+    _free(retired)
+
+
+def _free(retired: list[tuple[Free, int]]) -> None:
+    while retired:
+        free, handle = retired.pop()
+        free(handle)

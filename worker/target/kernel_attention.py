@@ -1,0 +1,50 @@
+"""Which layers of a `transformers` model attend in the compiled kernels: plain ones, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.kernels.library import kernel_numerics, load_library
+from worker.kernels.native import native_attention
+from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.weights import HEAD_DIMS
+from worker.model.layer_needs import LayerNeeds
+from worker.target.attention import Asked, Attend, ExactRows, attend_in_torch
+from worker.target.attention_kernel import attention_kernel
+
+
+def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:
+    """Who attends in each layer. `variant` is the instruction set of the kernels, None for none."""
+    if variant is None or not any(_is_known(needs, dtype) for needs in layers):
+        return [attend_in_torch] * len(layers)
+    in_kernels = attend_in_kernels(Team(load_library(variant), torch.get_num_threads()))
+    return [in_kernels if _is_known(needs, dtype) else attend_in_torch for needs in layers]
+
+
+def attention_numerics(attends: Sequence[Attend], device_type: str, dtype: torch.dtype, variant: str | None) -> str:
+    """Names all that attends in some layer."""
+    names: list[str] = [attention_kernel(device_type, dtype)] if attend_in_torch in attends else []
+    if variant is not None and set(attends) != {attend_in_torch}:
+        names.append(f"{kernel_numerics(variant, str(dtype).removeprefix('torch.'))} attention")
+    return ", ".join(names)
+
+
+def attend_in_kernels(team: Team) -> Attend:
+    """An `Attend` for plain layers, whose rows are exact by construction."""
+
+    def attend(
+        rows: ExactRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
+    ) -> torch.Tensor:
+        group, new = rows.rows, (key.transpose(0, 1), value.transpose(0, 1))
+        group.cache.write(layer, group.first_entry, key, value)  # brings what earlier tiles wrote, wherever it lies
+        output = native_attention(team, [group], layer, query.flatten(1, 2), *new, asked.scaling)
+        return output.view(query.shape)
+
+    return attend
+
+
+def _is_known(needs: LayerNeeds, dtype: torch.dtype) -> bool:
+    """Whether the kernels have all that a layer asks for; the smaller of its keys and values are padded."""
+    return needs.is_plain and dtype in ELEMENTS and max(needs.key_dim, needs.value_dim) in HEAD_DIMS
