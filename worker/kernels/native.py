@@ -17,7 +17,7 @@ from worker.kernels.rows import CachePlace, CacheShape, RowTable
 from worker.kernels.weights import HEAD_DIMS, DecoderWeights, Linear, shapes
 
 if TYPE_CHECKING:
-    from worker.target.tiles import SequenceRows
+    from worker.kernels.rows import Rows
 
 ELEMENTS = {torch.bfloat16: 0, torch.float32: 1}
 EMBEDDING, FINAL_NORM, HEAD = range(3)
@@ -55,7 +55,7 @@ class CForwardCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "groups")),
         *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
-        *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits")),
+        *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
 
 
@@ -100,15 +100,17 @@ class NativeDecoder:
 
     def forward(
         self,
-        groups: Sequence[SequenceRows],
+        groups: Sequence[Rows],
         with_logits: bool = True,
         layers: range | None = None,
         state: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Final hidden states `[num_rows, hidden]` of the model's dtype and logits `[num_rows, vocab] float32`.
 
         Keys and values of the rows go to their slots. A call over some of the `layers` carries on in `state`
-        `[num_rows, hidden] float32`; hidden states and logits come with the last layer. Raises ValueError.
+        `[num_rows, hidden] float32`; hidden states and logits come with the last layer. `queries [num_layers_of_call,
+        num_rows, num_heads, head_dim]` of the model's dtype are filled as they meet the keys. Raises ValueError.
         """
         layers = range(self.sizes.num_layers) if layers is None else layers
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
@@ -116,6 +118,7 @@ class NativeDecoder:
         table = RowTable.of(
             self._library, groups, [self._place(group.cache, layers) for group in groups], self.sizes.vocab
         )
+        self._check_queries(queries, len(layers), table.num_rows)
         state = self._state(state, table.num_rows, len(layers) == self.sizes.num_layers)
         is_last = layers.stop == self.sizes.num_layers
         hidden = torch.empty(table.num_rows, self.sizes.hidden, dtype=self.sizes.dtype) if is_last else None
@@ -133,6 +136,7 @@ class NativeDecoder:
                 state=state.data_ptr(),
                 hidden=None if hidden is None else hidden.data_ptr(),
                 logits=None if logits is None else logits.data_ptr(),
+                queries=None if queries is None else queries.data_ptr(),
             )
             self._library.decoder_forward(self._handle, self.team.handle, ctypes.byref(call))
             self.team.hold([group.cache for group in groups])
@@ -170,6 +174,13 @@ class NativeDecoder:
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
         return state
 
+    def _check_queries(self, queries: Tensor | None, num_layers: int, num_rows: int) -> None:
+        shape = (num_layers, num_rows, self.sizes.num_heads, self.sizes.head_dim)
+        if queries is not None:
+            _checked("room for queries", queries, shape, self.sizes.dtype)
+            if not queries.is_contiguous():
+                raise ValueError(f"found room for queries with strides {queries.stride()}, expected it side by side")
+
     def _load(self, weights: DecoderWeights) -> None:
         self._load_one(0, EMBEDDING, self.embedding, None)
         self._load_one(0, FINAL_NORM, weights.final_norm, None)
@@ -191,7 +202,7 @@ class NativeDecoder:
 
 def native_attention(
     team: Team,
-    groups: Sequence[SequenceRows],
+    groups: Sequence[Rows],
     layer: int,
     query: Tensor,
     key: Tensor,

@@ -9,7 +9,7 @@ import torch
 from worker.caches.partial import PartialCache
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
-from worker.target.partial_rows import PartialRows
+from worker.target.partial_rows import PartialRows, partial_rows
 from worker.target.target import RowOutputs
 from worker.tree import DraftTree
 from worker.verification import walk
@@ -95,7 +95,7 @@ class Chain:
 
     def rows(self, tree: DraftTree) -> PartialRows:
         """Rows that check a tree below the newest token."""
-        return PartialRows(self._cache, self.newest, len(self.sequence) - 1, tree)
+        return partial_rows(self._cache, self.newest, len(self.sequence) - 1, tree)
 
     def advance(self, tree: DraftTree, outputs: RowOutputs) -> list[int]:
         """Draw as the target would and keep what it agrees with; returns the accepted nodes."""
