@@ -13,6 +13,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests import ROOT
+from tests.worker.caches.cache_parts import everything_of
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.bench.caches.catalogue import PARTIAL_CACHES
@@ -21,14 +22,15 @@ from worker.caches import summary as summary_cache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.two_level.chain import RoundPlan
+from worker.drafters.two_level.chain import Chain, RoundPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import FixedPlanner
+from worker.drawing import create_drawing
 from worker.engine import Engine
 from worker.model.files import ModelError
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
-from worker.target.target import TargetModel
+from worker.target.target import RowOutputs, TargetModel
 from worker.tree import DraftTree
 
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
@@ -235,6 +237,21 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> 
         engine.step()
     requests = [DraftRequest(sequence, 31, 8) for sequence in sequences]
     assert drafter.propose(requests) == [drafter.propose([request])[0] for request in requests]
+
+
+def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 60)
+    drawing = create_drawing(target.vocab_size, target.device)
+    cache = everything_of(target.cache_shape, target.new_cache(10))
+    chain = Chain(sequence, drawing.sampler(sequence), cache, None, RoundPlan(9, 9, 9, 9), 31, 20)
+    rows, tree = torch.zeros(3, target.vocab_size), DraftTree.chain([5, 6])
+    rows[0, 5], rows[1] = 1e4, torch.nan
+    [walk] = drawing.walks([chain.sampler], [tree], [rows])
+    assert chain.wants_round
+    chain.advance(walk, RowOutputs(torch.zeros(3, target.hidden_size), rows))
+    assert chain.drawn == [5]
+    assert not chain.wants_round
+    assert chain.depth_left == 0
 
 
 ENGINE_RUN = """
