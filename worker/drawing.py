@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
 from worker.kernels import sampling as native
 from worker.kernels.library import chosen_variant
-from worker.sampling import TokenSampler
+from worker.sampling import TokenSampler, penalise
 from worker.sequence import Sequence
 from worker.target.finite import is_drawable
 from worker.tree import DraftTree
@@ -20,17 +20,35 @@ from worker.verification import TOP_K, Walk, walk
 UNLIKELY = -1e4  # as a log-probability
 
 
+class Sampler(Protocol):
+    """Draws one sequence's tokens. It looks at the sequence itself, which only grows."""
+
+    sequence: Sequence
+
+    def fork(self, sequence: Sequence) -> Self:
+        """A sampler for a fork of the sequence, to be extended by a draft."""
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """Draw the token behind the sequence from logits `[vocab] float32`."""
+
+    def seen(self) -> torch.Tensor | None:
+        """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
+
+
+def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
+    """Logits `[..., vocab]` under the penalty of a sequence's tokens."""
+    seen = sampler.seen()
+    return logits if seen is None else penalise(logits, seen, sampler.sequence.sampling.repetition_penalty)
+
+
 class Drawing(Protocol):
     """Draws the next tokens of sequences from the target's logits."""
 
     def sampler(self, sequence: Sequence) -> Any:
-        """What draws a sequence's tokens, in `walks`."""
+        """The `Sampler` of a sequence, of this drawing's own kind."""
 
     def walks(self, samplers: Many[Any], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
         """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are."""
-
-    def commit(self, sampler: Any, token_ids: list[int]) -> None:
-        """These tokens of a walk stand in the sequence now."""
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
@@ -50,11 +68,31 @@ class NativeDrawing:
     ) -> list[Walk]:
         return native.walk(samplers, trees, logits)
 
-    def commit(self, sampler: native.NativeSampler, token_ids: list[int]) -> None:
-        """It looks at the sequence itself."""
-
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         return native.top_candidates(logits)
+
+
+class TorchSampler:
+    """A `TokenSampler` that takes in what has come to its sequence."""
+
+    def __init__(self, sequence: Sequence, sampler: TokenSampler) -> None:
+        self.sequence = sequence
+        self._sampler = sampler
+
+    def fork(self, sequence: Sequence) -> TorchSampler:
+        return TorchSampler(sequence, self.behind_the_sequence())
+
+    def draw(self, logits: torch.Tensor) -> int:
+        return self.behind_the_sequence().draw(logits)
+
+    def seen(self) -> torch.Tensor | None:
+        return self.behind_the_sequence().seen
+
+    def behind_the_sequence(self) -> TokenSampler:
+        """A sampler of the caller's own."""
+        for token_id in self.sequence.token_ids[self._sampler.position :].tolist():
+            self._sampler.push(token_id)
+        return self._sampler.fork()
 
 
 class TorchDrawing:
@@ -64,18 +102,14 @@ class TorchDrawing:
         self._vocab_size = vocab_size
         self._device = device
 
-    def sampler(self, sequence: Sequence) -> TokenSampler:
-        return TokenSampler(sequence, self._vocab_size, self._device)
+    def sampler(self, sequence: Sequence) -> TorchSampler:
+        return TorchSampler(sequence, TokenSampler(sequence, self._vocab_size, self._device))
 
-    def walks(self, samplers: Many[TokenSampler], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
+    def walks(self, samplers: Many[TorchSampler], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
         return [
-            walk(tree, rows, sampler.fork().draw, is_drawable)
+            walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable)
             for sampler, tree, rows in zip(samplers, trees, logits, strict=True)
         ]
-
-    def commit(self, sampler: TokenSampler, token_ids: list[int]) -> None:
-        for token_id in token_ids:
-            sampler.push(token_id)
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         top = torch.topk(logits, TOP_K)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from metrics.counters import EngineCounters, timed
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
 from worker.drafters.base import Drafter, DraftRequest, ReadRows
-from worker.drawing import create_drawing
+from worker.drawing import Sampler, create_drawing
 from worker.sequence import Sequence
 from worker.stopping import ERROR, StopRule
 from worker.target.finite import NotFiniteError, check_finite
@@ -33,7 +32,7 @@ class Slot:
 
     sequence: Sequence
     cache: FullKVCache
-    sampler: Any  # of the engine's `Drawing`
+    sampler: Sampler
     stop_rule: StopRule
 
     def up_to_its_end(self, walk: Walk) -> Walk:
@@ -159,7 +158,6 @@ class Engine:
         root_id = int(sequence.token_ids[-1])
         slot.cache.commit(walk.path)
         sequence.extend(walk.drawn)
-        self._drawing.commit(slot.sampler, walk.drawn)
         self.counters.num_generation_tokens += len(walk.drawn)
         self.counters.count_draft(len(tree), len(walk.path))
         row_token_ids = np.array([root_id, *tree.token_ids])

@@ -113,10 +113,6 @@ class PenaltyWindow:
         fork._recent, fork._counts, fork.seen = self._recent.copy(), self._counts.copy(), self.seen.clone()
         return fork
 
-    def holds(self, token_id: int) -> bool:
-        """Whether a token lies in the window."""
-        return self._counts.get(token_id, 0) > 0
-
     def push(self, token_id: int) -> None:
         """Take in the next token; the one that leaves the window is forgotten."""
         self._recent.append(token_id)
@@ -163,6 +159,7 @@ class TokenSampler:
             return logits
         return penalise(logits, self._window.seen, self._params.repetition_penalty)
 
-    def is_penalised(self, token_id: int) -> bool:
-        """Whether a token lies in the penalty window."""
-        return self._window is not None and self._window.holds(token_id)
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
+        return None if self._window is None else self._window.seen

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from worker.caches.huge_pages import ask_for_huge_pages
+
 MAX_TREE_NODES = 127
 
 
@@ -43,7 +45,10 @@ class FullKVCache:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
         size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.head_dim)
         self.length = 0
-        self._buffer = torch.empty(size, dtype=shape.dtype, device=shape.device) if buffer is None else buffer
+        if buffer is None:
+            buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)
+            ask_for_huge_pages(buffer)
+        self._buffer = buffer
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer on the device, each `[num_kv_heads, capacity, head_dim]`."""

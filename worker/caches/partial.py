@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, keep_path
 from worker.sequence import Sequence
+from worker.target.tiles import BLOCK
 
 CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
 NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
@@ -24,14 +26,18 @@ class PartialCache(ABC):
     alone, so a resumed job has the same.
     """
 
+    comes_by_layer = False  # as `FullKVCache` says it
+
     def __init__(self, shape: CacheShape, num_entries: int) -> None:
         """Make room for `num_entries` entries of the sequence and a chain."""
         self.shape = shape
-        self.bias: torch.Tensor | None = None  # [num_sequence_entries] added to the scores of entries; None for no bias
+        self.bias: np.ndarray | None = None  # [some first entries] float32, added to their scores; None for no bias
         self._num_sequence_entries = 0
         self._num_drawn = 0
-        size = (shape.num_layers, 2, shape.num_kv_heads, num_entries + CHAIN_ROOM, shape.head_dim)
-        self._buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        capacity = -(-(num_entries + CHAIN_ROOM) // BLOCK) * BLOCK
+        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
+        # whole blocks are read, with weights of next to nothing for what was not written: that has to be numbers
+        self._buffer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     @property
     def num_entries(self) -> int:
@@ -47,11 +53,17 @@ class PartialCache(ABC):
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
         """Bring the sequence's entries up to `full.length`."""
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write rows `[num_kv_heads, num_rows, head_dim]` behind the entries; returns all keys and values."""
-        end = self.num_entries + key.shape[1]
-        self._buffer[layer, 0, :, self.num_entries : end] = key
-        self._buffer[layer, 1, :, self.num_entries : end] = value
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each `[num_kv_heads, capacity, head_dim]`."""
+        return self._buffer[index, 0], self._buffer[index, 1]
+
+    def write(
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write rows `[num_kv_heads, num_rows, head_dim]`; returns keys and values up to their end."""
+        end = first_entry + key.shape[1]
+        self._buffer[layer, 0, :, first_entry:end] = key
+        self._buffer[layer, 1, :, first_entry:end] = value
         return self._buffer[layer, 0, :, :end], self._buffer[layer, 1, :, :end]
 
     def keep(self, path: list[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
@@ -54,7 +55,7 @@ class SummaryKVCache(PartialCache):
             self._build_layer(full, layer, order, mean_values[layer])
         num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE
         self._num_sequence_entries = num_whole + num_chunks - self._num_chosen
-        self.bias = torch.zeros(self._num_sequence_entries, dtype=self.shape.dtype, device=self.shape.device)
+        self.bias = np.zeros(self._num_sequence_entries, dtype=np.float32)
         self.bias[num_whole:] = math.log(CHUNK_SIZE)
         self._num_fed = NUM_PINNED + num_chunks * CHUNK_SIZE
         self._built_at = length

@@ -16,7 +16,7 @@ from worker.kernels.team import ELEMENTS, Team
 from worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
 
 if TYPE_CHECKING:
-    from worker.target.tiles import SequenceRows
+    from worker.kernels.rows import Rows
 
 LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
     name: 3 + number
@@ -43,7 +43,7 @@ class CForwardCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "groups")),
         *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
-        *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits")),
+        *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
 
 
@@ -70,17 +70,19 @@ class NativeLayers:
 
     def run(
         self,
-        groups: Sequence[SequenceRows],
+        groups: Sequence[Rows],
         layers: range,
         state: Tensor,
         embeds: bool = False,
         hidden: Tensor | None = None,
         logits: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> None:
         """Take rows through some of the layers: `state [num_rows, hidden] float32` goes in and comes out.
 
         Keys and values of the rows go to their slots. With `embeds` the state comes from the tokens. What a decoder has
-        behind its layers is written to `hidden` and, with it, `logits`. Raises ValueError.
+        behind its layers is written to `hidden` and, with it, `logits`; `queries [num_layers_of_call, num_rows,
+        num_heads, head_dim]` of the model's dtype are filled as they meet the keys. Raises ValueError.
         """
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
             raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
@@ -90,6 +92,7 @@ class NativeLayers:
         shape = (table.num_rows, self.sizes.hidden)
         if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
+        self._check_queries(queries, len(layers), table.num_rows)
         with self.team.lock:
             call = CForwardCall(
                 token_ids=table.token_ids.ctypes.data if embeds else None,
@@ -103,9 +106,17 @@ class NativeLayers:
                 state=state.data_ptr(),
                 hidden=None if hidden is None else hidden.data_ptr(),
                 logits=None if logits is None else logits.data_ptr(),
+                queries=None if queries is None else queries.data_ptr(),
             )
             self._library.decoder_forward(self._handle, self.team.handle, ctypes.byref(call))
             self.team.hold([group.cache for group in groups])
+
+    def _check_queries(self, queries: Tensor | None, num_layers: int, num_rows: int) -> None:
+        shape = (num_layers, num_rows, self.sizes.num_heads, self.sizes.head_dim)
+        if queries is not None:
+            checked("room for queries", queries, shape, self.sizes.dtype)
+            if not queries.is_contiguous():
+                raise ValueError(f"found room for queries with strides {queries.stride()}, expected it side by side")
 
     def _place(self, cache: Any, layers: range) -> CachePlace:
         if cache.comes_by_layer:

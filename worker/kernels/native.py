@@ -16,7 +16,7 @@ from worker.kernels.team import ELEMENTS, Team
 from worker.kernels.weights import HEAD_DIMS, DecoderWeights
 
 if TYPE_CHECKING:
-    from worker.target.tiles import SequenceRows
+    from worker.kernels.rows import Rows
 
 EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h
 
@@ -44,15 +44,17 @@ class NativeDecoder(NativeLayers):
 
     def forward(
         self,
-        groups: Sequence[SequenceRows],
+        groups: Sequence[Rows],
         with_logits: bool = True,
         layers: range | None = None,
         state: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Final hidden states `[num_rows, hidden]` of the model's dtype and logits `[num_rows, vocab] float32`.
 
         Keys and values of the rows go to their slots. A call over some of the `layers` carries on in `state`
-        `[num_rows, hidden] float32`; hidden states and logits come with the last layer. Raises ValueError.
+        `[num_rows, hidden] float32`; hidden states and logits come with the last layer. `queries [num_layers_of_call,
+        num_rows, num_heads, head_dim]` of the model's dtype are filled as they meet the keys. Raises ValueError.
         """
         layers = range(self.sizes.num_layers) if layers is None else layers
         num_rows = sum(len(group) for group in groups)
@@ -63,7 +65,7 @@ class NativeDecoder(NativeLayers):
         is_last = layers.stop == self.sizes.num_layers
         hidden = torch.empty(num_rows, self.sizes.hidden, dtype=self.sizes.dtype) if is_last else None
         logits = torch.empty(num_rows, self.sizes.vocab) if is_last and with_logits else None
-        self.run(groups, layers, state, layers.start == 0, hidden, logits)
+        self.run(groups, layers, state, layers.start == 0, hidden, logits, queries)
         return hidden, logits
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ class NativeDecoder(NativeLayers):
 
 def native_attention(
     team: Team,
-    groups: Sequence[SequenceRows],
+    groups: Sequence[Rows],
     layer: int,
     query: Tensor,
     key: Tensor,

@@ -15,7 +15,7 @@ from worker.kernels.angles import angles
 from worker.kernels.weights import DecoderWeights, LayerWeights, Linear
 
 if TYPE_CHECKING:
-    from worker.target.tiles import SequenceRows
+    from worker.kernels.rows import Rows
 
 
 class ReferenceDecoder:
@@ -27,7 +27,7 @@ class ReferenceDecoder:
 
     def forward(
         self,
-        groups: Sequence[SequenceRows],
+        groups: Sequence[Rows],
         with_logits: bool = True,
         layers: range | None = None,
         state: Tensor | None = None,
@@ -51,7 +51,7 @@ class ReferenceDecoder:
         """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
         return _product(hidden.float(), self._weights.head)
 
-    def _layer(self, number: int, groups: Sequence[SequenceRows], state: Tensor) -> None:
+    def _layer(self, number: int, groups: Sequence[Rows], state: Tensor) -> None:
         weights = self._weights.layers[number]
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
@@ -62,9 +62,7 @@ class ReferenceDecoder:
         gated = self._rounded(gate * self._linear(normed, weights.up))
         state.copy_(self._rounded(state + self._linear(gated, weights.down)))
 
-    def _heads(
-        self, normed: Tensor, weights: LayerWeights, groups: Sequence[SequenceRows]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, normed: Tensor, weights: LayerWeights, groups: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
         positions = np.array([position for group in groups for position in group.positions])
         table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
@@ -92,7 +90,7 @@ class ReferenceDecoder:
 
 
 def reference_attention(
-    groups: Sequence[SequenceRows], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    groups: Sequence[Rows], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """As `native_attention`."""
     output = torch.empty_like(query)
@@ -106,7 +104,10 @@ def reference_attention(
             slots = torch.cat((torch.arange(group.boundary, device=query.device), tail))
             keys, values = (each[:, slots].float() for each in group.cache.layer(layer))
             heads = query[number].float().unflatten(0, (len(keys), -1))  # [num_kv_heads, heads of each, head_dim]
-            weights = torch.softmax(heads @ keys.transpose(1, 2) * scale, dim=-1)
+            scores = heads @ keys.transpose(1, 2) * scale
+            if group.biases is not None:
+                scores[..., : group.boundary] += torch.from_numpy(group.biases).to(query.device)
+            weights = torch.softmax(scores, dim=-1)
             output[number] = (weights @ values).flatten(0, 1).to(output.dtype)
     return output
 

@@ -13,7 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from worker.target.partial_rows import PartialRows
     from worker.target.tiles import SequenceRows
+
+    Rows = SequenceRows | PartialRows
 
 BLOCK = 64
 MOST_POSITIONS = 2**21
@@ -29,6 +32,7 @@ class CRowGroup(ctypes.Structure):
         ("head_stride", ctypes.c_int64),
         ("tail_slots", ctypes.c_void_p),
         ("tail_lengths", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
         ("num_rows", ctypes.c_int32),
         ("first_slot", ctypes.c_int32),
         ("boundary", ctypes.c_int32),
@@ -86,26 +90,26 @@ class RowTable:
     num_rows: int
     token_ids: NDArray[np.int32]  # [num_rows]
     positions: NDArray[np.int32]  # [num_rows]
-    arrays: tuple[NDArray[np.int32], ...]  # that `groups` points into
+    arrays: tuple[NDArray[Any] | None, ...]  # that `groups` points into
 
     @classmethod
-    def of(
-        cls, library: ctypes.CDLL, groups: Sequence[SequenceRows], places: Sequence[CachePlace], vocab: int
-    ) -> RowTable:
+    def of(cls, library: ctypes.CDLL, groups: Sequence[Rows], places: Sequence[CachePlace], vocab: int) -> RowTable:
         """Lay out rows whose caches lie at `places`. Raises ValueError for what would reach beyond a cache."""
         if not groups:
             raise ValueError("found no rows")
         sizes = [_num_rows(group) for group in groups]
+        biases = [_checked_biases(group) for group in groups]
         slots = _narrowed(np.concatenate([group.tail_entries for group in groups]))
         lengths = _int32(group.tail_lengths for group in groups)
         token_ids = _int32(group.token_ids for group in groups)
         positions = _int32(group.positions for group in groups)
         table = (CRowGroup * len(groups))()
         slot_address, length_address = slots.ctypes.data, lengths.ctypes.data
-        for group, place, entry, size in zip(groups, places, table, sizes, strict=True):
+        for group, place, entry, size, added in zip(groups, places, table, sizes, biases, strict=True):
             entry.cache, entry.layer_stride = place.address, place.layer_stride
             entry.value_stride, entry.head_stride = place.value_stride, place.head_stride
             entry.tail_slots, entry.tail_lengths = slot_address, length_address
+            entry.biases = None if added is None else added.ctypes.data
             entry.num_rows, entry.capacity = size, place.capacity
             entry.first_slot, entry.boundary = _narrow(group.first_entry), _narrow(group.boundary)
             slot_address += size * BLOCK * 4
@@ -113,7 +117,7 @@ class RowTable:
         numbers = token_ids.ctypes.data, positions.ctypes.data
         if not library.rows_fit(table, len(groups), *numbers, vocab, MOST_POSITIONS):
             _refuse(groups, places, slots, lengths, token_ids, positions, vocab)
-        return cls(table, len(groups), len(token_ids), token_ids, positions, (slots, lengths))
+        return cls(table, len(groups), len(token_ids), token_ids, positions, (slots, lengths, *biases))
 
 
 def _int32(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
@@ -137,7 +141,7 @@ def _narrowed(numbers: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def _refuse(
-    groups: Sequence[SequenceRows],
+    groups: Sequence[Rows],
     places: Sequence[CachePlace],
     slots: NDArray[np.int32],
     lengths: NDArray[np.int32],
@@ -155,7 +159,18 @@ def _refuse(
     raise ValueError("found rows that do not fit their caches")
 
 
-def _num_rows(group: SequenceRows) -> int:
+def _checked_biases(group: Rows) -> NDArray[np.float32] | None:
+    biases = group.biases
+    if biases is None:
+        return None
+    if biases.shape != (group.boundary,) or biases.dtype != np.float32 or not biases.flags.c_contiguous:
+        raise ValueError(
+            f"found biases of {biases.dtype} {list(biases.shape)}, expected float32 [{group.boundary}] side by side"
+        )
+    return biases
+
+
+def _num_rows(group: Rows) -> int:
     size = len(group.token_ids)
     found = (len(group.positions), len(group.tail_lengths), tuple(group.tail_entries.shape))
     if size < 1 or found != (size, size, (size, BLOCK)):
@@ -163,7 +178,7 @@ def _num_rows(group: SequenceRows) -> int:
     return size
 
 
-def _check_group(group: SequenceRows, size: int, capacity: int) -> None:
+def _check_group(group: Rows, size: int, capacity: int) -> None:
     if group.boundary % BLOCK or not 0 <= group.boundary <= min(capacity, MOST_POSITIONS):
         raise ValueError(
             f"found a boundary at {group.boundary}, expected a multiple of {BLOCK} within {capacity} slots"

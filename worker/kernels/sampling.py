@@ -47,9 +47,9 @@ class NativeSampler:
 
     def fork(self, sequence: Sequence) -> NativeSampler:
         """A sampler for a fork of the sequence, to be extended by a draft."""
-        fork = NativeSampler(sequence)
-        if fork._counts is not None and self._counts is not None:
-            fork._counts[:] = self._counts
+        fork, counts = NativeSampler(sequence), self.counts()  # taken in here, where the next fork finds them
+        if fork._counts is not None and counts is not None:
+            fork._counts[:] = counts
             fork._window.num_counted = self._window.num_counted
         return fork
 
@@ -65,6 +65,11 @@ class NativeSampler:
             token_ids = self.sequence.token_ids
             kernels().sampling_follow(ctypes.addressof(self._window), address_of(token_ids), len(token_ids))
         return self._counts
+
+    def seen(self) -> torch.Tensor | None:
+        """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
+        counts = self.counts()
+        return None if counts is None else torch.from_numpy(counts > 0)
 
     def _check_grown(self) -> None:
         if len(self.sequence) < self._window.num_counted:

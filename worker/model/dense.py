@@ -5,6 +5,7 @@ Only a config that says nothing but what is understood here; any other goes thro
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ def _sizes(config: dict[str, Any], dtype: torch.dtype) -> DecoderSizes:
     head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
     if "head_dim" not in config and config["model_type"] == "qwen3":
         raise ValueError("its default is another")
+    if not isinstance(config["rms_norm_eps"], float):
+        raise ValueError("transformers tells more of it")
     return DecoderSizes(
         num_layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -127,6 +130,8 @@ def _rotary(config: dict[str, Any]) -> Rotary:
     said = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     if set(said) != {"rope_type", "rope_theta"} or said["rope_type"] != "default":
         raise ValueError("other angles")
+    if not isinstance(said["rope_theta"], int | float) or not 0 < said["rope_theta"] < math.inf:
+        raise ValueError("no angles")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return Rotary(default_frequencies(float(said["rope_theta"]), head_dim))
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from worker.caches.full import CacheShape, FullKVCache
+from worker.target.partial_rows import PartialRows
 from worker.target.tiles import SequenceRows
 
 MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
@@ -36,6 +37,15 @@ class Forwards(Protocol):
         """Keep keys and values of some first of these known tokens behind a cache; returns their final hidden states.
 
         How many are read at once, `[num_read, hidden]`, is what pays best; the caller goes on behind them.
+        """
+
+    def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, of rows behind partial caches: good guesses of what `run` would say, in no way exact."""
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
+
+        What stands in the entry behind the committed ones is overwritten.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

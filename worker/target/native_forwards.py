@@ -10,7 +10,9 @@ from worker.kernels.library import numerics_of
 from worker.kernels.native import NativeDecoder
 from worker.kernels.weights import DecoderWeights
 from worker.target.forwards import MOST_READ
-from worker.target.tiles import BLOCK, SequenceRows
+from worker.target.partial_rows import PartialRows
+from worker.target.tiles import BLOCK, SequenceRows, tree_rows
+from worker.tree import DraftTree
 
 
 class NativeForwards:
@@ -38,6 +40,18 @@ class NativeForwards:
         cache.advance(len(hidden))
         return hidden
 
+    def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = self._decoder.forward(groups)
+        assert hidden is not None
+        assert logits is not None
+        return hidden, logits
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        sizes = self.sizes
+        queries = torch.empty(sizes.num_layers, 1, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
+        self._forward([tree_rows(cache, token_id, DraftTree())], with_logits=False, queries=queries)
+        return queries.view(sizes.num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._decoder.embedding[token_ids]
 
@@ -45,15 +59,18 @@ class NativeForwards:
         logits = self._decoder.logits(hidden.flatten(0, -2))
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
-    def _forward(self, groups: list[SequenceRows], with_logits: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One call; a call for each layer where a cache brings them one by one."""
+    def _forward(
+        self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One call; a call for each layer where a cache brings them one by one. `queries` of all layers are filled."""
         by_layer = any(group.cache.comes_by_layer for group in groups)
         num_layers, state = self.cache_shape.num_layers, None
         if by_layer:
             state = torch.empty(sum(len(group) for group in groups), self.hidden_size)
         for first in range(0, num_layers, 1 if by_layer else num_layers):
             layers = range(first, first + 1) if by_layer else None
-            hidden, logits = self._decoder.forward(groups, with_logits, layers, state)
+            own = queries[first : first + 1] if by_layer and queries is not None else queries
+            hidden, logits = self._decoder.forward(groups, with_logits, layers, state, own)
             for group in groups:
                 group.cache.keep(first, group.first_entry, group.first_entry + len(group))
         assert hidden is not None

@@ -1,67 +1,52 @@
-"""Rows of a forward that attend to a partial cache: one call, with the draft tree as a mask. They steer drafts only."""
+"""Rows of a forward that attend to a partial cache: its entries, and behind them a draft tree. They steer drafts only.
+
+Rows know their positions beside their entries, which are fewer. The prefix is all that the cache holds, filled up to
+whole blocks with entries that a bias leaves out; a row's tail is the root, the row's ancestors and itself.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention
+from dataclasses import dataclass
+
+import numpy as np
 
 from worker.caches.partial import PartialCache
-from worker.target.attention import Asked, attention_by_definition
-from worker.tree import ROOT, DraftTree
+from worker.target.tiles import BLOCK, tails
+from worker.tree import DraftTree
 
 
+@dataclass(frozen=True)
 class PartialRows:
-    """The newest token of a chain and a tree below it, behind everything that a partial cache holds."""
+    """The newest token of a chain, row 0, and a tree below it, behind everything that a partial cache holds."""
 
-    def __init__(self, cache: PartialCache, token_id: int, position: int, tree: DraftTree) -> None:
-        """Rows of a token at an absolute position, row 0, and of the tree below it."""
-        self.token_ids = [token_id, *tree.token_ids]
-        self.positions = [position, *(position + depth for depth in tree.depths())]
-        self._cache = cache
-        self._mask = _mask(cache, tree) if len(tree) or cache.bias is not None else None  # one row sees everything
-        self._group_mask: torch.Tensor | None = None  # the same for every query head of a group
+    cache: PartialCache
+    token_ids: list[int]  # [num_rows]
+    positions: list[int]  # [num_rows] absolute ones
+    first_entry: int  # cache entry of the first row; the others follow, and all entries before it are seen
+    boundary: int  # that entry, rounded up to whole blocks
+    tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the root, the ancestors and the row itself
+    tail_lengths: list[int]  # [num_rows] how many of them are real
+    biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None where all would be 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
-    ) -> torch.Tensor:
-        """Write keys and values behind the cache's entries and attend to all of them that the mask shows."""
-        keys, values = self._cache.write(layer, key, value)
-        num_rows, _, group, _ = query.shape
-        if self._mask is not None and self._group_mask is None:
-            self._group_mask = self._mask.repeat_interleave(group, dim=0)
-        rows = query.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, num_rows * group, head_dim]
-        output = _attend(rows, keys[None], values[None], self._group_mask, asked)
-        attended: torch.Tensor = output[0].unflatten(1, (num_rows, group)).transpose(0, 1)
-        return attended
+
+def partial_rows(cache: PartialCache, token_id: int, position: int, tree: DraftTree) -> PartialRows:
+    """Rows of a token at an absolute position and of the tree below it, whose depth is at most `BLOCK - 1`."""
+    first_entry = cache.num_entries
+    boundary = -(-first_entry // BLOCK) * BLOCK
+    entries, lengths = tails(first_entry, first_entry, tree)
+    positions = [position + length - 1 for length in lengths]
+    biases = _biases(cache, boundary)
+    return PartialRows(cache, [token_id, *tree.token_ids], positions, first_entry, boundary, entries, lengths, biases)
 
 
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, asked: Asked
-) -> torch.Tensor:
-    """Attention of rows `[1, num_kv_heads, num_rows * group, head_dim]` to all entries, as it is asked for."""
-    if asked.softcap is None and asked.sinks is None:
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=asked.scaling)
-    output, lse = attention_by_definition(query, keys, values, asked.scaling, mask, asked.softcap)
-    if asked.sinks is None:
-        return output
-    group = asked.sinks.shape[1]
-    share = torch.sigmoid(lse.unflatten(2, (-1, group)) - asked.sinks[:, None]).flatten(2)
-    return output * share[..., None].to(output.dtype)
-
-
-def _mask(cache: PartialCache, tree: DraftTree) -> torch.Tensor:
-    """Additive mask `[num_rows, num_entries + num_rows]`: a node sees those, the root, its ancestors and itself."""
-    num_rows = len(tree) + 1
-    visible = torch.eye(num_rows, dtype=torch.bool)
-    visible[:, 0] = True
-    for node, parent in enumerate(tree.parents):
-        if parent != ROOT:
-            visible[node + 1] |= visible[parent + 1]
-    mask = torch.zeros(num_rows, cache.num_entries + num_rows, dtype=cache.shape.dtype, device=cache.shape.device)
-    mask[:, cache.num_entries :].masked_fill_(~visible.to(mask.device), float("-inf"))
+def _biases(cache: PartialCache, boundary: int) -> np.ndarray | None:
+    if cache.bias is None and cache.num_entries == boundary:
+        return None
+    biases = np.zeros(boundary, dtype=np.float32)
     if cache.bias is not None:
-        mask[:, : len(cache.bias)] = cache.bias
-    return mask
+        biases[: len(cache.bias)] = cache.bias
+    biases[cache.num_entries :] = -np.inf
+    return biases

@@ -54,7 +54,7 @@ class TargetModel:
 
     @functools.cached_property
     def transformers(self) -> TransformersForwards:
-        """The model of `transformers` and its forwards: drafts and trainings use what the kernels do not have."""
+        """The model of `transformers` and its forwards: GRIFFIN and trainings use what the kernels do not have."""
         from worker.target.transformers_forwards import TransformersForwards
 
         if isinstance(self.forwards, TransformersForwards):
@@ -103,18 +103,15 @@ class TargetModel:
     @torch.inference_mode()
     def check(self, groups: list[PartialRows]) -> list[RowOutputs]:
         """Run rows behind partial caches: good guesses of what `verify` would say, in no way exact."""
-        token_ids = [token_id for group in groups for token_id in group.token_ids]
-        positions = [position for group in groups for position in group.positions]
-        hidden = self.transformers.states(token_ids, positions, groups)
-        return _of_each(groups, hidden, self.logits(hidden))
+        return _of_each(groups, *self.forwards.check(groups))
 
     @torch.inference_mode()
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        """Queries of one token behind a cache: `[num_layers, num_kv_heads, group, head_dim]`.
+        """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
 
         What stands in the entry behind the committed ones is overwritten.
         """
-        return self.transformers.queries(cache, token_id)
+        return self.forwards.queries(cache, token_id)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

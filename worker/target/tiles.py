@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class SequenceRows:
     boundary: int  # positions below it are the prefix that all rows share
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the keys from the boundary on, in position order
     tail_lengths: list[int]  # [num_rows] how many of them are real
+    biases: ClassVar[None] = None  # of the prefix's scores: a full cache has none
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -58,9 +60,19 @@ def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows
     """Rows that verify `tree` below the last committed token, which itself is not in the cache yet."""
     root = cache.length
     boundary = root // BLOCK * BLOCK
-    num_before = root - boundary + 1  # keys from the boundary up to the root
-    entries = np.full((len(tree) + 1, BLOCK), boundary, dtype=np.int64)
-    entries[:, :num_before] = np.arange(boundary, root + 1)
+    entries, lengths = tails(boundary, root, tree)
+    positions = [boundary + length - 1 for length in lengths]
+    return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, entries, lengths)
+
+
+def tails(start: int, root: int, tree: DraftTree) -> tuple[np.ndarray, list[int]]:
+    """Entries `[num_rows, BLOCK]` from `start` up to each row of a tree, its root at entry `root`; how many are real.
+
+    Nodes stand behind the root, in their order. A row sees its ancestors alone; what is not real repeats `start`.
+    """
+    num_before = root - start + 1  # up to the root
+    entries = np.full((len(tree) + 1, BLOCK), start, dtype=np.int64)
+    entries[:, :num_before] = np.arange(start, root + 1)
     depths = [0]
     for node, parent in enumerate(tree.parents):
         parent_row = 0 if parent == ROOT else parent + 1
@@ -71,9 +83,7 @@ def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows
             ]
         entries[node + 1, num_before + depth - 1] = root + 1 + node
         depths.append(depth)
-    positions = [root + depth for depth in depths]
-    lengths = [num_before + depth for depth in depths]
-    return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, entries, lengths)
+    return entries, [num_before + depth for depth in depths]
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:

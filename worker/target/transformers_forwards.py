@@ -15,6 +15,8 @@ from worker.target.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGrou
 from worker.target.experts import EXPERTS_NAME
 from worker.target.hardware import hardware_of
 from worker.target.kernel_attention import attends_of, attention_numerics
+from worker.target.partial_attention import PartialAttention
+from worker.target.partial_rows import PartialRows
 from worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 from worker.tree import DraftTree
 
@@ -86,11 +88,13 @@ class TransformersForwards:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        """Queries of one token behind a cache: `[num_layers, num_kv_heads, group, head_dim]`.
+    def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids = [token_id for group in groups for token_id in group.token_ids]
+        positions = [position for group in groups for position in group.positions]
+        hidden = self.states(token_ids, positions, [PartialAttention(group) for group in groups])
+        return hidden, self.logits(hidden)
 
-        Its keys and values go to the entry behind the committed ones.
-        """
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         [tile] = pack_tiles([tree_rows(cache, token_id, DraftTree())], self._pads_rows)
         tap = QueryTap(self._prepared(tile.parts[0]))
         self.states(tile.token_ids(), tile.positions(), [tap])

@@ -79,10 +79,10 @@ def test_a_draft_lies_behind_the_entries_and_is_forgotten(full: FullKVCache) -> 
     follow(cache, full, 60)
     rows = torch.arange(5.0)[None, :, None].expand(SHAPE.num_kv_heads, 5, SHAPE.head_dim)  # the newest and four nodes
     for layer in range(SHAPE.num_layers):
-        cache.write(layer, rows, rows)
+        cache.write(layer, cache.num_entries, rows, rows)
     cache.keep([0, 3])
     assert cache.num_entries == BUDGET + 3
-    keys, values = cache.write(1, rows[:, :1], rows[:, :1])
+    keys, values = cache.write(1, cache.num_entries, rows[:, :1], rows[:, :1])
     for kept in (keys, values):
         assert kept[0, BUDGET:, 0].tolist() == [0.0, 1.0, 4.0, 0.0]
     follow(cache, full, 62)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from worker.caches import hosts as cache_hosts
 from worker.caches import offloaded as offloaded_cache
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import PartialCache, Queries
 
 BLOCK = 64  # positions, so that short texts are read in blocks as well
 MAX_LENGTH = 1000
@@ -36,3 +38,20 @@ def write(cache: FullKVCache, shape: CacheShape, num_rows: int) -> None:
 def held(cache: FullKVCache, shape: CacheShape) -> list[torch.Tensor]:
     """Every layer's committed keys and values, as the device has them."""
     return [part[:, : cache.length].cpu().clone() for layer in range(shape.num_layers) for part in cache.layer(layer)]
+
+
+class EverythingCache(PartialCache):
+    """A partial cache that holds every position."""
+
+    def _take_in(self, full: FullKVCache, queries: Queries) -> None:
+        known = self._num_sequence_entries
+        self._copy(full, slice(known, full.length), known)
+        self._num_sequence_entries = full.length
+
+
+def everything_of(shape: CacheShape, full: FullKVCache, bias: np.ndarray | None = None) -> EverythingCache:
+    """What a full cache holds, with a bias of its first entries."""
+    cache = EverythingCache(shape, full.length)
+    cache.follow(full, lambda position: torch.empty(0))
+    cache.bias = bias
+    return cache

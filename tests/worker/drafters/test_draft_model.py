@@ -13,6 +13,7 @@ from jobs.sampling import SamplingParams
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.two_level.chain import Chain, RoundPlan
+from worker.drawing import create_drawing
 from worker.model.files import DRAFT_FOLDER, ModelError, locate_model
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -40,7 +41,7 @@ def sequence_of(length: int, name: str = "a", params: SamplingParams = PARAMS) -
 
 
 def chain_of(sequence: Sequence) -> Chain:
-    sampler = TokenSampler(sequence, VOCAB)
+    sampler = create_drawing(VOCAB, torch.device("cpu")).sampler(sequence)
     return Chain(sequence, sampler, None, None, PLAN, 31, 20)  # type: ignore[arg-type]  # no cache is read
 
 

@@ -97,7 +97,7 @@ def test_heads_do_not_change_what_model_it_is(tiny_model: Path, tmp_path: Path) 
     save_heads(folder, random_weight(64), before)
     assert locate_model(str(folder)).fingerprint == before
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
         locate_model(str(folder))
 
 

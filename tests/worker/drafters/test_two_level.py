@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +12,25 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests import ROOT
+from tests.worker.caches.cache_parts import everything_of
 from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.bench.caches.catalogue import PARTIAL_CACHES
 from worker.bench.variants import TOKENSWIFT_PAPER
 from worker.caches import summary as summary_cache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.two_level.chain import RoundPlan
+from worker.drafters.two_level.chain import Chain, RoundPlan
 from worker.drafters.two_level.drafter import TwoLevelDrafter
 from worker.drafters.two_level.plan import FixedPlanner
+from worker.drawing import create_drawing
 from worker.engine import Engine
 from worker.model.files import ModelError
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
-from worker.target.target import TargetModel
+from worker.target.target import RowOutputs, TargetModel
 from worker.tree import DraftTree
 
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
@@ -149,12 +155,18 @@ def test_queries_are_those_of_the_target_at_that_position(target: TargetModel) -
     before = slot.cache.kv(0, slot.cache.length).copy()
     module = target.model.model.layers[3].self_attn
     seen: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
     hook = module.q_proj.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0, 0]))
-    with slot.cache.replayed(position) as cache:
-        queries = target.queries(cache, int(sequence.token_ids[position]))
+    for forwards in (target, target.transformers):
+        with slot.cache.replayed(position) as cache:
+            queries = forwards.queries(cache, int(sequence.token_ids[position]))
+        found.append(queries)
     hook.remove()
     unrotated = seen[0].view(queries.shape[1], queries.shape[2], -1)  # rotation keeps the length of every vector
-    torch.testing.assert_close(queries[3].float().norm(dim=-1), unrotated.float().norm(dim=-1), rtol=0.02, atol=0.02)
+    for queries in found:
+        torch.testing.assert_close(
+            queries[3].float().norm(dim=-1), unrotated.float().norm(dim=-1), rtol=0.02, atol=0.02
+        )
     assert np.array_equal(before, slot.cache.kv(0, slot.cache.length)), "committed positions keep their bits"
 
 
@@ -225,6 +237,62 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> 
         engine.step()
     requests = [DraftRequest(sequence, 31, 8) for sequence in sequences]
     assert drafter.propose(requests) == [drafter.propose([request])[0] for request in requests]
+
+
+def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 60)
+    drawing = create_drawing(target.vocab_size, target.device)
+    cache = everything_of(target.cache_shape, target.new_cache(10))
+    chain = Chain(sequence, drawing.sampler(sequence), cache, None, RoundPlan(9, 9, 9, 9), 31, 20)
+    rows, tree = torch.zeros(3, target.vocab_size), DraftTree.chain([5, 6])
+    rows[0, 5], rows[1] = 1e4, torch.nan
+    [walk] = drawing.walks([chain.sampler], [tree], [rows])
+    assert chain.wants_round
+    chain.advance(walk, RowOutputs(torch.zeros(3, target.hidden_size), rows))
+    assert chain.drawn == [5]
+    assert not chain.wants_round
+    assert chain.depth_left == 0
+
+
+ENGINE_RUN = """
+import sys
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
+from worker.caches import summary
+from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from worker.drafters.triforce.triforce import TriForceOptions, triforce
+from worker.engine import Engine
+from worker.model.files import locate_model
+from worker.sequence import Sequence
+from worker.target.target import TargetModel
+
+summary.NUM_RECENT, summary.PERIOD = 48, 32
+target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")
+drafter = {drafter}
+sequence = Sequence("a", [7] * 250, SamplingParams(max_tokens=20, seed=1, ignore_eos=True), target.vocab_size)
+engine = Engine(target, drafter)
+engine.start(sequence)
+while sequence.finish_reason is None:
+    engine.step()
+print("rounds", drafter.counters.num_rounds > 0)
+print("summaries", drafter._tracked["a"].partial.bias is not None)
+print("transformers", "transformers" in vars(target), "transformers.modeling_utils" in sys.modules)
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "triforce(target, free_rows, None, TriForceOptions(budget=64, gammas=(2, 6)))",
+        "tokenswift(target, free_rows, None, TokenSwiftOptions(budget=64, draft_rounds=2))",
+    ],
+    ids=["triforce", "tokenswift"],
+)
+def test_rounds_on_the_kernels_load_no_second_copy_of_the_model(drafter: str) -> None:
+    program = ENGINE_RUN.format(drafter=drafter)
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == "rounds True\nsummaries True\ntransformers False False\n"
 
 
 def first_tree(target: TargetModel, **changes: object) -> DraftTree:

@@ -7,16 +7,19 @@ import functools
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.caches.cache_parts import everything_of
 from worker.caches.full import CacheShape, FullKVCache
 from worker.kernels.angles import Rotary, default_frequencies
 from worker.kernels.griffin import GriffinWeights
 from worker.kernels.library import runnable_variants
 from worker.kernels.native import NativeDecoder
 from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from worker.target.partial_rows import PartialRows, partial_rows
 from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from worker.tree import ROOT, DraftTree
 
@@ -120,10 +123,13 @@ def noise(shape: Shape) -> Tensor:
     return torch.randn(2, 2, shape.num_kv_heads, MAX_LENGTH, shape.head_dim, generator=generator).to(shape.dtype)
 
 
+def cache_shape(shape: Shape) -> CacheShape:
+    return CacheShape(2, shape.num_kv_heads, shape.head_dim, shape.dtype, torch.device("cpu"))
+
+
 def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
     """`length` committed positions of noise; NaN in every slot that nobody has written."""
-    sizes = CacheShape(2, shape.num_kv_heads, shape.head_dim, shape.dtype, torch.device("cpu"))
-    cache = FullKVCache(sizes, length + room)
+    cache = FullKVCache(cache_shape(shape), length + room)
     cache._buffer[..., :length, :] = noise(shape)[..., :length, :]
     cache._buffer[..., length:, :] = float("nan")
     cache.advance(length)
@@ -171,3 +177,11 @@ def whole(outputs: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]
 
 def chain(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
+
+
+def random_partial_rows(numbers: random.Random, shape: Shape, num_entries: int, num_nodes: int) -> PartialRows:
+    """Rows behind so many entries, of which some first ones may have biases, at a position of their own."""
+    bias = np.array([numbers.uniform(-2, 4) for _ in range(numbers.randrange(num_entries + 1))], dtype=np.float32)
+    cache = everything_of(cache_shape(shape), random_cache(shape, num_entries), bias if len(bias) else None)
+    tree = random_tree(numbers, num_nodes, 0, shape.vocab)
+    return partial_rows(cache, numbers.randrange(shape.vocab), num_entries + numbers.randrange(5000), tree)

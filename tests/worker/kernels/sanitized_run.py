@@ -11,16 +11,27 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from tests.worker.kernels.kernel_parts import SHAPES, Shape, random_cache, random_griffin, random_tree, random_weights
+from tests.worker.kernels.kernel_parts import (
+    SHAPES,
+    Shape,
+    random_cache,
+    random_griffin,
+    random_partial_rows,
+    random_tree,
+    random_weights,
+)
 from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
+from worker.caches.full import MAX_TREE_NODES
 from worker.kernels import native, sampling, sampling_calls
 from worker.kernels.griffin import NativeGriffin
 from worker.kernels.library import open_library
 from worker.kernels.native import NativeDecoder, native_attention
 from worker.kernels.team import Team
 from worker.sequence import Sequence
+from worker.target.partial_rows import PartialRows
 from worker.target.tiles import SequenceRows, tree_rows
 from worker.verification import TOP_K
 
@@ -28,19 +39,23 @@ NUM_ROUNDS = 12
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 
-def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows:
+def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialRows:
     length = numbers.choice((0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100))
+    if numbers.random() < 0.4:
+        return random_partial_rows(numbers, shape, length, numbers.randrange(MAX_TREE_NODES))
     tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
     return tree_rows(random_cache(shape, length), numbers.randrange(shape.vocab), tree)
 
 
-def spoil(numbers: random.Random, rows: SequenceRows) -> SequenceRows:
+def spoil(numbers: random.Random, rows: SequenceRows | PartialRows) -> SequenceRows | PartialRows:
     """The same with one number of its table changed."""
     value = numbers.choice(SPOILED)
     name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name != "cache"])
     field = getattr(rows, name)
     if isinstance(field, int):
         return dataclasses.replace(rows, **{name: value})
+    if name == "biases":
+        return dataclasses.replace(rows, biases=np.zeros(abs(value) % 4096, numbers.choice((np.float32, np.float64))))
     changed = field.copy()
     changed[numbers.randrange(len(rows))] = value
     return dataclasses.replace(rows, **{name: changed})
@@ -50,9 +65,12 @@ def fuzz(shape: Shape, numbers: random.Random) -> None:
     decoder = NativeDecoder(random_weights(shape), 2, "sanitized")
     for _ in range(NUM_ROUNDS):
         groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
-        _, logits = decoder.forward(groups)
+        sizes = (2, sum(len(group) for group in groups), shape.num_kv_heads * shape.group, shape.head_dim)
+        queries = torch.full(sizes, torch.nan, dtype=shape.dtype) if numbers.random() < 0.5 else None
+        _, logits = decoder.forward(groups, queries=queries)
         assert logits is not None
         assert torch.isfinite(logits).all()
+        assert queries is None or torch.isfinite(queries).all()
         try:
             decoder.forward([spoil(numbers, group) for group in groups])
         except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.worker.kernels.kernel_parts import (
     native,
     needs_kernels,
     random_cache,
+    random_partial_rows,
     random_weights,
     whole,
 )
@@ -137,6 +139,19 @@ def test_a_model_with_a_part_of_another_class_is_left_to_transformers() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_says_the_same(shape: Shape) -> None:
     groups = [chain(random_cache(shape, length), list(range(1, 12))) for length in (0, 70, 300)]
+    reference = whole(ReferenceDecoder(random_weights(shape)).forward(groups))
+    bound = 1e-5 if shape.dtype == FLOAT32 else 0.06
+    for variant in VARIANTS:
+        found = whole(native(shape, variant).forward(groups))
+        for mine, its in zip(found, reference, strict=True):
+            assert (mine.float() - its.float()).abs().max() <= bound * its.float().abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_says_the_same_behind_partial_caches(shape: Shape) -> None:
+    numbers = random.Random(str(shape))
+    groups = [random_partial_rows(numbers, shape, length, 20) for length in (0, 1, 63, 64, 65, 300, 2100)]
     reference = whole(ReferenceDecoder(random_weights(shape)).forward(groups))
     bound = 1e-5 if shape.dtype == FLOAT32 else 0.06
     for variant in VARIANTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.worker.kernels.kernel_parts import (
     native,
     needs_kernels,
     random_cache,
+    random_partial_rows,
     random_weights,
 )
 from worker.kernels.library import load_library
@@ -72,6 +74,32 @@ WRONG: dict[str, Callable[[], SequenceRows]] = {
 def test_a_wrong_row_table_is_refused_before_anything_is_read(what: str) -> None:
     with pytest.raises(ValueError, match="found"):
         native(SHAPE, VARIANTS[0]).forward([changed(), WRONG[what]()])
+
+
+WRONG_BIASES = {
+    "too few": np.zeros(64, np.float32),
+    "too many": np.zeros(192, np.float32),
+    "of doubles": np.zeros(128),
+    "in two dimensions": np.zeros((2, 64), np.float32),
+    "apart from each other": np.zeros(256, np.float32)[::2],
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BIASES)
+def test_wrong_biases_are_refused(what: str) -> None:
+    rows = random_partial_rows(random.Random(0), SHAPE, 100, 3)
+    native(SHAPE, VARIANTS[0]).forward([rows])
+    with pytest.raises(ValueError, match="found biases"):
+        native(SHAPE, VARIANTS[0]).forward([dataclasses.replace(rows, biases=WRONG_BIASES[what])])
+
+
+def test_wrong_room_for_queries_is_refused() -> None:
+    right = torch.empty(2, 3, 2, 64, dtype=SHAPE.dtype)
+    native(SHAPE, VARIANTS[0]).forward([changed()], queries=right)
+    assert torch.isfinite(right).all()
+    for wrong in (right[:1], right[:, :2], right.float(), right.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(ValueError, match="found room for queries"):
+            native(SHAPE, VARIANTS[0]).forward([changed()], queries=wrong)
 
 
 def test_what_lies_behind_a_tail_is_never_looked_at() -> None:

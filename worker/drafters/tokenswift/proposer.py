@@ -21,6 +21,7 @@ from worker.drafters.tokenswift.heads import DecodingHeads
 from worker.drafters.tokenswift.ngram_table import NgramTable
 from worker.drafters.two_level.chain import Chain
 from worker.drafters.two_level.proposer import Proposer
+from worker.drawing import penalised
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import Verification
@@ -91,7 +92,7 @@ class TokenSwiftProposer(Proposer):
         """Candidates of the heads behind the newest token, depth by depth, as many as the digits say."""
         if not self._digits or chain.hidden is None:
             return []
-        logits = chain.sampler.penalised(self._heads.logits(chain.hidden))  # [num_heads, vocab]
+        logits = penalised(chain.sampler, self._heads.logits(chain.hidden))  # [num_heads, vocab]
         ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
         return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
@@ -124,12 +125,13 @@ class TokenSwiftProposer(Proposer):
         """Log-confidence of every path's last token: its share of the counts, under penalty and noise."""
         theta = chain.sequence.sampling.repetition_penalty
         held_back = TYPICAL_LOGIT * (1.0 - 1.0 / theta)
-        ranker = CandidateRanker(chain.sequence)
+        ranker, seen = CandidateRanker(chain.sequence), chain.sampler.seen()
+        seen = seen if seen is None else seen.cpu()
         confidences: dict[tuple[int, ...], float] = {}
         for path, counts in followers.items():
             total = sum(counts.values()) + len(counts)  # something new is as likely as the number of kinds says
             scores = {
-                token_id: math.log(count / total) - held_back * chain.sampler.is_penalised(token_id)
+                token_id: math.log(count / total) - held_back * (seen is not None and bool(seen[token_id]))
                 for token_id, count in counts.items()
             }
             token_ids = sorted(scores, key=scores.__getitem__, reverse=True)

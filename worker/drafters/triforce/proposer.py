@@ -9,6 +9,7 @@ from worker.drafters.ranking import CandidateRanker
 from worker.drafters.triforce.draft_model import DraftModel, window_of
 from worker.drafters.two_level.chain import Chain
 from worker.drafters.two_level.proposer import Proposer
+from worker.drawing import penalised
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
 
@@ -43,8 +44,10 @@ class _Tree:
     def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
         self.tree = DraftTree()
         self.sequence_id = chain.sequence.sequence_id
-        self._sequence = chain.sequence.fork() if max_nodes > 0 and max_depth > 0 else chain.sequence
-        self._sampler = chain.sampler.fork()
+        self._sequence, self._sampler = chain.sequence, chain.sampler
+        if max_nodes > 0 and max_depth > 0:
+            self._sequence = chain.sequence.fork()
+            self._sampler = chain.sampler.fork(self._sequence)
         self._num_committed = len(chain.sequence) - chain.num_tokens
         self._max_nodes = max_nodes
         self._depth_left = max_depth
@@ -71,5 +74,5 @@ class _Tree:
         self._depth_left -= 1
 
     def _siblings(self, logits: torch.Tensor) -> list[int]:
-        [ranked] = CandidateRanker(self._sequence).rank_logits(self._sampler.penalised(logits)[None], [1], self._width)
+        [ranked] = CandidateRanker(self._sequence).rank_logits(penalised(self._sampler, logits)[None], [1], self._width)
         return [token_id for _, token_id in ranked]

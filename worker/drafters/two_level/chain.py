@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from worker.caches.partial import PartialCache
-from worker.sampling import TokenSampler
+from worker.drawing import Sampler, penalised
 from worker.sequence import Sequence
-from worker.target.partial_rows import PartialRows
+from worker.target.partial_rows import PartialRows, partial_rows
 from worker.target.target import RowOutputs
 from worker.tree import DraftTree
-from worker.verification import walk
+from worker.verification import Walk
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Chain:
     def __init__(
         self,
         sequence: Sequence,
-        sampler: TokenSampler,
+        sampler: Sampler,
         cache: PartialCache,
         hidden: torch.Tensor | None,
         plan: RoundPlan,
@@ -49,7 +49,7 @@ class Chain:
         max_depth: int,
     ) -> None:
         self.sequence = sequence.fork()
-        self.sampler = sampler.fork()
+        self.sampler = sampler.fork(self.sequence)
         self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one
         self.logits: torch.Tensor | None = None  # [vocab] that the newest token was drawn from, under its penalty
         self.plan = plan
@@ -95,16 +95,15 @@ class Chain:
 
     def rows(self, tree: DraftTree) -> PartialRows:
         """Rows that check a tree below the newest token."""
-        return PartialRows(self._cache, self.newest, len(self.sequence) - 1, tree)
+        return partial_rows(self._cache, self.newest, len(self.sequence) - 1, tree)
 
-    def advance(self, tree: DraftTree, outputs: RowOutputs) -> list[int]:
-        """Draw as the target would and keep what it agrees with; returns the accepted nodes."""
-        walked = walk(tree, outputs.logits, self._draw)
-        self._cache.keep(walked.path)
-        self.sequence.extend(walked.drawn)
-        self.hidden = outputs.hidden[walked.path[-1] + 1 if walked.path else 0]
-        return walked.path
-
-    def _draw(self, logits: torch.Tensor) -> int:
-        self.logits = self.sampler.penalised(logits)
-        return self.sampler.draw(logits)
+    def advance(self, walk: Walk, outputs: RowOutputs) -> None:
+        """Keep what was drawn from a round's outputs."""
+        last_row = walk.path[-1] + 1 if walk.path else 0
+        self._cache.keep(walk.path)
+        self.hidden = outputs.hidden[last_row]
+        self.sequence.extend(walk.drawn[:-1])
+        self.logits = penalised(self.sampler, outputs.logits[last_row])
+        self.sequence.extend(walk.drawn[-1:])
+        if walk.failed_row is not None:  # nothing can be drawn behind the newest token
+            self._max_depth = self.num_tokens

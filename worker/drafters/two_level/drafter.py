@@ -21,7 +21,7 @@ from worker.drafters.two_level.chain import Chain, Round
 from worker.drafters.two_level.chain_tree import ChainTree, assemble
 from worker.drafters.two_level.plan import Planner
 from worker.drafters.two_level.proposer import Proposer
-from worker.sampling import TokenSampler
+from worker.drawing import Sampler, create_drawing
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 from worker.target.tiles import tree_rows
@@ -35,7 +35,7 @@ class _Tracked:
 
     cache: FullKVCache
     partial: PartialCache
-    sampler: TokenSampler  # has taken in what is committed
+    sampler: Sampler
     hidden: torch.Tensor | None = None  # [hidden] of the last verified row
     proposed: ChainTree = field(default_factory=ChainTree)
 
@@ -58,6 +58,7 @@ class TwoLevelDrafter(Drafter):
         self.needs_top_k = proposer.needs_top_k
         self.needs_hidden = proposer.needs_hidden
         self._target = target
+        self._drawing = create_drawing(target.vocab_size, target.device)
         self._proposer = proposer
         self._planner = planner
         self._new_cache, self._budget = new_cache, budget
@@ -65,10 +66,9 @@ class TwoLevelDrafter(Drafter):
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
         partial = self._new_cache(self._target.cache_shape, min(self._budget, sequence.max_length), sequence)
         self._proposer.start(sequence)
-        self._tracked[sequence.sequence_id] = _Tracked(cache, partial, sampler)
+        self._tracked[sequence.sequence_id] = _Tracked(cache, partial, self._drawing.sampler(sequence))
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         chains = [self._open(request, len(requests)) for request in requests]
@@ -81,8 +81,6 @@ class TwoLevelDrafter(Drafter):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         tracked = self._tracked[sequence.sequence_id]
-        for token_id in verification.committed_ids:
-            tracked.sampler.push(token_id)
         tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
         self._proposer.update(sequence, verification)
         self._planner.observe(tracked.proposed, verification.path)
@@ -128,10 +126,12 @@ class TwoLevelDrafter(Drafter):
             trees = self._proposer.propose(chains, limits)
         with timed(self.counters.seconds, "check"):
             outputs = self._target.check([chain.rows(tree) for chain, tree in zip(chains, trees, strict=True)])
-            paths = [chain.advance(tree, rows) for chain, tree, rows in zip(chains, trees, outputs, strict=True)]
+            walks = self._drawing.walks([chain.sampler for chain in chains], trees, [rows.logits for rows in outputs])
+            for chain, walk, rows in zip(chains, walks, outputs, strict=True):
+                chain.advance(walk, rows)
         seconds = (time.perf_counter() - started) / len(chains)
-        for chain, tree, path in zip(chains, trees, paths, strict=True):
-            chain.rounds.append(Round(len(tree), path, seconds))
+        for chain, tree, walk in zip(chains, trees, walks, strict=True):
+            chain.rounds.append(Round(len(tree), walk.path, seconds))
 
     def _close(self, chains: list[Chain]) -> list[DraftTree]:
         """The chains, and below them what the proposer has to say."""

@@ -27,6 +27,7 @@ typedef struct {
     int64_t layer_stride, value_stride, head_stride;  // elements to the next layer, from key to value, to the next head
     const int32_t *tail_slots;                        // [num_rows, TAIL] in the order of positions
     const int32_t *tail_lengths;                      // [num_rows] from 1 to TAIL: how many of them are real
+    const float *biases;                              // [boundary] added to the scores of the prefix's keys, or NULL
     int32_t num_rows, first_slot;                     // the rows' own keys and values go to consecutive slots
     int32_t boundary;                                 // keys below it are the prefix; a multiple of 64
     int32_t capacity;                                 // slots of the cache
@@ -74,6 +75,7 @@ typedef struct {
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers
     void *hidden;   // [num_rows, hidden] behind the final norm, or NULL
     float *logits;  // [num_rows, vocab], or NULL; with `hidden` alone
+    void *queries;  // [layers of the call, num_rows, num_heads, head_dim] as they meet the keys, or NULL
 } forward_call;
 
 EXPORT void decoder_forward(decoder *decoder, team *team, const forward_call *call);

@@ -126,6 +126,16 @@ static float weigh(const attention *attention, float *scores, bf16 *weights, int
     return vec_sum(vec_add(vec_add(sums[0], sums[2]), vec_add(sums[1], sums[3])));
 }
 
+// Adds what the keys of a chunk weigh beside their scores; these are not scaled yet.
+static void add_biases(const attention *attention, const float *biases, int num_queries, int count, float *scores) {
+    vec unscaled = vec_set(1.0f / attention->sizes.scale);
+    for (int query = 0; query < num_queries; query++)
+        for (int i = 0; i < count; i += LANES) {
+            float *place = scores + (long)query * CHUNK + i;
+            vec_store(place, vec_fma(vec_load(biases + i), unscaled, vec_load(place)));
+        }
+}
+
 // One chunk's softmax over all queries, merged into what the part holds of earlier chunks.
 static void softmax_of_chunk(const attention *attention, int num_queries, int count, bool is_first, workspace space, part part) {
     for (int i = 0; i < num_queries; i++) {
@@ -164,6 +174,7 @@ static void run_span(const attention *attention, int layer, const span *span, vo
     long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
     const char *keys = head_start(attention, layer, pair->group, pair->head, false) + span->start * row_bytes;
     const char *values = head_start(attention, layer, pair->group, pair->head, true) + span->start * row_bytes;
+    const float *biases = attention->groups[pair->group].biases;
     part part = part_at(slot, pair->num_queries);
     for (int chunk = 0; chunk < span->count; chunk += CHUNK) {
         int count = span->count - chunk < CHUNK ? span->count - chunk : CHUNK;
@@ -173,6 +184,7 @@ static void run_span(const attention *attention, int layer, const span *span, vo
             const char *next = values + (chunk + first) * row_bytes;
             add_scores(attention, pair, rows, PACKED_KEYS, next, space.keys, space.scores + first, CHUNK);
         }
+        if (biases) add_biases(attention, biases + span->start + chunk, pair->num_queries, count, space.scores);
         softmax_of_chunk(attention, pair->num_queries, count, chunk == 0, space, part);
         if (chunk) scale_rows(part.output, pair->num_queries, attention->sizes.head_dim, space.shrink);
         for (int first = 0; first < count; first += PACKED_KEYS) {

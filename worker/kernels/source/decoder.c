@@ -143,11 +143,12 @@ static void norm_rows(const pass *pass, const float *weight) {
              pass->normed + row * sizes->hidden);
 }
 
-// One row's queries and keys are normed and turned; keys and values go to the cache.
-static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, const float *angles) {
+// One row's queries and keys are normed and turned; keys and values go to the cache, queries to who asked for them.
+static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, const float *angles, char *queries) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_heads = sizes->num_heads, num_kv_heads = sizes->num_kv_heads, head_dim = sizes->head_dim;
+    int element_bytes = sizes->element == BF16 ? 2 : 4;
     for (int head = 0; head < num_heads + 2 * num_kv_heads; head++, qkv += head_dim) {
         float normed[256 + LANES], turned[256 + LANES];
         const float *from = qkv, *head_norm = head < num_heads ? weights->query_norm : weights->key_norm;
@@ -161,8 +162,10 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
             rotate(from, angles, head_dim, pass->rounds, turned);
             from = turned;
         }
-        if (head < num_heads) attention_query(pass->attention, group, row, head, from);
-        else
+        if (head < num_heads) {
+            attention_query(pass->attention, group, row, head, from);
+            if (queries) store((element)sizes->element, from, head_dim, queries + (long)head * head_dim * element_bytes);
+        } else
             store((element)sizes->element, from, head_dim,
                   attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
     }
@@ -170,12 +173,16 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
 
 static void keep_rows(const pass *pass, int layer) {
     const forward_call *call = pass->call;
+    const decoder_sizes *sizes = &pass->decoder->sizes;
     const matrix *qkv = &pass->decoder->layers[layer].qkv;
-    long number = 0;
+    long number = 0, row_bytes = (long)sizes->num_heads * sizes->head_dim * (sizes->element == BF16 ? 2 : 4);
+    char *queries = call->queries;
+    if (queries) queries += (layer - call->first_layer) * call->num_rows * row_bytes;
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
-            const float *angles = call->angles + (long)call->positions[number] * pass->decoder->sizes.head_dim;
-            keep_row(pass, layer, group, row, pass->wide + number * qkv->columns, angles);
+            const float *angles = call->angles + (long)call->positions[number] * sizes->head_dim;
+            char *own = queries ? queries + number * row_bytes : NULL;
+            keep_row(pass, layer, group, row, pass->wide + number * qkv->columns, angles, own);
         }
 }
 

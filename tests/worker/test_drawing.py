@@ -1,0 +1,65 @@
+"""Samplers in C and in torch keep one contract: they follow their sequence, and forks go ways of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.kernels.kernel_parts import needs_kernels
+from worker.drawing import Drawing, NativeDrawing, TorchDrawing, penalised
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+
+VOCAB = 40
+PENALISED = {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.5, "penalty_window": 6}
+PLAIN = {"temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_kernels), "torch"])
+def drawing(request: pytest.FixtureRequest) -> Drawing:
+    return NativeDrawing() if request.param == "native" else TorchDrawing(VOCAB, torch.device("cpu"))
+
+
+def sequence_with(params: dict[str, float]) -> Sequence:
+    return Sequence("a", [3, 1, 4, 1], SamplingParams(max_tokens=200, seed=5, **params), VOCAB)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [PENALISED, PLAIN], ids=["penalised", "plain"])
+def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawing, params: dict[str, float]) -> None:
+    sequence = sequence_with(params)
+    sampler = drawing.sampler(sequence)
+    for logits in torch.randn(20, 3, VOCAB, generator=torch.Generator().manual_seed(1)) * 2:
+        fresh = TokenSampler(sequence, VOCAB)
+        assert torch.equal(penalised(sampler, logits), fresh.penalised(logits))
+        drawn = [sampler.draw(logits[0]) for _ in range(2)]
+        assert drawn == [fresh.draw(logits[0])] * 2
+        sequence.extend([drawn[0], 7])
+
+
+@pytest.mark.parametrize("params", [PENALISED, PLAIN], ids=["penalised", "plain"])
+def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict[str, float]) -> None:
+    sequence = sequence_with(params)
+    sampler = drawing.sampler(sequence)
+    rows = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
+    for logits in rows:
+        draft = sequence.fork()
+        fork = sampler.fork(draft)
+        draft.extend([9, 2])
+        further = draft.fork()
+        fork_of_fork = fork.fork(further)
+        further.extend([8, 8, 5])
+        for each, its in ((fork_of_fork, further), (fork, draft), (sampler, sequence)):
+            assert each.draw(logits) == TokenSampler(its, VOCAB).draw(logits)
+        sequence.extend([int(logits.argmax())])
+
+
+def test_walks_leave_samplers_as_they_are(drawing: Drawing) -> None:
+    sequence = sequence_with(PENALISED)
+    sampler = drawing.sampler(sequence)
+    rows = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    tree = DraftTree([sampler.draw(rows[0]), 5, 6], [ROOT, 0, 0])
+    walks = [drawing.walks([sampler], [tree], [rows]) for _ in range(2)]
+    assert walks[0] == walks[1]
+    assert walks[0][0].path[0] == 0
