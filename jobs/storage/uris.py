@@ -13,8 +13,6 @@ def local_path(uri: str) -> str | None:
     """The absolute path of a local folder; None for an object store. Raises `ValueError` for any other scheme."""
     if not uri or "\0" in uri:
         raise ValueError("expected a path, or a URI that starts with file://, s3:// or gs://")
-    if any("\udc80" <= letter <= "\udcff" for letter in uri):  # bytes of the command line that are no text
-        raise ValueError("expected a name in UTF-8: Ray and the run's own files take no other")
     if "://" not in uri:
         return os.path.abspath(uri)
     parts = urlsplit(uri)
