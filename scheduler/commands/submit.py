@@ -21,9 +21,20 @@ if TYPE_CHECKING:
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
 
 
+def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """A name that is text: Ray, which keeps the command's words, takes no other, and would say so when all is there."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(f"found {value!a}, expected a name in UTF-8") from None
+    return value
+
+
 @click.command(epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
 @click.argument("jobs", type=click.Path())
-@click.option("--run", "run_uri", required=True, help="Folder of the run: a path, s3:// or gs://. Made if absent.")
+@click.option(
+    "--run", "run_uri", required=True, callback=_text, help="Folder of the run: a path, s3:// or gs://. Made if absent."
+)
 @click.option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
 @click.option(
     "--engine", type=click.Choice(list(ENGINES)), help=f"Changes speed, not output. [default: {Computation.engine}]"

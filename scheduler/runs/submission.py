@@ -53,7 +53,6 @@ def submission(
     (for the folder of `--kv-offload`), StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
-    _refuse_other_than_text(run_uri)
     manifest = kept_or_new_manifest(run_uri, settings)
     jobs, rejects = read_job_file(path, manifest.seed)
     files = locate_model(manifest.model)
@@ -91,14 +90,6 @@ def make_records(
         else:
             records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
     return records, rejects
-
-
-def _refuse_other_than_text(run_uri: str) -> None:
-    """Raise RunError for bytes of the command line that are no text: Ray, which keeps the command, takes none."""
-    try:
-        run_uri.encode()
-    except UnicodeEncodeError:
-        raise RunError(f"cannot use {ascii(run_uri)} as a run: expected a name in UTF-8, Ray takes no other") from None
 
 
 def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:

@@ -12,7 +12,6 @@ from jobs.errors import UserError
 from worker.model.faults import (
     GENERATION_FILE,
     INDEX_FILE,
-    SINGLE_FILE,
     config_fault,
     folder_fault,
     weight_names,
@@ -67,7 +66,7 @@ def locate_model(model: str) -> ModelFiles:
         raise ModelError(f"model {model}: {fault}")
     weights = weight_files(path)
     if not weights:
-        raise ModelError(f"model {model}: no {SINGLE_FILE} in {path}, nor an index; other weights are not loaded")
+        raise ModelError(f"model {model}: no model.safetensors in {path}, nor an index; other weights are not loaded")
     for file in weights:
         if fault := weights_fault(file):
             raise ModelError(f"model {model}: {fault}")

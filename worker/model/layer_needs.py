@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from worker.model.causal_lm import decoder_of
 from worker.model.files import ModelError
-from worker.target.span import FULL, MaskFunction, Span, UnsupportedError, span_of
+from worker.model.span import FULL, MaskFunction, Span, UnsupportedError, span_of
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3

@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from worker.model.span import FULL, Span
 from worker.target.attention_kernel import attention_kernel, flash_attention, query_row_quantum
 from worker.target.seen import Seen, see
-from worker.target.span import FULL, Span
 from worker.target.tiles import TILE_ROWS, SequenceRows
 
 ATTENTION_NAME = "swiftbatch_row_groups"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from worker.target.span import Span
+from worker.model.span import Span
 from worker.target.tiles import BLOCK, SequenceRows, tail_mask
 
 

@@ -72,7 +72,7 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["submit", "JOBS", "--run", "R", "--kv-offload", ""], "'--kv-offload': found an empty text"),
         (["doctor", "--model", ""], "'--model': found an empty text"),
         (["submit", "JOBS", "--run", ""], "cannot use '' as a folder"),
-        (["submit", "JOBS", "--run", "a\udcff"], r"cannot use 'a\udcff' as a run: expected a name in UTF-8"),
+        (["submit", "JOBS", "--run", "a\udcff"], r"found 'a\udcff', expected a name in UTF-8"),
         (["submit", "JOBS", "--run", "R", "--slots", "many"], "found many, expected auto, or a whole number from 1 on"),
         (["submit", "", "--run", "R"], "cannot read the job file"),
         (["resume", "R", "--checkpoint-seconds", "nan"], "found nan, expected at most 1,000,000,000 seconds"),

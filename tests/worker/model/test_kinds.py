@@ -17,7 +17,7 @@ from worker.exactness.probe import probe_rows
 from worker.model import layer_needs
 from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
-from worker.target.span import FULL, Span
+from worker.model.span import FULL, Span
 from worker.target.transformers_forwards import TransformersForwards
 
 PAGE = ROOT / "docs" / "models.md"
