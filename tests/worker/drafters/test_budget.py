@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from worker.drafters.budget import BudgetedDrafter, NodeBudget
 from worker.engine import Engine
 from worker.model.files import locate_model
 from worker.sequence import Sequence
+from worker.target import step_costs
 from worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from worker.target.target import TargetModel
 from worker.target.tiles import TILE_ROWS
@@ -57,6 +60,21 @@ def test_measured_costs_rise_with_rows_and_length(target: TargetModel, monkeypat
     costs = measure_step_costs(target)
     assert costs.seconds.shape == (3, len(ROW_COUNTS))
     assert costs.at(32, 40_000) > costs.at(1, 40_000) > costs.at(1, 100) > 0
+
+
+def test_what_disturbs_one_of_the_times_makes_no_row_dear_or_free(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first forward in a long cache took twenty times as long as the next one: all drafts seemed to be free."""
+    calls = itertools.count()
+
+    def seconds_of(_: TargetModel, forward: functools.partial[object]) -> float:
+        [rows] = forward.args[0]
+        return 0.4 if next(calls) % 7 == 0 else 0.01 * len(rows)
+
+    monkeypatch.setattr(step_costs, "seconds_of", seconds_of)
+    costs = measure_step_costs(target)
+    assert costs.seconds == pytest.approx(np.array([[0.01 * rows for rows in ROW_COUNTS]] * len(costs.lengths)))
 
 
 def test_a_short_generation_is_not_led_by_the_prior() -> None:
