@@ -37,6 +37,7 @@ def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float 
 def test_trees_go_straight_to_a_short_cache_and_chains_to_a_long_one() -> None:
     planner = learned(acceptance=0.95)
     assert planner.plan(500, 1, 63).num_rounds == 0
+    assert learned(acceptance=1.0, tree_acceptance=0.01).plan(BUDGET, 1, 63).num_rounds == 0  # all is seen in a round
     assert planner.plan(100_001, 1, 63).num_rounds > 0
 
 

@@ -67,8 +67,10 @@ class MeasuredPlanner(Planner):
         self._propose_seconds = PRIOR_PROPOSE_SECONDS
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        token_seconds = self._round_seconds / self._round_tokens
         tree = self.tree(length, num_sequences)
+        if length <= self._budget:  # a partial cache that holds everything checks no sooner than the target itself
+            return RoundPlan(0, 0, 0, tree.num_nodes)
+        token_seconds = self._round_seconds / self._round_tokens
         chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
         is_tree = tree.rate >= chain.rate
         is_close = min(tree.rate, chain.rate) > WORTH_A_LOOK * max(tree.rate, chain.rate)
