@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from worker.kernels import sampling as native
-from worker.kernels.library import chosen_variant
+from worker.kernels.variants import chosen_variant
 from worker.sampling import TokenSampler, penalise
 from worker.sequence import Sequence
 from worker.target.finite import is_drawable

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker.kernels.library import chosen_variant
 from worker.kernels.sampling import noise_row
+from worker.kernels.variants import chosen_variant
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

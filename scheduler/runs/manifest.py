@@ -16,7 +16,7 @@ from jobs.storage.uris import shown_uri
 from scheduler.runs.settings import Settings
 from worker.config import Computation
 from worker.exactness.verdicts import known_verdict, verdict_key
-from worker.kernels.library import chosen_numerics
+from worker.kernels.variants import chosen_numerics
 from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.target.hardware import cpu_capability, hardware_of, has_cuda
 

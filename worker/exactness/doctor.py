@@ -13,7 +13,7 @@ from worker.config import Computation
 from worker.exactness.agreement import Agreement, compare
 from worker.exactness.probe import probe_rows
 from worker.exactness.verdicts import keep_verdict, verdict_key
-from worker.kernels.library import chosen_variant, numerics_of, runnable_variants, why_none
+from worker.kernels.variants import chosen_variant, numerics_of, runnable_variants, why_none
 from worker.model.files import locate_model
 from worker.target.hardware import cpu_capability, hardware_of
 from worker.target.target import TargetModel

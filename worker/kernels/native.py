@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from worker.kernels.layers import NativeLayers, check_weights, checked
-from worker.kernels.library import load_library
 from worker.kernels.rows import CachePlace, CacheShape, RowTable
 from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.variants import load_library
 from worker.kernels.weights import HEAD_DIMS, DecoderWeights
 
 if TYPE_CHECKING:

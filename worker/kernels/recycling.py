@@ -10,8 +10,8 @@ from ctypes import c_double, c_int64, c_uint64, c_void_p
 
 import numpy as np
 
-from worker.kernels.library import load_library
 from worker.kernels.sampling_calls import address_of
+from worker.kernels.variants import load_library
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import TOP_K

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.kernels.library import KernelError, chosen_variant, load_library
+from worker.kernels.variants import KernelError, chosen_variant, load_library
 
 SIGNATURES = {
     "sampling_scratch_size": (c_int64, (c_int64,)),

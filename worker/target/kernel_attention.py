@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.kernels.library import kernel_numerics, load_library
 from worker.kernels.native import native_attention
 from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.variants import kernel_numerics, load_library
 from worker.kernels.weights import HEAD_DIMS
 from worker.model.layer_needs import LayerNeeds
 from worker.target.attention import Asked, Attend, ExactRows, attend_in_torch

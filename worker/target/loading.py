@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker.kernels.library import chosen_variant
+from worker.kernels.variants import chosen_variant
 from worker.kernels.weights import DecoderWeights, decoder_weights
 from worker.model.dense import dense_weights
 from worker.model.faults import GENERATION_FILE

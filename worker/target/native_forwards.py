@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from worker.caches.full import CacheShape, FullKVCache
-from worker.kernels.library import numerics_of
 from worker.kernels.native import NativeDecoder
+from worker.kernels.variants import numerics_of
 from worker.kernels.weights import DecoderWeights
 from worker.target.forwards import MOST_READ
 from worker.target.partial_rows import PartialRows

@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from worker.config import Computation
 from worker.exactness.doctor import diagnose
-from worker.kernels.library import OVERRIDE
+from worker.kernels.variants import OVERRIDE
 from worker.model.files import locate_model
 from worker.target.hardware import has_cuda
 
@@ -53,5 +53,5 @@ def test_a_verdict_is_known_to_runs_on_the_same_kernels_alone(
     assert exactness() == "not probed"
     verdict = diagnose(Computation(**said), num_rows=64).verdict
     assert exactness() == verdict
-    monkeypatch.setattr("worker.kernels.library.NUMERICS_VERSION", 0)
+    monkeypatch.setattr("worker.kernels.variants.NUMERICS_VERSION", 0)
     assert exactness() == "not probed"

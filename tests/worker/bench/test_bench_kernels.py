@@ -20,7 +20,7 @@ from worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
 from worker.bench.kernels.records import KernelResult, render
 from worker.bench.kernels.roof import Roof
 from worker.kernels import build
-from worker.kernels.library import OVERRIDE, load_library
+from worker.kernels.variants import OVERRIDE, load_library
 
 
 def make_options(model: Path, **changes: object) -> KernelBenchOptions:

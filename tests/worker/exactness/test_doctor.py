@@ -14,7 +14,7 @@ from tests import ROOT
 from worker.config import EngineConfig
 from worker.exactness.doctor import Diagnosis, diagnose
 from worker.exactness.verdicts import known_verdict
-from worker.kernels.library import NO_KERNELS, OVERRIDE
+from worker.kernels.variants import NO_KERNELS, OVERRIDE
 
 
 @pytest.fixture(autouse=True)

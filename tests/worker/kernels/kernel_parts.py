@@ -16,8 +16,8 @@ from tests.worker.caches.cache_parts import everything_of
 from worker.caches.full import CacheShape, FullKVCache
 from worker.kernels.angles import Rotary, default_frequencies
 from worker.kernels.griffin import GriffinWeights
-from worker.kernels.library import runnable_variants
 from worker.kernels.native import NativeDecoder
+from worker.kernels.variants import runnable_variants
 from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from worker.target.partial_rows import PartialRows, partial_rows
 from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows

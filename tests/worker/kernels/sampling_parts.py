@@ -11,8 +11,8 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import VARIANTS
-from worker.kernels.library import OVERRIDE
 from worker.kernels.sampling_calls import kernels
+from worker.kernels.variants import OVERRIDE
 from worker.noise import BLOCK, GumbelNoise
 from worker.sampling import draw, penalise
 

@@ -27,9 +27,9 @@ from tests.worker.kernels.sampling_parts import any_params, any_row, cases, pena
 from worker.caches.full import MAX_TREE_NODES
 from worker.kernels import native, sampling, sampling_calls
 from worker.kernels.griffin import NativeGriffin
-from worker.kernels.library import open_library
 from worker.kernels.native import NativeDecoder, native_attention
 from worker.kernels.team import Team
+from worker.kernels.variants import open_library
 from worker.sequence import Sequence
 from worker.target.partial_rows import PartialRows
 from worker.target.tiles import SequenceRows, tree_rows

@@ -25,8 +25,8 @@ from tests.worker.kernels.kernel_parts import (
 )
 from worker.kernels import native as native_module
 from worker.kernels.build import compile_library, find_compiler
-from worker.kernels.library import open_library
 from worker.kernels.native import NativeDecoder
+from worker.kernels.variants import open_library
 from worker.target.tiles import tree_rows
 
 pytestmark = pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16")

@@ -33,10 +33,10 @@ from tests.worker.kernels.kernel_parts import (
     whole,
 )
 from worker.caches.full import CacheShape, FullKVCache
-from worker.kernels.library import load_library
 from worker.kernels.native import NativeDecoder, native_attention
 from worker.kernels.reference import ReferenceDecoder, reference_attention
 from worker.kernels.team import Team
+from worker.kernels.variants import load_library
 from worker.kernels.weights import decoder_weights
 
 SIZES: dict[str, Any] = {

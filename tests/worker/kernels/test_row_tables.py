@@ -23,9 +23,9 @@ from tests.worker.kernels.kernel_parts import (
     random_partial_rows,
     random_weights,
 )
-from worker.kernels.library import load_library
 from worker.kernels.native import NativeDecoder, native_attention
 from worker.kernels.team import Team
+from worker.kernels.variants import load_library
 from worker.kernels.weights import DecoderSizes, Linear
 from worker.target.tiles import SequenceRows
 

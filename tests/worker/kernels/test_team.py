@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.worker.kernels.kernel_parts import SHAPES, VARIANTS, chain, native, needs_kernels, random_cache
-from worker.kernels.library import load_library
 from worker.kernels.team import Team
+from worker.kernels.variants import load_library
 
 pytestmark = needs_kernels
 

@@ -11,7 +11,7 @@ from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
 from worker.exactness.agreement import compare
 from worker.exactness.probe import probe_rows
-from worker.kernels.library import NO_KERNELS, OVERRIDE
+from worker.kernels.variants import NO_KERNELS, OVERRIDE
 from worker.model.files import locate_model
 from worker.model.kinds import SUPPORTED_KINDS
 from worker.target.attention import attend_in_torch

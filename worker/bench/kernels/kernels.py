@@ -24,8 +24,8 @@ from worker.bench.kernels.records import KernelRecord, KernelResult
 from worker.bench.kernels.roof import LARGEST, Roof
 from worker.bench.options import BenchOptions, check_length
 from worker.caches.full import FullKVCache
-from worker.kernels.library import chosen_variant, load_library, why_none
 from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.variants import chosen_variant, load_library, why_none
 from worker.kernels.weights import DecoderSizes
 from worker.model.files import locate_model
 from worker.target.native_forwards import NativeForwards

@@ -9,8 +9,8 @@ import numpy as np
 from worker.drafters.best_first import grow_best_first
 from worker.drafters.ranking import CandidateRanker, ranking_rule
 from worker.drafters.recycling.tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
-from worker.kernels.library import chosen_variant
 from worker.kernels.recycling import NativeRecycling
+from worker.kernels.variants import chosen_variant
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.kernels import build, library
-from worker.kernels.library import OVERRIDE, KernelError, chosen_variant, load_library, open_library, runnable_variants
+from worker.kernels import build, variants
+from worker.kernels.variants import OVERRIDE, KernelError, chosen_variant, load_library, open_library, runnable_variants
 
 
 @needs_kernels
@@ -26,7 +26,7 @@ def test_the_fastest_is_chosen_and_the_environment_overrides_downwards(monkeypat
 
 @needs_kernels
 def test_a_processor_runs_what_it_has_and_all_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"avx2", "fma", "avx512f", "amx_bf16", "amx_tile"}))
+    monkeypatch.setattr(variants, "cpu_flags", lambda: frozenset({"avx2", "fma", "avx512f", "amx_bf16", "amx_tile"}))
     assert [name for name in runnable_variants() if name != "portable"] in ([], ["avx2"])
     monkeypatch.setenv(OVERRIDE, "avx512")
     with pytest.raises(KernelError, match="avx512: this machine runs"):
@@ -114,7 +114,7 @@ def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.Mo
     """As AMX in a sandbox: the next set serves, where a worker could not start before."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
-    monkeypatch.setattr("worker.kernels.library.ASKING", (fastest,))
-    monkeypatch.setattr("worker.kernels.library._is_allowed", lambda _variant: False)
+    monkeypatch.setattr("worker.kernels.variants.ASKING", (fastest,))
+    monkeypatch.setattr("worker.kernels.variants._is_allowed", lambda _variant: False)
     assert runnable_variants() == others
     assert chosen_variant() == (others[0] if others else None)
