@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from jobs.errors import UserError
 
 MEMORY = "the memory of this machine"
 GB = 1e9
+OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
 
@@ -70,10 +72,21 @@ class KVRoom:
                 "use fewer max_tokens, or --kv-offload with a folder that has more"
             )
 
-    def free_bytes(self) -> int:
+    def free_bytes(self) -> float:
         """Bytes that are left in the folder's file system, or those that programs may still take of the memory."""
         if self.place != MEMORY:
             return shutil.disk_usage(self.place).free
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         [kibibytes] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        return kibibytes * 1024
+        return min(kibibytes * 1024, _left_in_group(OWN_GROUP))
+
+
+def _left_in_group(folder: Path) -> float:
+    """Bytes that a container may still take, whose limit is its control group's (version 2); infinity without one."""
+    try:
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))  # or the word max
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return math.inf
+    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # the page cache gives way

@@ -88,7 +88,7 @@ class TargetModel:
         """Positions that new caches have room for, those of all sequences together."""
         place, num_bytes = place_of_caches(self.device.type, self._kv_offload), self.cache_shape.bytes_per_position()
         free = KVRoom(place, num_bytes).free_bytes() if place else torch.cuda.mem_get_info(self.device)[0]
-        return free // num_bytes
+        return int(free // num_bytes)
 
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> list[RowOutputs]:

@@ -17,6 +17,7 @@ from scheduler.runs import launch
 from scheduler.runs.settings import Settings
 from scheduler.runs.submission import Submission, submission
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from worker.caches import room
 from worker.caches.room import MEMORY, KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
 from worker.model.files import locate_model
 from worker.target.target import TargetModel
@@ -167,3 +168,15 @@ def test_runs_made_before_have_no_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").write_text(json.dumps(text))
     assert Run.open(run.store.uri).manifest.kv_offload is None
     check_folder(None)
+
+
+def test_a_container_has_what_its_own_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's memory is another's: whoever took it would be ended by the kernel."""
+    monkeypatch.setattr(room, "OWN_GROUP", tmp_path)
+    unlimited = room.KVRoom(room.MEMORY, 4096).free_bytes()
+    assert unlimited > 1_000_000
+    for name, text in (("memory.max", "900000"), ("memory.current", "500000"), ("memory.stat", "inactive_file 100000")):
+        (tmp_path / name).write_text(text)
+    assert room.KVRoom(room.MEMORY, 4096).free_bytes() == 500_000
+    (tmp_path / "memory.max").write_text("max")
+    assert room.KVRoom(room.MEMORY, 4096).free_bytes() > 1_000_000
