@@ -25,7 +25,7 @@ class DraftRequest:
     sequence: Sequence
     max_nodes: int
     max_depth: int
-    overhead: float = 0.0  # seconds that a step of the engine takes beside its forward, so far
+    overhead: float = 0.0  # seconds that a step of the engine takes beside forward and drafts, so far
 
 
 @dataclass

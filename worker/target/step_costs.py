@@ -37,6 +37,39 @@ class StepCosts:
         seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
         return seconds + slope * (length - self.lengths[i])
 
+    def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
+        """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached."""
+        own = self.at(num_rows, length) - self.shared_seconds(min(num_rows, ROW_COUNTS[-1]))
+        return self.shared_seconds(num_rows * num_sequences) + num_sequences * own
+
+    def shared_seconds(self, num_rows: int) -> float:
+        """Seconds of what all rows of a forward share, its linear layers: those behind an empty cache."""
+        beyond = max(0, num_rows - ROW_COUNTS[-1])
+        return self._empty[num_rows - beyond] + beyond * self.shared_row_seconds(num_rows)
+
+    def shared_row_seconds(self, num_rows: int) -> float:
+        """What one row more takes of them."""
+        most = ROW_COUNTS[-1]
+        few = min(num_rows, most // 2)
+        return (self._empty[most] - self._empty[few]) / (most - few)
+
+    def own_seconds(self, num_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Seconds that sequences take for attention to their own caches, `[num_sequences, num_choices]`.
+
+        `num_rows [num_choices]`, none above the most that was measured; `lengths [num_sequences]` cached positions.
+        """
+        points, rises = self._grid
+        i = np.clip(np.searchsorted(self.lengths, lengths), 1, max(1, len(self.lengths) - 1)) - 1
+        seconds = points[i] + rises[i] * (lengths - np.array(self.lengths)[i])[:, None]
+        own: np.ndarray = (seconds - np.array(self._empty))[:, num_rows]
+        return own
+
+    @functools.cached_property
+    def _grid(self) -> tuple[np.ndarray, np.ndarray]:
+        """`_lines` as arrays `[num_lengths, ROW_COUNTS[-1] + 1]`: seconds, and how they rise."""
+        grid = np.array(self._lines).transpose(2, 1, 0)
+        return grid[0], grid[1]
+
     @functools.cached_property
     def _lines(self) -> list[list[tuple[float, float]]]:
         """For every number of rows, seconds at each measured length and how they rise behind it, 0 behind the last.
@@ -49,14 +82,6 @@ class StepCosts:
             rises = np.diff(points) / np.diff(self.lengths)
             lines.append([(point, max(0.0, float(rise))) for point, rise in zip(points, [*rises, 0.0], strict=True)])
         return lines
-
-    def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
-        """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached.
-
-        Linear layers are shared by all rows; attention to its own cache is each sequence's own.
-        """
-        shared = self._empty[min(num_rows * num_sequences, ROW_COUNTS[-1])]
-        return shared + num_sequences * (self.at(num_rows, length) - self._empty[min(num_rows, ROW_COUNTS[-1])])
 
     @functools.cached_property
     def _empty(self) -> list[float]:

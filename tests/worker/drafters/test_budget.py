@@ -13,7 +13,8 @@ import pytest
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.budget import BudgetedDrafter, NodeBudget
+from worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
+from worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from worker.engine import Engine
 from worker.model.files import locate_model
 from worker.sequence import Sequence
@@ -29,17 +30,17 @@ DEAR_ROWS = StepCosts((64, 8192), np.array([[1.0, 1.05, 1.1, 1.2, 1.5, 2.0], [1.
 
 
 def test_nodes_that_cost_nothing_are_all_taken() -> None:
-    assert NodeBudget(FREE_ROWS).best(1000, num_sequences=1, overhead=0.0).num_nodes == TILE_ROWS - 1
+    assert NodeBudget(FREE_ROWS).best(1000, num_sequences=1, proposing=0.0).num_nodes == TILE_ROWS - 1
 
 
 def test_where_rows_are_dear_a_long_cache_gets_fewer_nodes() -> None:
     budget = NodeBudget(DEAR_ROWS)
-    assert budget.best(64, 1, 0.0).num_nodes > budget.best(8192, 1, 0.0).num_nodes == 1
+    assert budget.best(64, 1, 0.0).num_nodes > budget.best(8192, 1, 0.0).num_nodes
 
 
 def test_sequences_share_a_tile() -> None:
-    assert NodeBudget(FREE_ROWS).best(64, num_sequences=4, overhead=0.0).num_nodes == 7
-    assert NodeBudget(FREE_ROWS).best(64, num_sequences=100, overhead=0.0).num_nodes == 1
+    assert NodeBudget(FREE_ROWS).best(64, num_sequences=4, proposing=0.0).num_nodes == 7
+    assert NodeBudget(FREE_ROWS).best(64, num_sequences=100, proposing=0.0).num_nodes == 1
 
 
 def test_acceptance_that_falls_takes_nodes_away() -> None:
@@ -94,16 +95,76 @@ class Chains(BudgetedDrafter):
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_trees_are_as_large_as_pays_for_sequences_that_share_a_forward(num_sequences: int) -> None:
     sequence = Sequence("a", [1] * 8193, SamplingParams(max_tokens=9), 10)
-    drafter, budget = Chains(lambda: DEAR_ROWS), NodeBudget(DEAR_ROWS)
     lengths = []
     for overhead in (0.0, 100.0):  # what a step takes beside its forward makes larger trees pay
-        trees = drafter.propose([DraftRequest(sequence, 127, 63, overhead)] * num_sequences)
+        trees = Chains(lambda: DEAR_ROWS).propose([DraftRequest(sequence, 127, 63, overhead)] * num_sequences)
         assert len(trees) == num_sequences
-        assert {len(tree) for tree in trees} == {budget.best(8192, num_sequences, overhead).num_nodes}
         lengths.append(len(trees[0]))
     assert lengths[0] < lengths[1]
-    assert len(drafter.propose([DraftRequest(sequence, 2, 63)])[0]) <= 2
+    assert len(Chains(lambda: FREE_ROWS).propose([DraftRequest(sequence, 2, 63)])[0]) == 2
     assert len(Chains(None).propose([DraftRequest(sequence, 127, 63)])[0]) == 63
+
+
+def shares(acceptance: list[float], lengths: list[int], costs: StepCosts = DEAR_ROWS) -> list[int]:
+    """Nodes of sequences whose every node is accepted in such a share of steps in which its parent was."""
+    tokens = [[1.0 + sum(share**i for i in range(1, nodes + 1)) for nodes in NODE_CHOICES] for share in acceptance]
+    chosen = best_shares(costs, np.array(tokens), np.array(lengths), overhead=0.0, proposing=0.0)
+    return [NODE_CHOICES[choice] for choice in chosen]
+
+
+def test_rows_go_where_the_text_repeats_itself() -> None:
+    repeating, *others = shares([0.98, 0.05, 0.05, 0.05], [64] * 4)
+    assert repeating > 5
+    assert others == [0, 0, 0]
+
+
+def test_rows_go_where_they_are_cheap() -> None:
+    short, long = shares([0.7, 0.7], [64, 8192])
+    assert short > long
+
+
+def test_shares_promise_no_less_than_any_others() -> None:
+    """Over all that three sequences can have: the search looks at few of them."""
+    lengths, acceptance = [64, 2000, 8192], [0.9, 0.8, 0.6]
+    tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
+    rows, own = np.array(NODE_CHOICES) + 1, DEAR_ROWS.own_seconds(np.array(NODE_CHOICES) + 1, np.array(lengths))
+
+    def rate(chosen: tuple[int, ...]) -> float:
+        picked = np.arange(3), np.array(chosen)
+        seconds = DEAR_ROWS.shared_seconds(int(rows[list(chosen)].sum())) + own[picked].sum()
+        return float(tokens[picked].sum() / seconds)
+
+    best = max(map(rate, itertools.product(range(len(NODE_CHOICES)), repeat=3)))
+    found = best_shares(DEAR_ROWS, tokens, np.array(lengths), 0.0, 0.0)
+    assert rate(tuple(found)) > 0.97 * best
+
+
+def test_seconds_of_many_sequences_at_once_are_those_of_each() -> None:
+    rows, lengths = np.array([1, 2, 12, 32]), np.array([0, 64, 5000, 8192, 20_000])
+    own = DEAR_ROWS.own_seconds(rows, lengths)
+    for i, length in enumerate(lengths.tolist()):
+        for j, number in enumerate(rows.tolist()):
+            alone = DEAR_ROWS.shared_seconds(number) + own[i, j]
+            assert alone == pytest.approx(DEAR_ROWS.at(number, length))
+            assert alone == pytest.approx(DEAR_ROWS.forward_seconds(number, length, 1))
+
+
+def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None:
+    sequence = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10)
+    drafter, sizes = Chains(lambda: DEAR_ROWS), []
+    for _ in range(40 * LOOK_EVERY):
+        [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        sizes.append(len(tree))
+        drafter.update(sequence, Verification(tree, [], [1], np.zeros(1 + len(tree), dtype=int), None, None))
+    late = sizes[-8 * LOOK_EVERY :]
+    assert set(late) == {0, 1}
+    assert sum(late) == 8
+    for _ in range(40 * LOOK_EVERY):  # the text begins to repeat itself
+        [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        path = list(range(len(tree)))
+        drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
+        sizes.append(len(tree))
+    assert 0 not in sizes[-LOOK_EVERY:]
 
 
 def test_a_drafter_learns_what_pays() -> None:
@@ -117,15 +178,17 @@ def test_a_drafter_learns_what_pays() -> None:
 
 
 class Recorder(Drafter):
-    """Takes its time and proposes nothing."""
+    """Takes its time when it learns, and proposes nothing."""
 
     def __init__(self) -> None:
         self.overheads: list[float] = []
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        time.sleep(0.02)
         self.overheads += [request.overhead for request in requests]
         return [DraftTree() for _ in requests]
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        time.sleep(0.02)
 
 
 def test_drafters_are_told_what_a_step_takes_beside_its_forward(tiny_model: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from metrics.counters import timed
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.griffin.forwards import GriffinForwards
-from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
+from worker.drafters.griffin.plan import EVERYTHING_PAYS, LookRhythm, PricePlanner
 from worker.drafters.griffin.rows import rows_of
 from worker.drafters.griffin.tree import GrowingTree
 from worker.drafters.griffin.weights import load_griffin
@@ -45,6 +46,8 @@ class _Tracked:
     sampler: TokenSampler  # has taken in what is committed
     num_levels: int = 0
     num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
+    seconds: float = 0.0  # its part of the time that drafting took
+    looks: LookRhythm = field(default_factory=LookRhythm)
 
 
 def griffin(
@@ -79,12 +82,18 @@ class GriffinDrafter(Drafter):
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
+        if not wanted or not self._pays(wanted):
+            return [self._close(request, None) for request in requests]
+        started = time.perf_counter()
         trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
         with timed(self.counters.seconds, "follow"):
             for tree, outputs in zip(trees.values(), self._forwards.follow([r.sequence for r in wanted]), strict=True):
                 tree.add_root(outputs)
         with timed(self.counters.seconds, "grow"):
             self._grow(list(trees.values()))
+        for request in wanted:
+            tracked = self._tracked[request.sequence.sequence_id]
+            tracked.seconds = (time.perf_counter() - started) / len(wanted)
         return [self._close(request, trees.get(request.sequence.sequence_id)) for request in requests]
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
@@ -93,11 +102,12 @@ class GriffinDrafter(Drafter):
             tracked.sampler.push(token_id)
         if verification.hidden is not None:
             self._forwards.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
+        tracked.looks.observe(tracked.num_levels > 0)
         if tracked.num_levels:
             self.counters.num_levels += tracked.num_levels
             if self._planner:
                 nodes = verification.num_draft_tokens
-                self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected)
+                self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected, tracked.seconds)
 
     def stop(self, sequence: Sequence) -> None:
         self._forwards.stop(sequence.sequence_id)
@@ -105,11 +115,19 @@ class GriffinDrafter(Drafter):
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
-        return self._planner.state() if self._planner else {}
+        looks = self._tracked[sequence.sequence_id].looks
+        return self._planner.state() | looks.state() if self._planner else {}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         if self._planner:
+            looks = LookRhythm.restored(state)
             self._planner.restore(state)
+            self._tracked[sequence.sequence_id].looks = looks
+
+    def _pays(self, requests: list[DraftRequest]) -> bool:
+        if self._planner is None or any(self._tracked[r.sequence.sequence_id].looks.is_due for r in requests):
+            return True
+        return self._planner.pays([len(request.sequence) - 1 for request in requests], requests[0].overhead)
 
     def _tree(self, request: DraftRequest, num_sequences: int) -> GrowingTree:
         tracked = self._tracked[request.sequence.sequence_id]

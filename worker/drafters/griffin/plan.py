@@ -1,5 +1,7 @@
 """How much of a dynamic tree pays: a node and a level are worth what they bring, at the rate at which tokens come.
 
+Where a step with a tree brings tokens more slowly than one without, nothing is drafted but a look now and then.
+
 The engine brings R tokens per second. A further row of the verification, or a further forward of the draft model,
 takes seconds in which R would have brought so many tokens: that is its price. A node brings its path's probability, as
 the draft model says, times how much more or less than it says was accepted so far.
@@ -11,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
+from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, PRIOR_STEPS
 from worker.target.step_costs import StepCosts
 
 PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
 MAX_TRUST = 4.0  # that a probability is multiplied or divided by
 STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
+MOST_BETWEEN_LOOKS = 16 * EXPLORE_EVERY  # steps: each look takes in what was not drafted behind
 PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
 
@@ -43,6 +46,39 @@ EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 """Rows that cost less than nothing: trees are as large as their limits."""
 
 
+@dataclass
+class LookRhythm:
+    """How often a sequence that drafts nothing is looked at again: the longer it does not pay, the more seldom."""
+
+    num_waited: int = 0  # steps without a tree
+    interval: int = EXPLORE_EVERY
+
+    @property
+    def is_due(self) -> bool:
+        return self.num_waited >= self.interval
+
+    def observe(self, is_drafted: bool) -> None:
+        """A step went by, with a tree or without."""
+        if not is_drafted:
+            self.num_waited += 1
+        elif self.num_waited:  # it was a look
+            self.num_waited, self.interval = 0, min(2 * self.interval, MOST_BETWEEN_LOOKS)
+        else:
+            self.interval = EXPLORE_EVERY
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Where it stands."""
+        return {"griffin_looks": np.array([self.num_waited, self.interval])}
+
+    @classmethod
+    def restored(cls, state: dict[str, np.ndarray]) -> LookRhythm:
+        """As `state` says. Raises ValueError for unfit arrays."""
+        found = state.get("griffin_looks")
+        if found is None or found.shape != (2,) or found.dtype.kind != "i" or (found < (0, 1)).any():
+            raise ValueError(f"griffin's looks: found {found}, expected two numbers of steps")
+        return cls(*found.tolist())
+
+
 class PricePlanner:
     """Prices by measured costs and by the running means of what steps bring."""
 
@@ -51,6 +87,19 @@ class PricePlanner:
         self._level_seconds = level_seconds
         self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
         self._num_steps = 0
+        self._drafting = 0.0  # seconds that drafting takes for each sequence; 0 before it was done
+
+    def pays(self, lengths: list[int], overhead: float) -> bool:
+        """Whether trees bring more than plain decoding to sequences of so many cached positions that share a forward.
+
+        `overhead`: seconds that a step takes beside forward and drafts.
+        """
+        if self._num_steps < PRIOR_STEPS:
+            return True
+        tokens, nodes, *_ = self._means.tolist()
+        mean = sum(lengths) // len(lengths)
+        plain, drafted = (self._costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
+        return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * self._drafting)
 
     def prices(self, length: int, num_sequences: int) -> TreePrices:
         """Prices for a sequence of `length` cached positions that shares its forwards with others."""
@@ -63,22 +112,26 @@ class PricePlanner:
         trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
         return TreePrices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
 
-    def observe(self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float) -> None:
+    def observe(
+        self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
+    ) -> None:
         """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.
 
-        `num_expected` nodes were to be accepted by their probabilities.
+        `num_expected` nodes were to be accepted by their probabilities; drafting took `seconds`.
         """
+        self._drafting += LEARNING_RATE * (seconds - self._drafting) if self._drafting else seconds
         self._num_steps += 1
         weight = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
         self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
 
     def state(self) -> dict[str, np.ndarray]:
         """What it has learned."""
-        return {"griffin_plan": np.array([*self._means, self._level_seconds, self._num_steps])}
+        return {"griffin_plan": np.array([*self._means, self._level_seconds, self._drafting, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
         found = state.get("griffin_plan")
-        if found is None or found.shape != (6,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
+        if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
-        self._means, self._level_seconds, self._num_steps = found[:4].copy(), float(found[4]), int(found[5])
+        self._means, self._num_steps = found[:4].copy(), int(found[6])
+        self._level_seconds, self._drafting = found[4:6].tolist()

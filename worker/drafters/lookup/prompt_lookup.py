@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.caches.full import FullKVCache
-from worker.drafters.budget import BudgetedDrafter
+from worker.drafters.shared_budget import BudgetedDrafter
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
@@ -75,4 +75,5 @@ class PromptLookupDrafter(BudgetedDrafter):
         self._indexes[sequence.sequence_id].catch_up(sequence)
 
     def stop(self, sequence: Sequence) -> None:
+        super().stop(sequence)
         del self._indexes[sequence.sequence_id]

@@ -6,9 +6,9 @@ import math
 
 from worker.caches.full import FullKVCache
 from worker.drafters.best_first import grow_best_first
-from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.lookup.suffix_automaton import ROOT_STATE, SuffixAutomaton
 from worker.drafters.ranking import CandidateRanker
+from worker.drafters.shared_budget import BudgetedDrafter
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
@@ -49,6 +49,7 @@ class SuffixDrafter(BudgetedDrafter):
         self._catch_up(sequence)
 
     def stop(self, sequence: Sequence) -> None:
+        super().stop(sequence)
         del self._automata[sequence.sequence_id]
 
     def _catch_up(self, sequence: Sequence) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from worker.drafters.base import ReadRows
-from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.recycling_matrix import RecyclingMatrix
 from worker.drafters.recycling.static_tree import static_tree
 from worker.drafters.recycling.token_recycling import top_candidates_of
+from worker.drafters.shared_budget import BudgetedDrafter
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel

@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from worker.drafters.base import ReadRows
-from worker.drafters.budget import BudgetedDrafter
 from worker.drafters.recycling.recycler import create_recycler
 from worker.drafters.recycling.tables import RecyclingTables
+from worker.drafters.shared_budget import BudgetedDrafter
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel

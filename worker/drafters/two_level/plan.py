@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from worker.caches.full import MAX_TREE_NODES
-from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, BudgetChoice, NodeBudget
+from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
 from worker.drafters.two_level.chain import Round, RoundPlan
 from worker.drafters.two_level.chain_tree import ChainTree
 from worker.target.step_costs import Costs, StepCosts
@@ -61,7 +61,7 @@ class MeasuredPlanner(Planner):
         self._budget = budget
         self._node_seconds = node_seconds
         self._trees = NodeBudget(costs)
-        self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE)
+        self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE, NODE_CHOICES[1:])
         self._round_tokens = PRIOR_ROUND_TOKENS
         self._round_seconds = costs.at(4, budget)
         self._propose_seconds = PRIOR_PROPOSE_SECONDS
@@ -92,6 +92,8 @@ class MeasuredPlanner(Planner):
             return
         num_nodes = len(proposed.tree)
         self._trees.observe(num_nodes, path)
+        if num_nodes == 0:
+            return
         beside_nodes = max(0.0, proposed.propose_seconds - num_nodes * self._node_seconds)
         self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 

@@ -1,0 +1,130 @@
+"""How the rows of a forward are shared between sequences: each gets draft nodes where they bring most for their time.
+
+All sequences of a step wait for the same forward. So a node of one of them is worth what it brings there, by that
+sequence's own acceptance, and costs what a row takes behind that sequence's own cache, at the rate at which all
+together bring tokens: sequences whose text repeats itself draft much beside others that draft nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+
+import numpy as np
+
+from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.budget import LEARNING_RATE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
+from worker.sequence import Sequence
+from worker.target.step_costs import Costs, StepCosts
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+NUM_ROWS = np.array(NODE_CHOICES) + 1
+PLAN_EVERY = 8  # steps: shares change slowly, and to find them takes a tenth of a short step
+NUM_PASSES = 2  # of shares by the rate that the last ones promise: more change nothing
+
+
+def best_shares(
+    costs: StepCosts, tokens: np.ndarray, lengths: np.ndarray, overhead: float, proposing: float
+) -> np.ndarray:
+    """Which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
+
+    `tokens [num_sequences, num_choices]` that trees of these sizes bring in a step, `lengths [num_sequences]` of the
+    caches; in seconds, what a step takes beside its forward, and what proposing takes where anything is proposed.
+    """
+    own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
+    sequences = np.arange(len(lengths))
+
+    def rate(chosen: np.ndarray) -> float:
+        forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
+        return float(tokens[sequences, chosen].sum() / (forward + overhead + proposing * bool(chosen.any())))
+
+    alike = [np.full(len(lengths), choice) for choice in range(len(NODE_CHOICES))]
+    rates = [rate(chosen) for chosen in alike]
+    best = alike[int(np.argmax(rates))]
+    for _ in range(NUM_PASSES):
+        shared = costs.shared_row_seconds(int(NUM_ROWS[best].sum()))
+        chosen = (tokens - rate(best) * (own + shared * NUM_ROWS)).argmax(axis=1)
+        best = max(best, chosen, key=rate)
+    return best
+
+
+class SharedBudget:
+    """The running acceptance of every sequence, and what follows from it."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._own: dict[str, NodeAcceptance] = {}
+        self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
+        self._proposing = 0.0  # seconds of a step that proposes anything
+        self._plan: dict[str, int] = {}  # which of `NODE_CHOICES` each sequence has
+        self._num_observed = 0  # trees since then
+
+    def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
+        """How many nodes pay for each of the sequences that share the coming forward."""
+        names = [request.sequence.sequence_id for request in requests]
+        if self._num_observed >= PLAN_EVERY * len(names) or self._plan.keys() != set(names):
+            self._plan, self._num_observed = dict(zip(names, self._shares(requests), strict=True)), 0
+        choices = [self._own[name].looked_at(self._plan[name], len(NODE_CHOICES)) for name in names]
+        return [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
+
+    def proposed(self, seconds: float) -> None:
+        """A step's trees took so long to propose; 0: known already, or there were none."""
+        if seconds > 0.0:
+            self._proposing += LEARNING_RATE * (seconds - self._proposing) if self._proposing else seconds
+
+    def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
+        """Learn from one verified tree whose accepted nodes are `path`."""
+        self._num_observed += 1
+        self._of(sequence).observe(num_draft_tokens, path)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has left; what it was like counts for those to come."""
+        self._plan.pop(sequence.sequence_id, None)
+        if left := self._own.pop(sequence.sequence_id, None):
+            self._mean = (self._mean + np.array(left.shares)) / 2
+
+    def _shares(self, requests: list[DraftRequest]) -> list[int]:
+        tokens = np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
+        lengths = np.array([len(request.sequence) - 1 for request in requests])
+        shares: list[int] = best_shares(self._costs, tokens, lengths, requests[0].overhead, self._proposing).tolist()
+        return shares
+
+    def _of(self, sequence: Sequence) -> NodeAcceptance:
+        if sequence.sequence_id not in self._own:
+            self._own[sequence.sequence_id] = NodeAcceptance(self._mean)
+        return self._own[sequence.sequence_id]
+
+
+class BudgetedDrafter(Drafter):
+    """Drafts for each sequence by itself, with as many nodes as pay."""
+
+    def __init__(self, costs: Costs | None) -> None:
+        """Without `costs` trees are as large as they may be."""
+        self._budget = None if costs is None else SharedBudget(costs())
+        self._seconds = 0.0  # that the last trees took, where there were any
+
+    @abstractmethod
+    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+        """At most `max_nodes` nodes, none deeper than `max_depth`; may be empty."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        if self._budget is None:
+            return [self.tree(r.sequence, r.max_nodes, r.max_depth) for r in requests]
+        sizes = self._budget.num_nodes(requests)
+        started = time.perf_counter()
+        trees = [
+            self.tree(r.sequence, n, r.max_depth) if n else DraftTree() for r, n in zip(requests, sizes, strict=True)
+        ]
+        self._seconds = time.perf_counter() - started if any(sizes) else 0.0
+        return trees
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        if self._budget is not None:
+            self._budget.observe(sequence, verification.num_draft_tokens, verification.path)
+            self._budget.proposed(self._seconds)
+            self._seconds = 0.0
+
+    def stop(self, sequence: Sequence) -> None:
+        if self._budget is not None:
+            self._budget.forget(sequence)
