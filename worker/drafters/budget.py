@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from worker.drafters.looks import LookRhythm
 from worker.target.step_costs import StepCosts
 from worker.target.tiles import TILE_ROWS
 
@@ -20,7 +21,8 @@ PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # of node i, before anyth
 LEARNING_RATE = 0.02
 PRIOR_STEPS = 8  # that the prior counts for: short generations learn faster than at the final rate
 EXPLORE_EVERY = 24  # steps between two looks at one size more
-LOOK_EVERY = 8  # where nothing is drafted: a node alone takes little, and a text that begins to repeat itself is found
+LOOK_EVERY = 8  # steps, at first, where nothing is drafted
+LOOK_CHOICE = NODE_CHOICES.index(5)  # enough to see whether a text begins to repeat itself
 
 
 class NodeAcceptance:
@@ -30,11 +32,11 @@ class NodeAcceptance:
         # plain numbers, as few as these are, take a tenth of an array's time
         self.shares: list[float] = prior.tolist()
         self.num_steps = 0  # with drafts
-        self.num_seen = 0  # steps with or without
+        self._looks = LookRhythm(LOOK_EVERY)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
-        self.num_seen += 1
+        self._looks.observe(num_draft_tokens > 0)
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
@@ -43,9 +45,22 @@ class NodeAcceptance:
             self.shares[node] += rate * ((node in path) - self.shares[node])
 
     def looked_at(self, choice: int, num_choices: int) -> int:
-        """The choice to draft with in a step where `choice` pays most: now and then the next larger one."""
-        period = EXPLORE_EVERY if choice else LOOK_EVERY
-        return min(choice + (self.num_seen % period == period - 1), num_choices - 1)
+        """The choice to draft with in a step where `choice` pays most: now and then a larger one, to learn of it."""
+        if choice == 0:
+            return min(LOOK_CHOICE, num_choices - 1) if self._looks.is_due else 0
+        return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), num_choices - 1)
+
+    def state(self) -> np.ndarray:
+        """Shares, then numbers of steps, `[TILE_ROWS + 3] float64`."""
+        return np.array([*self.shares, self.num_steps, *self._looks.state()])
+
+    def restore(self, state: np.ndarray) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        size = TILE_ROWS + 3
+        if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
+            raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
+        self._looks.restore(state[TILE_ROWS + 1 :])
+        self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
         """What trees of so many nodes bring in a step, the bonus token included."""
@@ -72,15 +87,12 @@ class NodeBudget:
         self._acceptance = NodeAcceptance(prior)
 
     def state(self) -> np.ndarray:
-        """What was learned: acceptance per node, then two numbers of steps, `[TILE_ROWS + 2] float64`."""
-        return np.array([*self._acceptance.shares, self._acceptance.num_steps, self._acceptance.num_seen])
+        """What was learned: acceptance per node, then numbers of steps, `[TILE_ROWS + 3] float64`."""
+        return self._acceptance.state()
 
     def restore(self, state: np.ndarray) -> None:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
-        if state.shape != (TILE_ROWS + 2,) or state.dtype != np.float64 or not np.isfinite(state).all():
-            raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({TILE_ROWS + 2},)")
-        *self._acceptance.shares, num_steps, num_seen = state.tolist()
-        self._acceptance.num_steps, self._acceptance.num_seen = int(num_steps), int(num_seen)
+        self._acceptance.restore(state)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""

@@ -12,10 +12,11 @@ from metrics.counters import timed
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.griffin.forwards import GriffinForwards
-from worker.drafters.griffin.plan import EVERYTHING_PAYS, LookRhythm, PricePlanner
+from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
 from worker.drafters.griffin.rows import rows_of
 from worker.drafters.griffin.tree import GrowingTree
 from worker.drafters.griffin.weights import load_griffin
+from worker.drafters.looks import LookRhythm
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
@@ -23,6 +24,8 @@ from worker.target.target import TargetModel
 from worker.target.tiles import max_tree_depth
 from worker.tree import DraftTree
 from worker.verification import Verification
+
+LOOK_EVERY = 24  # steps, at first: each look takes in all that was not drafted behind
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class _Tracked:
     num_levels: int = 0
     num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
     seconds: float = 0.0  # its part of the time that drafting took
-    looks: LookRhythm = field(default_factory=LookRhythm)
+    looks: LookRhythm = field(default_factory=lambda: LookRhythm(LOOK_EVERY))
 
 
 def griffin(
@@ -115,12 +118,14 @@ class GriffinDrafter(Drafter):
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
-        looks = self._tracked[sequence.sequence_id].looks
-        return self._planner.state() | looks.state() if self._planner else {}
+        tracked = self._tracked.get(sequence.sequence_id)  # None: it has left, and the next one takes its place
+        looks = tracked.looks if tracked else LookRhythm(LOOK_EVERY)
+        return self._planner.state() | {"griffin_looks": looks.state()} if self._planner else {}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         if self._planner:
-            looks = LookRhythm.restored(state)
+            looks = LookRhythm(LOOK_EVERY)
+            looks.restore(state.get("griffin_looks", np.empty(0)))
             self._planner.restore(state)
             self._tracked[sequence.sequence_id].looks = looks
 

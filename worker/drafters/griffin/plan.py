@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, PRIOR_STEPS
+from worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
 from worker.target.step_costs import StepCosts
 
 PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
 MAX_TRUST = 4.0  # that a probability is multiplied or divided by
 STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
-MOST_BETWEEN_LOOKS = 16 * EXPLORE_EVERY  # steps: each look takes in what was not drafted behind
 PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
 
@@ -44,39 +43,6 @@ class TreePrices:
 
 EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 """Rows that cost less than nothing: trees are as large as their limits."""
-
-
-@dataclass
-class LookRhythm:
-    """How often a sequence that drafts nothing is looked at again: the longer it does not pay, the more seldom."""
-
-    num_waited: int = 0  # steps without a tree
-    interval: int = EXPLORE_EVERY
-
-    @property
-    def is_due(self) -> bool:
-        return self.num_waited >= self.interval
-
-    def observe(self, is_drafted: bool) -> None:
-        """A step went by, with a tree or without."""
-        if not is_drafted:
-            self.num_waited += 1
-        elif self.num_waited:  # it was a look
-            self.num_waited, self.interval = 0, min(2 * self.interval, MOST_BETWEEN_LOOKS)
-        else:
-            self.interval = EXPLORE_EVERY
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Where it stands."""
-        return {"griffin_looks": np.array([self.num_waited, self.interval])}
-
-    @classmethod
-    def restored(cls, state: dict[str, np.ndarray]) -> LookRhythm:
-        """As `state` says. Raises ValueError for unfit arrays."""
-        found = state.get("griffin_looks")
-        if found is None or found.shape != (2,) or found.dtype.kind != "i" or (found < (0, 1)).any():
-            raise ValueError(f"griffin's looks: found {found}, expected two numbers of steps")
-        return cls(*found.tolist())
 
 
 class PricePlanner:

@@ -1,0 +1,44 @@
+"""When a sequence that drafts nothing is looked at again: the longer drafts do not pay, the more seldom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MOST_DOUBLED = 16  # times the shortest interval
+
+
+@dataclass
+class LookRhythm:
+    """Counts the steps of one sequence."""
+
+    shortest: int  # steps between two looks, at first
+    num_waited: int = 0  # steps without a tree
+    interval: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.interval = self.shortest
+
+    @property
+    def is_due(self) -> bool:
+        return self.num_waited >= self.interval
+
+    def observe(self, is_drafted: bool) -> None:
+        """A step went by, with a tree or without."""
+        if not is_drafted:
+            self.num_waited += 1
+        elif self.num_waited:  # it was a look
+            self.num_waited, self.interval = 0, min(2 * self.interval, MOST_DOUBLED * self.shortest)
+        else:
+            self.interval = self.shortest
+
+    def state(self) -> np.ndarray:
+        """Where it stands, `[2] float64`."""
+        return np.array([self.num_waited, self.interval], dtype=np.float64)
+
+    def restore(self, state: np.ndarray) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any():
+            raise ValueError(f"rhythm of looks: found {state}, expected two numbers of steps")
+        self.num_waited, self.interval = (int(number) for number in state)
