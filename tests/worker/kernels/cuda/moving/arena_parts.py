@@ -1,0 +1,19 @@
+"""Small arenas whose every number is another one."""
+
+from __future__ import annotations
+
+import torch
+
+NUM_LAYERS, NUM_SLOTS, NUM_HEADS, CAPACITY, HEAD_DIM = 2, 3, 2, 90, 48  # a width that is no power of two
+
+
+def any_arena(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` of random bits, those of NaN among them."""
+    shape = (NUM_LAYERS, 2, NUM_SLOTS, NUM_HEADS, CAPACITY, HEAD_DIM)
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**15), 2**15, shape, generator=generator)
+    return bits.to(torch.int16).view(dtype) if dtype == torch.bfloat16 else bits.to(dtype)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.int8), other.contiguous().view(torch.int8))

@@ -1,0 +1,71 @@
+"""Rows copied out of the arena are the rows that indexing finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.kernels.cuda.moving.arena_parts import (
+    CAPACITY,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_LAYERS,
+    NUM_SLOTS,
+    any_arena,
+    same_bits,
+)
+from worker.kernels.cuda.moving.gather import gather_entries, gather_range
+
+SHAPE = (NUM_LAYERS, 2, NUM_HEADS, 70, HEAD_DIM)  # more rows than one program's
+
+
+def any_entries(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, CAPACITY, (NUM_LAYERS, NUM_HEADS, count), generator=generator, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("slot", range(NUM_SLOTS))
+def test_each_heads_own_entries_are_gathered(slot: int, dtype: torch.dtype) -> None:
+    arena, out, entries = any_arena(dtype), torch.zeros(SHAPE, dtype=dtype), any_entries(70)
+    gather_entries(arena, slot, entries, out)
+    for layer in range(NUM_LAYERS):
+        for head in range(NUM_HEADS):
+            assert same_bits(out[layer, :, head], arena[layer, :, slot, head, entries[layer, head].long()])
+
+
+def test_entries_that_are_none_and_what_lies_around_stay_as_they_are() -> None:
+    arena, buffer, entries = any_arena(), torch.ones(*SHAPE[:3], 100, HEAD_DIM, dtype=torch.bfloat16), any_entries(70)
+    entries[:, :, 5] = -1
+    out = buffer[:, :, :, 20:90]
+    gather_entries(arena, 1, entries, out)
+    assert (buffer[..., :20, :] == 1).all()
+    assert (buffer[..., 90:, :] == 1).all()
+    assert (out[..., 5, :] == 1).all()
+    assert same_bits(out[1, 0, 1, 6], arena[1, 0, 1, 1, entries[1, 1, 6]])
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 70), (13, 33), (CAPACITY - 1, 1)])
+def test_consecutive_rows_are_gathered(first: int, count: int) -> None:
+    arena, staging = any_arena(), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    out = staging[:, :, :, :count]
+    gather_range(arena, 2, first, out)
+    assert same_bits(out, arena[:, :, 2, :, first : first + count])
+    assert (staging[:, :, :, count:] == 0).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    arena, out = any_arena(), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    for slot, entries, rows in (
+        (NUM_SLOTS, any_entries(70), out),
+        (0, any_entries(69), out),
+        (0, any_entries(70).long(), out),
+        (0, any_entries(70), out.float()),
+        (0, any_entries(70), out.transpose(3, 4)),
+        (0, any_entries(70), out[:1]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            gather_entries(arena, slot, entries, rows)
+    for first in (-1, CAPACITY - 69):
+        with pytest.raises(ValueError, match="expected them within 0 to 90"):
+            gather_range(arena, 0, first, out)

@@ -1,0 +1,17 @@
+"""What both have in common: the device's infinities are numpy's warnings, its sums are of whole numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from worker import sampling
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sampling, "running_sum", sampling.running_sum_in_any_order)
+    with np.errstate(all="ignore"):
+        yield

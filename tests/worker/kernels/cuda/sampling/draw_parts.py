@@ -1,0 +1,100 @@
+"""Steps of some sequences with draft trees as the device gets them, and what worker/sampling.py draws at each row."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.kernels.sampling_parts import any_row
+from worker.kernels.cuda.sampling.draw import DrawBuffers
+from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, fill_row, padding_rows
+from worker.kernels.cuda.sampling.windows import leaving_tokens
+from worker.sampling import TokenSampler
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+
+NAN = float("nan")
+UNSEEN_COUNT = 2**30
+UNSEEN_TOKEN = 0  # a real one: whoever looks at it counts it
+VOCAB = 300
+NO_FILTERS = {"top_k": 0, "top_p": 1.0, "eta": 0.0}
+FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
+
+
+@dataclass
+class Branch:
+    """One row: a sequence, the tokens that a draft has put behind it, and the logits there."""
+
+    sequence: Sequence
+    path_ids: list[int]
+    logits: torch.Tensor  # [vocab]
+
+    def expected(self) -> int:
+        sampler = TokenSampler(self.sequence, len(self.logits))
+        for token_id in self.path_ids:
+            sampler.push(token_id)
+        return sampler.draw(self.logits)
+
+
+def sequence_of(token_ids: list[int], params: SamplingParams, vocab_size: int) -> Sequence:
+    return Sequence("s", token_ids, params, vocab_size)
+
+
+def plain(**settings: float) -> SamplingParams:
+    return SamplingParams(max_tokens=1, **{"repetition_penalty": 1.0, **NO_FILTERS, "seed": 7} | settings)  # type: ignore[arg-type]
+
+
+def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = VOCAB) -> Branch:
+    """A row behind some committed tokens and some of a draft."""
+    params = params.model_copy(update={"penalty_window": chance.choice([1, 3, 40, 1024])})
+    token_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([1, 20, 70]))]
+    path_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([0, 1, 5, 63]))]
+    return Branch(sequence_of(token_ids, params, vocab_size), path_ids, any_row(chance, vocab_size))
+
+
+def branches_of(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> list[Branch]:
+    """The rows of a tree, the root's first; `logits [1 + num_nodes, vocab]`."""
+    paths: dict[int, list[int]] = {ROOT: []}
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        paths[node] = [*paths[parent], token_id]
+    return [Branch(sequence, paths[i - 1], row) for i, row in enumerate(logits)]
+
+
+def any_tree(chance: random.Random, num_nodes: int, vocab_size: int) -> DraftTree:
+    parents = [max(ROOT, node - chance.randrange(1, 4)) for node in range(num_nodes)]
+    return DraftTree([chance.randrange(vocab_size) for _ in parents], parents)
+
+
+def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
+    """Rows in this order, each sequence in a slot of its own; None is a padding row. All else is wrong."""
+    vocab_size = next(len(branch.logits) for branch in branches if branch)
+    found = {id(branch.sequence): branch.sequence for branch in branches if branch}
+    slots = {name: len(found) - 1 - i for i, name in enumerate(found)}  # the last row's sequence is in slot 0
+    rows, logits = padding_rows(len(branches)), torch.full((len(branches), vocab_size), NAN)
+    ancestors = torch.full((len(branches), NUM_DRAFTED), UNSEEN_TOKEN, dtype=torch.int32)
+    counts = torch.full((len(found) + num_slots, vocab_size), UNSEEN_COUNT, dtype=torch.int32)
+    leaving = torch.full((len(counts), NUM_DRAFTED), UNSEEN_TOKEN, dtype=torch.int32)
+    for i, branch in enumerate(branches):
+        if branch:
+            sequence, depth = branch.sequence, len(branch.path_ids)
+            fill_row(rows, i, sequence.sampling, slots[id(sequence)], len(sequence) + depth, depth)
+            logits[i] = branch.logits
+            ancestors[i, :depth] = torch.tensor(branch.path_ids, dtype=torch.int32)
+    for name, sequence in found.items():
+        if (window := sequence.sampling.penalty_window) and sequence.sampling.repetition_penalty != 1.0:
+            recent = np.bincount(sequence.token_ids[-window:], minlength=vocab_size)
+            counts[slots[name]] = torch.from_numpy(recent)
+            leaving[slots[name]] = torch.from_numpy(leaving_tokens(sequence.token_ids, window))
+    return DrawBuffers(
+        logits=logits,
+        rows=torch.from_numpy(rows.view(np.int32).reshape(len(rows), -1)),
+        ancestors=ancestors,
+        counts=counts,
+        leaving=leaving,
+        tokens=torch.full((len(branches),), 12345, dtype=torch.int32),
+        highest=torch.full((len(branches),), 12345.0),
+    )
