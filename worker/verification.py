@@ -13,6 +13,10 @@ from worker.tree import ROOT, DraftTree
 TOP_K = 8  # candidates of the target kept at every verified row
 
 
+Candidates = tuple[np.ndarray, np.ndarray]
+"""Ids `[num_rows, TOP_K] int64` and log-probabilities `[num_rows, TOP_K] float32` of the best tokens of rows."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """Outcome of verifying one draft tree. Row 0 is the root (last committed token), row i + 1 is node i."""
@@ -42,10 +46,11 @@ class Walk:
     path: list[int]  # accepted nodes, root side first
     drawn: list[int]  # tokens of the path, then the bonus token
     failed_row: int | None = None  # the row behind `drawn`, where nothing can be drawn from its logits
+    candidates: Candidates | None = None  # of all rows, walked or not, where they were asked for
 
     def until(self, num_tokens: int) -> Walk:
         """Only the first tokens, behind which the sequence ends."""
-        return Walk(self.path[:num_tokens], self.drawn[:num_tokens])
+        return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
 
 
 def walk(

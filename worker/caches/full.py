@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker.caches.huge_pages import ask_for_huge_pages
-
-MAX_TREE_NODES = 127
+from worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,14 @@ class FullKVCache:
 
         On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
         """
-        bits: NDArray[Any] = self._bits()[:, start:end].cpu().numpy()
+        rows = self._bits()[..., start:end, :]
+        bits = self._copied_out(rows).reshape(rows.shape[:-2].numel(), *rows.shape[-2:])
         return bits.view(np.uint16) if bits.dtype == np.int16 else bits
 
     def load(self, kv: NDArray[Any]) -> None:
         """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit."""
-        num_rows, capacity, head_dim = (rows := self._bits()).shape
+        rows = self._bits()
+        num_rows, capacity, head_dim = rows.shape[:-2].numel(), *rows.shape[-2:]
         expected = np.dtype(np.uint16 if rows.dtype == torch.int16 else np.float32)
         end = self.length + kv.shape[1]
         if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, head_dim, expected) or end > capacity - MAX_TREE_NODES:
@@ -97,7 +98,8 @@ class FullKVCache:
                 f"{capacity - MAX_TREE_NODES - self.length}, {head_dim}]"
             )
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
-        rows[:, self.length : end] = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
+        behind = rows[..., self.length : end, :]
+        self._copy_in(behind, bits.reshape(behind.shape))
         self.length = end
 
     def prefix(self, length: int) -> FullKVCache:
@@ -124,10 +126,18 @@ class FullKVCache:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")
         self.length = length
 
+    def _copied_out(self, rows: torch.Tensor) -> NDArray[Any]:
+        """Rows of `_bits` on the host."""
+        host: NDArray[Any] = rows.cpu().numpy()
+        return host
+
+    def _copy_in(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
+        """Fill rows of `_bits` from the host."""
+        rows.copy_(torch.from_numpy(kv if kv.flags.writeable else kv.copy()))
+
     def _bits(self) -> torch.Tensor:
-        """The buffer as `[num_layers * 2 * num_kv_heads, capacity, head_dim]`, in numbers that numpy knows."""
-        rows = self._buffer.view(-1, *self._buffer.shape[-2:])
-        return rows.view(torch.int16) if rows.element_size() == 2 else rows
+        """The buffer, whatever its strides, in numbers that numpy knows."""
+        return self._buffer.view(torch.int16) if self._buffer.element_size() == 2 else self._buffer
 
 
 def keep_path(buffer: torch.Tensor, root: int, path: list[int]) -> int:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from worker.caches.copies import CudaLane
 from worker.caches.full import CacheShape
 from worker.caches.room import KVRoomError
 
@@ -110,7 +111,7 @@ class PinnedHost:
         size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
         self.rows = torch.empty(size, dtype=shape.dtype, pin_memory=True)
         self._device = shape.device
-        self._stream = torch.cuda.Stream(shape.device)
+        self._lane = CudaLane(shape.device)
 
     def device_rows(self) -> torch.Tensor:
         return torch.empty_like(self.rows[0], device=self._device)
@@ -126,8 +127,7 @@ class PinnedHost:
         """Nothing to do either."""
 
     def _load(self, layer: int, target: torch.Tensor, end: int, is_free: torch.cuda.Event) -> None:
-        self._stream.wait_event(is_free)
-        with torch.cuda.stream(self._stream):
-            for run, source in zip(target.flatten(0, 1), self.rows[layer].flatten(0, 1), strict=True):
-                run[:end].copy_(source[:end], non_blocking=True)
-        self._stream.synchronize()
+        self._lane.follow(is_free)
+        for run, source in zip(target.flatten(0, 1), self.rows[layer].flatten(0, 1), strict=True):
+            self._lane.copy(run[:end], source[:end])
+        self._lane.mark().synchronize()

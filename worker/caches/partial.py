@@ -34,8 +34,7 @@ class PartialCache(ABC):
         self.bias: np.ndarray | None = None  # [some first entries] float32, added to their scores; None for no bias
         self._num_sequence_entries = 0
         self._num_drawn = 0
-        capacity = -(-(num_entries + CHAIN_ROOM) // BLOCK) * BLOCK
-        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
+        size = (shape.num_layers, 2, shape.num_kv_heads, capacity_for(num_entries), shape.head_dim)
         # whole blocks are read, with weights of next to nothing for what was not written: that has to be numbers
         self._buffer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
@@ -87,6 +86,11 @@ class PartialCache(ABC):
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
         """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
         return full.stored(layer)[0][:, positions].to(self.shape.device)
+
+
+def capacity_for(num_entries: int) -> int:
+    """Entries of the buffer behind which `num_entries` of the sequence and a chain have room, whole blocks."""
+    return -(-(num_entries + CHAIN_ROOM) // BLOCK) * BLOCK
 
 
 PartialCacheFactory = Callable[[CacheShape, int, Sequence], PartialCache]

@@ -14,6 +14,7 @@ from jobs.errors import UserError
 
 MEMORY = "the memory of this machine"
 GB = 1e9
+MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 

@@ -14,7 +14,7 @@ import torch
 
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
 from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED, PartialCache, Queries
+from worker.caches.partial import NUM_PINNED, PartialCache, Queries, capacity_for
 from worker.sequence import Sequence
 
 CHUNK_SIZE = 32
@@ -28,10 +28,9 @@ class SummaryKVCache(PartialCache):
     def __init__(self, shape: CacheShape, budget: int, sequence: Sequence) -> None:
         """`budget` counts the entries that hold whole positions; there is one more for every chunk left out."""
         max_length = sequence.max_length
-        self._num_chosen = max(1, (budget - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE)  # chunks
+        self._num_chosen = _num_chosen(budget)
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
-        num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE + NUM_RECENT + CHUNK_SIZE + PERIOD
-        super().__init__(shape, min(max_length, max(self._first_build, num_whole + max_length // CHUNK_SIZE)))
+        super().__init__(shape, _num_entries(budget, max_length))
         self._mean_keys = ChunkMeans(shape, max_length, CHUNK_SIZE, "keys")
         self._mean_values = ChunkMeans(shape, max_length, CHUNK_SIZE, "values")
         self._built_at: int | None = None
@@ -70,3 +69,21 @@ class SummaryKVCache(PartialCache):
         self._gather(full, layer, torch.cat([whole, middles], dim=1), 0)
         means = mean_values.gather(1, others[..., None].expand(-1, -1, self.shape.head_dim))
         self._buffer[layer, 1, :, whole.shape[1] : whole.shape[1] + others.shape[1]] = means
+
+
+def summary_positions(budget: int, max_length: int) -> int:
+    """What such a cache takes of its device, in positions of a full cache: its entries, and the means of all chunks."""
+    return capacity_for(_num_entries(budget, max_length)) + max_length // CHUNK_SIZE
+
+
+def _num_chosen(budget: int) -> int:
+    """Chunks that are held whole."""
+    return max(1, (budget - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE)
+
+
+def _num_entries(budget: int, max_length: int) -> int:
+    """The most entries that a sequence ever has: all before the first build, or those chosen and one for each chunk."""
+    chosen = _num_chosen(budget) * CHUNK_SIZE
+    first_build = NUM_PINNED + NUM_RECENT + 2 * chosen
+    num_whole = NUM_PINNED + chosen + NUM_RECENT + CHUNK_SIZE + PERIOD
+    return min(max_length, max(first_build, num_whole + max_length // CHUNK_SIZE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,28 @@ import pytest
 import torch
 
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
+from tests.worker.caches.lazy_stream import LazyStream
 from worker.caches import hosts as cache_hosts
+from worker.caches.arena import KVArena
+from worker.caches.copies import CudaLane, Staging
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.offloaded import OffloadedKVCache
 
 NewCache = Callable[[CacheShape], FullKVCache]
+ON_GPU = ("pinned", "arena on a gpu")
+PIECE_BYTES = 1 << 15  # so that checkpoints go in many pieces
+STAGING: dict[str, Callable[[CacheShape], Staging | None]] = {  # of arenas
+    "arena": lambda shape: None,
+    "staged": lambda shape: Staging(EagerLane(), LazyStream(), PIECE_BYTES),
+    "arena on a gpu": lambda shape: Staging(CudaLane(shape.device), torch.cuda.current_stream(), PIECE_BYTES),
+}
+
+
+class EagerLane(LazyStream):
+    """Copies at once, as the computation of these tests does."""
+
+    def submit(self, work: Callable[[], object]) -> None:
+        work()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,20 +48,26 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 class TestEveryCache:
-    @pytest.fixture(params=["device", "file", pytest.param("pinned", marks=pytest.mark.gpu)])
+    @pytest.fixture(
+        params=["device", "arena", "staged", "file", *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPU)]
+    )
     def kind(self, request: pytest.FixtureRequest) -> str:
-        if request.param == "pinned" and not torch.cuda.is_available():
+        if request.param in ON_GPU and not torch.cuda.is_available():
             pytest.skip("no CUDA device on this machine")
         return str(request.param)
 
     @pytest.fixture
     def shape(self, kind: str, num_layers: int) -> CacheShape:
-        return shape(num_layers, "cuda" if kind == "pinned" else "cpu")
+        return shape(num_layers, "cuda" if kind in ON_GPU else "cpu")
 
     @pytest.fixture
-    def new_cache(self, kind: str, tmp_path: Path) -> NewCache:
+    def new_cache(self, kind: str, shape: CacheShape, tmp_path: Path) -> NewCache:
         if kind == "device":
             return lambda shape: FullKVCache(shape, MAX_LENGTH)
+        if kind in STAGING:
+            arena = KVArena(shape, 3, MAX_LENGTH + 100, STAGING[kind](shape))
+            arena.buffer.fill_(math.nan)
+            return lambda shape: arena.new_cache(MAX_LENGTH)
         return lambda shape: OffloadedKVCache(shape, MAX_LENGTH, str(tmp_path))
 
     @pytest.fixture
@@ -98,6 +122,12 @@ class TestEveryCache:
         assert copy.length == 300
         for ours, theirs in zip(held(copy, shape), held(cache, shape), strict=True):
             assert ours.equal(theirs)
+
+    def test_no_positions_go_out_and_come_back_too(self, cache: FullKVCache, shape: CacheShape) -> None:
+        nothing = cache.kv(300, 300)
+        assert nothing.shape == (2 * shape.num_layers * shape.num_kv_heads, 0, shape.head_dim)
+        cache.load(nothing)
+        assert cache.length == 300
 
     def test_what_is_loaded_takes_the_place_of_what_was_rolled_back(
         self, cache: FullKVCache, shape: CacheShape

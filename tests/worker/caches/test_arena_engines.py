@@ -1,0 +1,64 @@
+"""Jobs whose caches are slots of one buffer get the tokens that they get in caches of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
+from worker.caches.arena import ArenaKVCache, KVArena
+from worker.drafters.catalogue import create_drafter
+from worker.engine import Engine
+from worker.model.text import TextCodec
+from worker.sequence import Sequence
+from worker.target.loading import load_transformers
+from worker.target.target import TargetModel
+
+NUM_SLOTS, MAX_TOKENS = 2, 40
+PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
+
+
+class SlottedTarget(TargetModel):
+    """Takes its caches from an arena full of numbers that are none."""
+
+    def use_slots(self, max_length: int) -> KVArena:
+        self.arena = KVArena(self.cache_shape, NUM_SLOTS, max_length)
+        self.arena.buffer.fill_(torch.nan)
+        return self.arena
+
+    def new_cache(self, max_length: int) -> ArenaKVCache:
+        return self.arena.new_cache(max_length)
+
+
+def prompt_ids(target: TargetModel, number: int) -> list[int]:
+    return TextCodec(target.files).encode(PROMPT * (1 + number))
+
+
+def generate(target: TargetModel, engine_name: str) -> list[list[int]]:
+    """Four jobs, two at a time: the last two come into slots that others have left."""
+    engine, outputs = Engine(target, create_drafter(engine_name, target, free_rows)), []
+    for first in (0, NUM_SLOTS):
+        sequences = []
+        for number in range(first, first + NUM_SLOTS):
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=number, ignore_eos=True, min_p=0.1)
+            sequences.append(Sequence(f"s{number}", prompt_ids(target, number), sampling, target.vocab_size))
+            engine.start(sequences[-1])
+        while any(sequence.finish_reason is None for sequence in sequences):
+            engine.step()
+        for sequence in sequences:
+            engine.stop(sequence)
+        outputs += [sequence.output_ids.tolist() for sequence in sequences]
+    return outputs
+
+
+@pytest.mark.parametrize("loads", ["kernels", "transformers"])
+@pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling", "tokenswift", "griffin"])
+def test_every_engine_gives_the_same_tokens(target: TargetModel, engine_name: str, loads: str) -> None:
+    forwards = target.forwards
+    if loads == "transformers":
+        forwards = load_transformers(target.files, target.dtype, target.device)
+    plain, slotted = TargetModel(forwards, target.files), SlottedTarget(forwards, target.files)
+    arena = slotted.use_slots(len(prompt_ids(target, 2 * NUM_SLOTS - 1)) + MAX_TOKENS)
+    assert generate(slotted, engine_name) == generate(plain, engine_name)
+    assert arena.num_free == NUM_SLOTS, "nobody holds on to a cache"

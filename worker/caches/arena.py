@@ -1,0 +1,106 @@
+"""All key-value caches of a GPU worker in one buffer that is allocated at start-up, a slot for each job."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker.caches.copies import Staging
+from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from worker.caches.room import GB, KVRoomError
+from worker.memory.plan import slot_capacity
+
+MoveRows = Callable[[int, int, Sequence[int]], None]
+"""(slot, entry of a root, nodes of the accepted path): these move next to the root, as `keep_path` has it."""
+
+
+class KVArena:
+    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`, which never moves and never grows.
+
+    One capacity for the whole run: attention may cut splits by it, and graphs keep addresses.
+    """
+
+    def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
+        """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
+        self.shape, self.num_slots, self.capacity = shape, num_slots, slot_capacity(max_length)
+        size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, self.capacity, shape.head_dim)
+        self.buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self._staging = staging
+        self.move_rows: MoveRows | None = None  # set where there is a better way than the tensors' own
+        self._free = list(reversed(range(num_slots)))
+
+    @property
+    def longest_job(self) -> int:
+        """Positions that a slot has room for."""
+        return self.capacity - MAX_TREE_NODES
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def new_cache(self, max_length: int) -> ArenaKVCache:
+        """An empty cache in a slot, which comes back when the cache and all views of it are gone.
+
+        Raises KVRoomError for a sequence that is longer than a slot, or where all slots are taken.
+        """
+        if max_length > self.longest_job:
+            raise KVRoomError(
+                f"max_tokens: a job of {max_length:,} positions is longer than a slot of this worker's GPU, "
+                f"{self.longest_job:,} positions in {self.capacity * self.shape.bytes_per_position() / GB:,.2f} GB; "
+                "use fewer max_tokens, or a run of its own, whose slots are made for its longest job"
+            )
+        if not self._free:
+            gc.collect()  # a cache may hang in a circle of references, as a traceback makes them
+        if not self._free:
+            raise KVRoomError(
+                f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
+                f"{self.buffer.numel() * self.buffer.element_size() / GB:,.2f} GB; use more --slots or --workers"
+            )
+        lease = SlotLease(self._free.pop())
+        weakref.finalize(lease, self._free.append, lease.slot)
+        return ArenaKVCache(self, lease, max_length, self._staging)
+
+
+class SlotLease:
+    """Whoever holds it has the slot."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
+class ArenaKVCache(FullKVCache):
+    """A `FullKVCache` over one slot; views made by `prefix` and `replayed` share the slot with it."""
+
+    def __init__(self, arena: KVArena, lease: SlotLease, max_length: int, staging: Staging | None) -> None:
+        self._lease, self._staging = lease, staging
+        self._arena = arena
+        rows = arena.buffer[:, :, lease.slot, :, : max_length + MAX_TREE_NODES]
+        super().__init__(arena.shape, max_length, rows)
+
+    @property
+    def slot(self) -> int:
+        """Its number in the arena's buffer."""
+        return self._lease.slot
+
+    def commit(self, path: list[int]) -> None:
+        if self._arena.move_rows is None:
+            super().commit(path)
+        else:
+            self._arena.move_rows(self.slot, self.length, path)
+            self.advance(1 + len(path))
+
+    def _copied_out(self, rows: torch.Tensor) -> NDArray[Any]:
+        return super()._copied_out(rows) if self._staging is None else self._staging.read(rows)
+
+    def _copy_in(self, rows: torch.Tensor, kv: NDArray[np.generic]) -> None:
+        if self._staging is None:
+            super()._copy_in(rows, kv)
+        else:
+            self._staging.write(rows, kv)

@@ -1,0 +1,149 @@
+"""Copies between a GPU and its host beside the computation: a stream of their own, and two pinned buffers in turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+STAGING_BYTES = 1 << 24  # of one buffer: a piece takes about a millisecond, so that little waits for the first
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Return once all that was queued before it is done."""
+
+
+class Computation(Protocol):
+    """The stream that computes, as `torch.cuda.Stream` has it. No graph may be captured on it meanwhile."""
+
+    def record_event(self) -> Any:
+        """A point behind all that was queued until now."""
+
+    def wait_event(self, event: Any) -> None:
+        """What is queued from now on comes behind the event."""
+
+
+class CopyLane(Protocol):
+    """Does copies one after the other; each may be done at any time until an event behind it is waited for."""
+
+    def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of `[num_bytes] uint8`: on the host, pinned, and on the device."""
+
+    def follow(self, event: Any) -> None:
+        """What is queued from now on comes behind the event."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue one."""
+
+    def mark(self) -> Event:
+        """A point behind all copies queued until now."""
+
+
+class CudaLane:
+    """A CUDA stream for copies alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned, torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        self._stream.wait_event(event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+
+@dataclass
+class _Side:
+    """One of the two pairs of buffers, and when it is free again."""
+
+    host: torch.Tensor  # [STAGING_BYTES] uint8
+    device: torch.Tensor
+    is_done: Event | None = None
+
+    def views(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both buffers in the form of `rows`, contiguous: so one launch gathers them, and one copy crosses."""
+        num_bytes = rows.numel() * rows.element_size()
+        host, device = (each[:num_bytes].view(rows.dtype).view(rows.shape) for each in (self.host, self.device))
+        return host, device
+
+    def wait(self) -> None:
+        if self.is_done is not None:
+            self.is_done.synchronize()
+
+
+class Staging:
+    """Brings positions of a cache on the device to the host and back, in pieces; any thread may ask."""
+
+    def __init__(self, lane: CopyLane, computation: Computation, num_bytes: int = STAGING_BYTES) -> None:
+        """`computation` is the stream that writes and reads the cache."""
+        self._lane, self._computation, self._num_bytes = lane, computation, num_bytes
+        self._sides = [_Side(*lane.buffers(num_bytes)) for _ in range(2)]
+        self._lock = threading.Lock()
+
+    def read(self, rows: torch.Tensor) -> NDArray[Any]:
+        """A copy of rows `[..., num_positions, head_dim]` as all that was queued to compute until now leaves them."""
+        copied = np.empty(rows.shape, dtype=_numpy_dtype(rows))
+        coming: list[tuple[slice, NDArray[Any], _Side]] = []
+        with self._lock:
+            self._lane.follow(self._computation.record_event())
+            for number, piece in enumerate(self._pieces(rows)):
+                side = self._sides[number % 2]
+                host, device = side.views(rows[..., piece, :])
+                self._lane.copy(device, rows[..., piece, :])
+                self._lane.copy(host, device)
+                side.is_done = self._lane.mark()
+                coming.append((piece, host.numpy(), side))
+                if len(coming) == 2:  # the next piece takes the buffer of this one
+                    _take(copied, *coming.pop(0))
+            for arrived in coming:
+                _take(copied, *arrived)
+        return copied
+
+    def write(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
+        """Fill rows `[..., num_positions, head_dim]`; what is queued to compute from now on finds them there."""
+        with self._lock:
+            self._lane.follow(self._computation.record_event())  # it may still use what lay there
+            for number, piece in enumerate(self._pieces(rows)):
+                side = self._sides[number % 2]
+                side.wait()
+                host, device = side.views(rows[..., piece, :])
+                host.numpy()[:] = kv[..., piece, :]
+                self._lane.copy(device, host)
+                self._lane.copy(rows[..., piece, :], device)
+                side.is_done = self._lane.mark()
+            self._computation.wait_event(self._lane.mark())
+
+    def _pieces(self, rows: torch.Tensor) -> Iterator[slice]:
+        """Ranges of positions that a buffer has room for."""
+        num_positions = rows.shape[-2]
+        position_bytes = rows.element_size() * rows.shape[:-2].numel() * rows.shape[-1]
+        step = self._num_bytes // position_bytes
+        for start in range(0, num_positions, step):
+            yield slice(start, min(start + step, num_positions))
+
+
+def _take(copied: NDArray[Any], piece: slice, host: NDArray[Any], side: _Side) -> None:
+    side.wait()
+    copied[..., piece, :] = host
+
+
+def _numpy_dtype(rows: torch.Tensor) -> np.dtype[Any]:
+    return np.dtype(np.int16 if rows.dtype == torch.int16 else np.float32)

@@ -1,0 +1,160 @@
+"""How the memory of a GPU is shared out at start-up: nothing is allocated later, so nothing can run out later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
+
+if TYPE_CHECKING:
+    from worker.memory.sizes import ModelSizes
+
+MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
+CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
+NUM_ROWS = 64  # of every forward, padding included
+LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
+GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, the allocator's rounding: not measured yet
+
+
+def slot_capacity(max_length: int) -> int:
+    """Entries of an arena's slot for jobs of up to `max_length` positions: these, a tree behind them, whole blocks."""
+    return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """A GPU as a plan sees it."""
+
+    free_bytes: int  # once its context is there
+    num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
+
+    def scratch_bytes(self, sizes: ModelSizes) -> int:
+        """Partial sums of attention: outputs and their log-sum-exp of every split, row and head, in float32."""
+        return self.num_splits * NUM_ROWS * sizes.num_heads * (sizes.head_dim + 1) * 4
+
+
+@dataclass(frozen=True)
+class DraftMemory:
+    """Bytes that an engine drafts with."""
+
+    part_bytes: int = 0  # its trained parts
+    slot_bytes: int = 0  # what it keeps for a slot
+
+
+NO_DRAFTS = DraftMemory()
+
+
+@dataclass(frozen=True)
+class SlotsWanted:
+    """What a GPU is shared out for."""
+
+    longest_job: int  # positions
+    partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of all that lies on the GPU while a run lasts."""
+
+    longest_job: int  # positions
+    capacity: int  # entries of a slot
+    num_slots: int
+    free_bytes: int
+    weight_bytes: int
+    slot_bytes: int  # of keys and values
+    drafts: DraftMemory
+    scratch_bytes: int
+    row_bytes: int  # activations and logits
+    reserve_bytes: int = GRAPH_RESERVE
+
+    @property
+    def work_bytes(self) -> int:
+        """What a forward needs, whatever the slots."""
+        return self.scratch_bytes + self.row_bytes + self.reserve_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._fixed_bytes + self.num_slots * (self.slot_bytes + self.drafts.slot_bytes)
+
+    @property
+    def num_fitting(self) -> int:
+        """Slots that there is room for; 0 also where the weights do not fit."""
+        return max(0, (self.free_bytes - self._fixed_bytes) // (self.slot_bytes + self.drafts.slot_bytes))
+
+    def rows(self) -> list[tuple[str, int]]:
+        """The plan as a table: what it is for, and bytes."""
+        return [
+            ("weights", self.weight_bytes),
+            (f"keys and values, {self.num_slots} x {self.capacity:,} positions", self.num_slots * self.slot_bytes),
+            ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
+            ("scratch of attention", self.scratch_bytes),
+            ("activations and logits", self.row_bytes),
+            ("graphs and workspaces", self.reserve_bytes),
+            ("in all", self.used_bytes),
+            ("free before", self.free_bytes),
+        ]
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Those that do not depend on the number of slots."""
+        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes
+
+
+def plan_memory(
+    sizes: ModelSizes,
+    gpu: GPUMemory,
+    longest_job: int,
+    num_slots: int | None = None,
+    drafts: DraftMemory = NO_DRAFTS,
+) -> MemoryPlan:
+    """Share a GPU out, before the weights are loaded, for jobs of up to `longest_job` positions.
+
+    `num_slots` None means as many as fit, `MOST_SLOTS` at most. Raises KVRoomError where one slot, or the number that
+    was asked for, does not fit.
+    """
+    plan = one_slot(sizes, gpu, longest_job, drafts)
+    if plan.num_fitting < 1:
+        raise KVRoomError(_none_fits(plan))
+    plan = replace(plan, num_slots=min(MOST_SLOTS, plan.num_fitting) if num_slots is None else num_slots)
+    if plan.num_fitting < plan.num_slots:
+        raise KVRoomError(
+            f"--slots {num_slots}: with jobs of {longest_job:,} positions that needs {plan.used_bytes / GB:,.1f} GB, "
+            f"the GPU has {plan.free_bytes / GB:,.1f} GB free; use --slots {plan.num_fitting}, or fewer max_tokens"
+        )
+    return plan
+
+
+def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
+    """The plan of a worker with one slot, which may not fit."""
+    capacity = slot_capacity(longest_job)
+    return MemoryPlan(
+        longest_job=longest_job,
+        capacity=capacity,
+        num_slots=1,
+        free_bytes=gpu.free_bytes,
+        weight_bytes=sizes.weight_bytes,
+        slot_bytes=capacity * sizes.bytes_per_position,
+        drafts=drafts,
+        scratch_bytes=gpu.scratch_bytes(sizes),
+        row_bytes=_row_bytes(sizes),
+    )
+
+
+def _row_bytes(sizes: ModelSizes) -> int:
+    """Static buffers of a forward: residual, its change, normed; queries, keys, values; attended; MLP; logits."""
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    widths = 3 * sizes.hidden + (query + 2 * key) + query + 3 * sizes.intermediate
+    return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * LOGIT_BYTES)
+
+
+def _none_fits(plan: MemoryPlan) -> str:
+    drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
+    parts = (plan.weight_bytes, plan.slot_bytes, drafts, plan.work_bytes)
+    weights, slot, drafting, work = (f"{part / GB:,.1f}" for part in parts)
+    return (
+        f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
+        f"values {slot}, its drafts {drafting} and work space {work} need {sum(parts) / GB:,.1f} GB, "
+        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-offload with a folder, or a GPU with "
+        "more memory"
+    )
