@@ -1,0 +1,131 @@
+"""A program that compiles kernels for GPUs which need not be there, and says what became of them, as JSON.
+
+`python -m tests.worker.kernels.cuda.compiling DTYPE KERNEL ...`, without Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from worker.kernels.cuda import layers, linear, prefix, probes, rotary, tail
+from worker.kernels.cuda.attention import AttentionShape
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
+NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32"}
+INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "numbers_ptr", "sums_ptr")
+LONG_INTEGERS = ("words_ptr", "places_ptr")
+SUMS = ("output_ptr", "lse_ptr", "noise_ptr")  # float32 whatever the model's dtype
+
+
+CAPABILITIES = (80, 90)  # of A100 and H100
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+OTHER_WIDTHS = (96, 256)
+Made = tuple[Any, dict[str, Any]]  # a kernel and its constants, options among them
+
+
+def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, Any]:
+    """A kernel that does without an operand."""
+    return constants | {has: False} | dict.fromkeys(pointers)
+
+
+def kernels(dtype: str) -> dict[str, Made]:
+    """Every kernel by what it is called in a report."""
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
+    found: dict[str, Made] = {}
+    for width in (HEAD_DIM, *OTHER_WIDTHS):
+        constants = dataclasses.replace(attention, head_dim=width)
+        name = "" if width == HEAD_DIM else f" of heads of {width}"
+        plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr")
+        found[f"prefix{name}"] = prefix.prefix_split, plain
+        found[f"tail{name}"] = tail.tail_merge, constants.tail_constants()
+    found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True}
+    return found | kernels_besides_attention()
+
+
+def kernels_besides_attention() -> dict[str, Made]:
+    rope = rotary.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True}
+    plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
+    return {
+        "rope": (rotary.rope_store_heads, without(rope, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
+        "rope with norms": (rotary.rope_store_heads, rope | {"HAS_NORM": True}),
+        "embed": (layers.embed_row, {"HIDDEN": HIDDEN, "WIDTH": HIDDEN}),
+        "norm": (layers.add_norm_row, without(norm, "HAS_DELTA", "delta_ptr")),
+        "add and norm": (layers.add_norm_row, norm),
+        "silu": (layers.silu_mul_row, {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.GATE_COLUMNS}),
+        "linear": (linear.multiply_columns, plain_linear),
+        "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
+        "head": (linear.multiply_columns, plain_linear),
+        "read": (probes.read_numbers, probes.READ_CONSTANTS),
+        "noise": (probes.store_noise, {"BLOCK": probes.NOISE_BLOCK}),
+    }
+
+
+def type_of(name: str, argument: str, dtype: str) -> str:
+    if not argument.endswith("_ptr"):
+        return NUMBERS.get(argument, "i32")
+    if argument in INTEGERS:
+        return "*i32"
+    if argument in LONG_INTEGERS:
+        return "*i64"
+    is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith("prefix"))
+    return "*fp32" if is_sum or (name, argument) == ("head", "out_ptr") else f"*{dtype}"
+
+
+def compiled(name: str, dtype: str, capability: int) -> Any:
+    kernel, given = kernels(dtype)[name]
+    options = {option: given[option] for option in ("num_warps", "num_stages") if option in given}
+    constants = {constant: value for constant, value in given.items() if constant not in options}
+    arguments = kernel.arg_names
+    signature = {each: "constexpr" if each in constants else type_of(name, each, dtype) for each in arguments}
+    aligned = [each for each in arguments if signature[each].startswith("*") or each.startswith("stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(arguments.index(each),): value for each, value in constants.items()},
+        attrs={(arguments.index(each),): [["tt.divisibility", 16]] for each in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
+    """Registers and bytes on the stack (0: nothing was spilled) of a thread, shared memory, and instructions."""
+    made = compiled(name, dtype, capability)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    layouts = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]", made.asm["ttgir"])
+    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync")
+    return {
+        "kernel": name,
+        "dtype": dtype,
+        "capability": capability,
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+        "shared": made.metadata.shared,
+        "warps": made.metadata.num_warps,
+        "layouts": [[int(number) for number in layout.split(",")] for layout in layouts],
+        "ops": {op: made.asm["ptx"].count(op) for op in ops},
+    }
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[2:]:
+        for capability in CAPABILITIES:
+            print(json.dumps(described(chosen, sys.argv[1], capability)), flush=True)

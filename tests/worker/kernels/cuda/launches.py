@@ -1,0 +1,42 @@
+"""What a forward launches and what else it asks of torch, seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+
+class Launches(TorchDispatchMode):
+    """Names of kernels and of torch's operations in their order, without views of tensors that there are."""
+
+    def __init__(self, patches: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._is_interpreting = False
+        run = GridExecutor.__call__
+
+        def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            self.names.append(executor.fn.__name__)
+            self._is_interpreting = True  # which copies what a GPU reads in place
+            run(executor, *args, **kwargs)
+            self._is_interpreting = False
+
+        patches.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_interpreting and not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def launched(patches: pytest.MonkeyPatch, forward: Callable[[], None]) -> list[str]:
+    """What a call launched."""
+    with Launches(patches) as launches:
+        forward()
+    return launches.names

@@ -1,0 +1,172 @@
+"""Attention of the CUDA kernels: near float64, and each row's bits its own, whatever shares the launches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.kernels.cuda.arenas import (
+    CAPACITY,
+    NAN,
+    NUM_SPLITS,
+    Arena,
+    Placed,
+    padded,
+    random_arena,
+    random_rows,
+)
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, noise
+from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from worker.kernels.cuda.table import BLOCK, NUM_ROWS
+from worker.target.tiles import tree_rows
+from worker.tree import DraftTree
+
+SHAPES = (
+    Shape(),
+    Shape(head_dim=96, group=3, dtype=FLOAT32),
+    Shape(head_dim=128, num_kv_heads=2, group=4),
+    Shape(head_dim=80, group=16),
+    Shape(head_dim=256, group=1, dtype=FLOAT32),
+)
+SMALL = Shape(group=3, dtype=FLOAT32)
+LENGTHS = (0, 63, 64, 700)
+SCALE = 0.1
+
+
+def written(shape: Shape, lengths: Sequence[int], sizes: Sequence[int], seed: int) -> tuple[Arena, list[Placed]]:
+    """Rows of trees, their own keys and values in the arena."""
+    arena = random_arena(shape, lengths)
+    sequences = random_rows(random.Random(seed), arena, sizes)
+    for rows, slot in sequences:
+        arena.buffer[:, :, slot, :, rows.first_entry : rows.first_entry + len(rows)] = noise(shape)[
+            ..., -len(rows) :, :
+        ]
+    return arena, sequences
+
+
+def queries(arena: Arena, num_rows: int, seed: int = 0) -> Tensor:
+    shape = arena.shape
+    generator = torch.Generator().manual_seed(seed)
+    size = (num_rows, shape.num_kv_heads * shape.group, shape.head_dim)
+    return torch.randn(size, generator=generator).to(shape.dtype)
+
+
+def attended(
+    arena: Arena,
+    sequences: Sequence[Placed],
+    query: Tensor,
+    bias: Tensor | None = None,
+    num_splits: int = NUM_SPLITS,
+) -> Tensor:
+    """NaN in scratch and in what is padding, so that anything that leaks shows."""
+    scratch = Scratch.empty(num_splits, *query.shape[1:], torch.device("cpu"))
+    scratch.output.fill_(NAN)
+    scratch.lse.fill_(NAN)
+    mixed = padded(query[:0])
+    attend(padded(query), *arena.buffer[1], bias, arena.table(sequences), scratch, mixed, SCALE)
+    assert mixed[len(query) :].isnan().all()
+    return mixed[: len(query)]
+
+
+def exactly(arena: Arena, sequences: Sequence[Placed], query: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by definition, in float64."""
+    outputs: list[Tensor] = []
+    for rows, slot in sequences:
+        for tail, length in zip(rows.tail_entries, rows.tail_lengths, strict=True):
+            added = torch.zeros(rows.boundary + length, dtype=torch.float64)
+            if bias is not None:
+                added[: rows.boundary] = bias[slot, : rows.boundary]
+            entries = torch.cat((torch.arange(rows.boundary), torch.from_numpy(tail[:length])))
+            seen = entries[added > float("-inf")]
+            keys, values = arena.buffer[1, :, slot][:, :, seen].double()
+            heads = query[len(outputs)].double().unflatten(0, (len(keys), -1))
+            scores = heads @ keys.mT * SCALE + added[added > float("-inf")]
+            outputs.append((scores.softmax(-1) @ values).flatten(0, 1))
+    return torch.stack(outputs)
+
+
+def num_rows_of(sequences: Sequence[Placed]) -> int:
+    return sum(len(rows) for rows, _ in sequences)
+
+
+def worst_error(arena: Arena, sequences: Sequence[Placed], bias: Tensor | None = None) -> float:
+    query = queries(arena, num_rows_of(sequences))
+    found = attended(arena, sequences, query, bias).double()
+    return float((found - exactly(arena, sequences, query, bias)).abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_trees_of_four_sequences_are_as_in_float64(shape: Shape) -> None:
+    arena, sequences = written(shape, LENGTHS, (3, 1, 9, 12), seed=1)
+    assert worst_error(arena, sequences) < (2e-6 if shape.dtype == FLOAT32 else 2e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 6, 33, NUM_ROWS])
+def test_any_number_of_rows_fits_into_groups(num_rows: int) -> None:
+    arena, sequences = written(SMALL, [128, 300], (min(num_rows, 40), max(num_rows - 40, 0))[: 1 + num_rows // 41], 2)
+    assert num_rows_of(sequences) == num_rows
+    assert worst_error(arena, sequences) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
+def test_every_number_of_rows_and_many_lengths(dtype: torch.dtype) -> None:
+    numbers = random.Random(3)
+    shape = Shape(num_kv_heads=2, group=4, dtype=dtype)
+    for num_rows in range(1, NUM_ROWS + 1):
+        lengths = [numbers.choice((0, 1, 63, 64, 65, 127, 128, 192, 255, 511, 777, 900)) for _ in range(4)]
+        sizes = [num_rows // 4 + (slot < num_rows % 4) for slot in range(min(4, num_rows))]
+        arena, sequences = written(shape, lengths, sizes, num_rows)
+        assert worst_error(arena, sequences) < (2e-6 if dtype == FLOAT32 else 2e-2)
+
+
+@pytest.mark.parametrize("shape", [SMALL, Shape()], ids=str)
+def test_biases_are_added_and_entries_that_they_leave_out_are_never_seen(shape: Shape) -> None:
+    arena, sequences = written(shape, (64, 300), (4, 6), seed=4)
+    bias = torch.randn(2, CAPACITY, generator=torch.Generator().manual_seed(4))
+    bias[1, 200:230] = float("-inf")
+    arena.buffer[:, :, 1, :, 200:230] = NAN
+    assert worst_error(arena, sequences, bias) < (2e-6 if shape.dtype == FLOAT32 else 2e-2)
+
+
+def alone(arena: Arena, rows: Placed, row: int) -> tuple[Arena, list[Placed]]:
+    """A row as plain decoding has it: its tail in order in the cache, and nothing else in the forward."""
+    sequence, slot = rows
+    tail = torch.from_numpy(sequence.tail_entries[row, : sequence.tail_lengths[row]])
+    plain = arena.copy()
+    root = sequence.boundary + len(tail) - 1
+    plain.buffer[:, :, slot, :, sequence.boundary : root + 1] = arena.buffer[:, :, slot][..., tail, :]
+    plain.buffer[:, :, slot, :, root + 1 :] = NAN
+    plain.caches[slot].length = root
+    return plain, [(tree_rows(plain.caches[slot], 0, DraftTree()), slot)]
+
+
+@pytest.mark.parametrize("shape", [SMALL, Shape(head_dim=80, group=4)], ids=str)
+def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order(shape: Shape) -> None:
+    numbers = random.Random(5)
+    arena, sequences = written(shape, (5, 100, 448, 700), (4, 14, 9, 7), seed=5)
+    query = queries(arena, num_rows_of(sequences))
+    together = attended(arena, sequences, query).split([len(rows) for rows, _ in sequences])
+    parts = query.split([len(rows) for rows, _ in sequences])
+    order = numbers.sample(range(4), 4)
+    others = attended(arena, [sequences[each] for each in order], torch.cat([parts[each] for each in order]))
+    for each, other in zip(order, others.split([len(parts[each]) for each in order]), strict=True):
+        assert torch.equal(other, together[each])
+    for each, rows in enumerate(sequences):
+        for row in numbers.sample(range(len(rows[0])), min(3, len(rows[0]))):
+            assert torch.equal(attended(*alone(arena, rows, row), parts[each][row : row + 1])[0], together[each][row])
+
+
+def test_another_number_of_splits_gives_other_bits() -> None:
+    arena, sequences = written(SMALL, (13 * BLOCK,), (2,), seed=6)
+    query = queries(arena, 2)
+    assert not torch.equal(attended(arena, sequences, query), attended(arena, sequences, query, num_splits=2))
+
+
+def test_more_query_heads_than_a_tile_has_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="found 17 query heads a KV head, expected at most 16"):
+        AttentionShape(1, 17, 64, NUM_SPLITS, BF16)

@@ -1,0 +1,93 @@
+"""Kernels compiled for A100 and H100 in the sizes of Llama 3.1 8B, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.worker.kernels.cuda.compiling import DTYPES, OTHER_WIDTHS, kernels, kernels_besides_attention
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
+ATTENTION = ("prefix", "prefix with biases", "tail")
+WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail") for width in OTHER_WIDTHS]
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Report]]:
+    """Reports of kernels for both GPUs, by another process, which has no interpreter; each is compiled once."""
+    cache, known = tmp_path_factory.mktemp("triton"), dict[tuple[str, str], list[Report]]()
+
+    def reports(dtype: str, *names: str) -> list[Report]:
+        if unknown := [name for name in names if (dtype, name) not in known]:
+            for report in compile_elsewhere(cache, dtype, unknown):
+                known.setdefault((dtype, report["kernel"]), []).append(report)
+        return [report for name in names for report in known[dtype, name]]
+
+    return reports
+
+
+def compile_elsewhere(cache: Path, dtype: str, names: list[str]) -> list[Report]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.worker.kernels.cuda.compiling", dtype, *names]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def fits(report: Report) -> bool:
+    return bool(report["stack"] == 0 and report["shared"] <= SHARED[report["capability"]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_spills_nothing_and_fits_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str
+) -> None:
+    reports = compiled(dtype, *ATTENTION)
+    assert len(reports) == 6
+    assert all(fits(report) for report in reports), reports
+
+
+def test_warps_of_the_prefix_lie_along_its_rows_and_two_programs_share_a_processor(
+    compiled: Callable[..., list[Report]],
+) -> None:
+    for report in compiled("bf16", "prefix", "prefix with biases"):
+        assert report["layouts"] == [[4, 1]]  # else every block's probabilities pass through shared memory
+        assert 2 * report["shared"] <= SHARED[report["capability"]]
+        assert 2 * 4 * 32 * report["registers"] <= 2**16
+        uses = "wgmma.mma_async" if report["capability"] == 90 else "mma.sync"
+        assert [op for op in ("wgmma.mma_async", "mma.sync") if report["ops"][op]] == [uses]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_all_other_kernels_spill_nothing_and_fit_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str
+) -> None:
+    reports = compiled(dtype, *kernels_besides_attention())
+    assert len(reports) == 2 * len(kernels_besides_attention())
+    assert all(fits(report) for report in reports), reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
+    for report in compiled(dtype, *WIDE):
+        assert report["shared"] <= SHARED[report["capability"]]
+        assert report["stack"] == 0 or (dtype == "fp32" and report["kernel"].startswith("tail")), report
+
+
+def test_every_kernel_that_is_launched_is_among_them() -> None:
+    sources = (ROOT / "worker/kernels/cuda").glob("*.py")
+    launched = {name for path in sources for name in re.findall(r"^    (\w+)\[.*\]\(", path.read_text(), re.MULTILINE)}
+    assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
+    assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *kernels_besides_attention()}

@@ -1,0 +1,185 @@
+"""The whole decoder of CUDA kernels, in the interpreter: the reference's logits, and each row's bits its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.kernels.cuda.arenas import (
+    CAPACITY,
+    NAN,
+    NUM_SPLITS,
+    Arena,
+    arena_of,
+    random_arena,
+    random_rows,
+)
+from tests.worker.kernels.cuda.launches import launched
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, chain, random_partial_rows, random_weights, whole
+from worker.kernels.cuda.decoder import CudaDecoder
+from worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
+from worker.kernels.cuda.stacked import stacked_weights
+from worker.kernels.cuda.table import NUM_ROWS
+from worker.kernels.reference import ReferenceDecoder
+from worker.kernels.weights import Linear
+
+if TYPE_CHECKING:
+    from worker.kernels.rows import Rows
+
+NUM_POSITIONS = 6000
+CPU = torch.device("cpu")
+LLAMA = Shape(dtype=FLOAT32)
+KINDS = {
+    "qwen2, float32": (Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32), triton_linear),
+    "qwen3, float32": (Shape(head_dim=96, group=3, has_head_norm=True, dtype=FLOAT32), cublas_linear),
+    "llama, bfloat16": (Shape(group=4, is_tied=False), triton_linear),
+    "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
+}
+
+
+def decoder_of(
+    arena: Arena,
+    linear: LinearKernel = cublas_linear,
+    bias: Tensor | None = None,
+    reduce: Callable[[Tensor], None] | None = None,
+) -> CudaDecoder:
+    weights = stacked_weights(random_weights(arena.shape), CPU)
+    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, linear, bias, reduce)
+
+
+def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> None:
+    buffer = np.empty(decoder.layout.size, dtype=np.int32)
+    decoder.layout.fill(buffer, sequences)
+    decoder.table_buffer.copy_(torch.from_numpy(buffer))
+
+
+def run(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the real rows; whatever lay in the outputs before is gone."""
+    upload(decoder, sequences)
+    decoder.hidden.fill_(NAN)
+    decoder.logits.fill_(NAN)
+    decoder.forward()
+    num_rows = sum(len(rows) for rows, _ in sequences)
+    return decoder.hidden[:num_rows].clone(), decoder.logits[:num_rows].clone()
+
+
+def is_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    bound = 2e-6 if dtype == FLOAT32 else 0.03
+    return bool((found.float() - expected.float()).abs().max() <= bound * expected.float().abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_four_sequences_are_as_in_the_reference(kind: str) -> None:
+    shape, linear = KINDS[kind]
+    arena = random_arena(shape, (5, 64, 100, 300))
+    other = arena.copy()
+    found = run(decoder_of(arena, linear), random_rows(random.Random(1), arena, (3, 5, 12, 1)))
+    expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, (3, 5, 12, 1))]
+    expected = whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows))
+    for mine, its in zip(found, expected, strict=True):
+        assert is_near(mine, its, shape.dtype)
+    is_written = ~other.buffer.isnan()
+    assert torch.equal(is_written, ~arena.buffer.isnan())
+    assert is_near(arena.buffer[is_written], other.buffer[is_written], shape.dtype)
+
+
+def test_a_text_read_block_by_block_is_as_in_the_reference() -> None:
+    arena = arena_of(LLAMA, torch.full((2, 2, 1, 1, CAPACITY, 64), NAN), [0])
+    other, decoder = arena.copy(), decoder_of(arena)
+    reference = ReferenceDecoder(random_weights(LLAMA))
+    tokens = [7 * each % LLAMA.vocab for each in range(70)]
+    for block in (tokens[:64], tokens[64:]):
+        found = run(decoder, [(chain(arena.caches[0], block), 0)])
+        expected = whole(reference.forward([chain(other.caches[0], block)]))
+        assert is_near(found[1], expected[1], FLOAT32)
+        arena.caches[0].advance(len(block))
+        other.caches[0].advance(len(block))
+
+
+def test_rows_behind_partial_caches_are_as_in_the_reference() -> None:
+    numbers = random.Random(5)
+    arena = arena_of(LLAMA, torch.full((2, 2, 2, 1, CAPACITY, 64), NAN), [0, 0])
+    bias = torch.full((2, CAPACITY), NAN)
+    parts = [random_partial_rows(numbers, LLAMA, num_entries, 5) for num_entries in (64, 200)]
+    for slot, rows in enumerate(parts):
+        for layer in range(2):
+            for which, held in enumerate(rows.cache.layer(layer)):
+                arena.buffer[layer, which, slot, :, : rows.first_entry] = held[:, : rows.first_entry]
+        bias[slot, : rows.boundary] = 0 if rows.biases is None else torch.from_numpy(rows.biases)
+    found = run(decoder_of(arena, bias=bias), [(rows, slot) for slot, rows in enumerate(parts)])
+    expected = whole(ReferenceDecoder(random_weights(LLAMA)).forward(parts))
+    assert is_near(found[0], expected[0], FLOAT32)
+    assert is_near(found[1], expected[1], FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
+def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    shape = Shape(has_bias=True, dtype=dtype)
+    arena = random_arena(shape, (100, 200))
+    other = arena.copy()
+    together = run(decoder_of(arena, triton_linear), random_rows(random.Random(2), arena, (9, 3)))
+    alone = run(decoder_of(other, triton_linear), random_rows(random.Random(2), other, (9, 3))[1:])
+    for mine, its in zip(alone, together, strict=True):
+        assert torch.equal(mine, its[9:])
+    assert torch.equal(arena.buffer[:, :, 1].nan_to_num(9), other.buffer[:, :, 1].nan_to_num(9))
+
+
+LAYER = [
+    "add_norm_row",
+    "aten.mm.out",
+    "rope_store_heads",
+    "prefix_split",
+    "tail_merge",
+    "aten.mm.out",
+    "add_norm_row",
+    "aten.mm.out",
+    "silu_mul_row",
+    "aten.mm.out",
+]
+
+
+def test_a_layer_is_ten_launches_and_nothing_is_allocated_or_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = random_arena(LLAMA, (100, 10))
+    decoder = decoder_of(arena)
+    upload(decoder, random_rows(random.Random(3), arena, (2, 1)))
+    names = launched(monkeypatch, decoder.forward)
+    assert len(LAYER) == 10
+    assert names == ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out"]
+
+
+def test_parts_of_the_outputs_pass_through_the_hook_for_several_devices() -> None:
+    arena = random_arena(LLAMA, (10,))
+    seen: list[Tensor] = []
+
+    def drop(part: Tensor) -> None:
+        seen.append(part.clone())
+        part.mul_(0)
+
+    decoder = decoder_of(arena, reduce=drop)
+    sequences = random_rows(random.Random(4), arena, (1,))
+    hidden, _ = run(decoder, sequences)
+    assert [part.shape for part in seen] == [(NUM_ROWS, LLAMA.hidden)] * 4
+    weights = random_weights(LLAMA)  # nothing was added to the embedded token
+    embedded = weights.embedding[sequences[0][0].token_ids].float()
+    assert torch.allclose(hidden, ReferenceDecoder(weights)._norm(embedded, weights.final_norm), rtol=1e-5)
+
+
+def test_an_arena_of_another_shape_or_dtype_is_refused() -> None:
+    arena = random_arena(LLAMA, (10,))
+    for buffer in (arena.buffer.to(BF16), arena.buffer[:1], arena.buffer[..., :32]):
+        with pytest.raises(ValueError, match="found an arena of"):
+            decoder_of(dataclasses.replace(arena, buffer=buffer))
+
+
+def test_biases_for_some_stacked_parts_alone_are_refused() -> None:
+    weights = random_weights(Shape(has_bias=True))
+    layers = [dataclasses.replace(weights.layers[0], key=Linear(weights.layers[0].key.weight))]
+    with pytest.raises(ValueError, match="found 2 biases, expected 3 or none"):
+        stacked_weights(dataclasses.replace(weights, layers=layers), CPU)

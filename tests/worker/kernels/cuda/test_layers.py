@@ -1,0 +1,129 @@
+"""Norms, gate, embedding and rotary positions of the CUDA kernels: rounded where the reference rounds."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
+from worker.kernels.angles import angles
+from worker.kernels.cuda.layers import add_norm, embed, silu_mul
+from worker.kernels.cuda.rotary import rope_store
+from worker.kernels.cuda.table import NUM_ROWS
+from worker.kernels.reference import ReferenceDecoder
+
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
+HIDDEN = 80
+
+ALL_ROWS = torch.ones(NUM_ROWS, 5, dtype=torch.int32)
+
+
+def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def is_near(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of float32 sums, which may turn a rounding to bfloat16 over, but seldom does."""
+    if found.dtype == BF16 and (found != expected.to(BF16)).float().mean() > 0.005:
+        return False
+    return torch.allclose(found.float(), expected.float(), rtol=2 * torch.finfo(found.dtype).eps, atol=1e-6)
+
+
+def reference(dtype: torch.dtype) -> ReferenceDecoder:
+    return ReferenceDecoder(random_weights(Shape(dtype=dtype)))
+
+
+@DTYPES
+def test_embedded_rows_are_the_tables(dtype: torch.dtype) -> None:
+    embedding, state = normal(100, HIDDEN, dtype=dtype), torch.empty(NUM_ROWS, HIDDEN, dtype=dtype)
+    token_ids = torch.arange(NUM_ROWS, dtype=torch.int32) * 3 % 100
+    embed(ALL_ROWS, token_ids, embedding, state)
+    assert torch.equal(state, embedding[token_ids])
+
+
+def test_padding_rows_stay_as_they_are() -> None:
+    rows = ALL_ROWS.clone()
+    rows[3, 2] = 0
+    state, delta, weight = (normal(NUM_ROWS, HIDDEN, dtype=FLOAT32, seed=seed) for seed in (1, 2, 3))
+    before, normed, gated = state.clone(), torch.zeros(NUM_ROWS, HIDDEN), torch.zeros(NUM_ROWS, HIDDEN // 2)
+    add_norm(rows, state, delta, weight[0], 1e-5, normed)
+    silu_mul(rows, before, gated)
+    embed(rows, torch.zeros(NUM_ROWS, dtype=torch.int32), weight, before)
+    for written, fresh in ((normed, 0), (gated, 0)):
+        assert [row for row in range(NUM_ROWS) if (written[row] == fresh).all()] == [3]
+    assert [row for row in range(NUM_ROWS) if not torch.equal(before[row], weight[0])] == [3]
+
+
+@DTYPES
+def test_a_norm_adds_and_rounds_as_the_reference_does(dtype: torch.dtype) -> None:
+    state, delta = (normal(NUM_ROWS, HIDDEN, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight, normed = normal(HIDDEN, dtype=dtype, seed=3), torch.empty(NUM_ROWS, HIDDEN, dtype=dtype)
+    total = (state.float() + delta.float()).to(dtype)
+    add_norm(ALL_ROWS, state, delta, weight, 1e-5, normed)
+    assert torch.equal(state, total)
+    assert is_near(normed, reference(dtype)._norm(total.float(), weight))
+    add_norm(ALL_ROWS, state, None, weight, 1e-5, normed)
+    assert torch.equal(state, total)
+    assert is_near(normed, reference(dtype)._norm(total.float(), weight))
+
+
+@DTYPES
+@pytest.mark.parametrize("intermediate", [80, 1040])
+def test_the_gate_rounds_as_the_reference_does(intermediate: int, dtype: torch.dtype) -> None:
+    gate_up, gated = normal(NUM_ROWS, 2 * intermediate, dtype=dtype), torch.empty(NUM_ROWS, intermediate, dtype=dtype)
+    silu_mul(ALL_ROWS, gate_up, gated)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    assert is_near(gated, silu(gate).to(dtype).float() * up)
+
+
+ROPES = (
+    Shape(),
+    Shape(head_dim=80, group=3, num_kv_heads=2, has_head_norm=True),
+    Shape(head_dim=96, group=1, num_kv_heads=2, dtype=FLOAT32),
+    Shape(head_dim=128, group=4, has_head_norm=True, dtype=FLOAT32),
+)
+
+
+def turned(arena: Arena, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference's queries, keys and values of rows at these positions."""
+    weights = random_weights(arena.shape)
+    table = angles(weights.rotary, positions.numpy(), arena.shape.dtype)
+    turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
+    heads = qkv.float().unflatten(1, (-1, arena.shape.head_dim))
+    num_kv_heads = arena.shape.num_kv_heads
+    query, key, value = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    layer, decoder = weights.layers[1], ReferenceDecoder(weights)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query, key = decoder._norm(query, layer.query_norm), decoder._norm(key, layer.key_norm)
+    query, key = (each * turns[0] + torch.cat((-each.chunk(2, -1)[1], each.chunk(2, -1)[0]), -1) * turns[1]
+                  for each in (query, key))  # fmt: skip
+    return query, key, value
+
+
+@pytest.mark.parametrize("shape", ROPES, ids=str)
+def test_queries_and_keys_are_turned_and_stored_and_padding_rows_write_nothing(shape: Shape) -> None:
+    arena = random_arena(shape, (5, 100, 700))
+    sequences = random_rows(random.Random(1), arena, (3, 9, 2))
+    table, layer = arena.table(sequences), random_weights(shape).layers[1]
+    num_rows, num_heads = 14, shape.num_kv_heads * shape.group
+    qkv = normal(num_rows, (num_heads + 2 * shape.num_kv_heads) * shape.head_dim, dtype=shape.dtype)
+    query = padded(torch.empty(0, num_heads, shape.head_dim, dtype=shape.dtype))
+    tables = angles(random_weights(shape).rotary, np.arange(CAPACITY), shape.dtype).to(shape.dtype)
+    norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
+    expected = arena.copy()
+    rope_store(padded(qkv), tables, norms, 1e-5, table.rows, query, *arena.buffer[1])
+    queries, keys, values = turned(arena, qkv, table.rows[:num_rows, 3].long())
+    assert is_near(query[:num_rows], queries)
+    assert query[num_rows:].isnan().all()
+    for row, (slot, _, _, _, entry) in enumerate(table.rows[:num_rows].tolist()):
+        for which, stored in enumerate((keys, values)):
+            found = arena.buffer[1, which, slot, :, entry]
+            assert is_near(found, stored[row])
+            expected.buffer[1, which, slot, :, entry] = found
+    assert torch.equal(arena.buffer.nan_to_num(9), expected.buffer.nan_to_num(9))  # nothing else was written

@@ -1,0 +1,72 @@
+"""Linear layers of the CUDA kernels: what a product is, and that a row's place and neighbours are nothing to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32
+from worker.kernels.cuda import linear
+from worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
+from worker.kernels.cuda.table import NUM_ROWS
+
+SIZES = [(48, 16), (100, 128), (33, 400)]  # columns and depth
+
+
+def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def product(kernel: LinearKernel, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = torch.full((NUM_ROWS, len(weight)), float("nan"), dtype=dtype)
+    kernel(rows, weight, bias, out)
+    return out
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), SIZES)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "out"),
+    [
+        (cublas_linear, FLOAT32, FLOAT32),
+        (cublas_linear, BF16, BF16),
+        (triton_linear, FLOAT32, FLOAT32),
+        (triton_linear, BF16, BF16),
+        (triton_linear, BF16, FLOAT32),
+    ],
+)
+def test_a_product_is_as_in_float64(
+    kernel: LinearKernel, dtype: torch.dtype, out: torch.dtype, columns: int, depth: int, has_bias: bool
+) -> None:
+    rows, weight = normal(NUM_ROWS, depth, dtype=dtype), normal(columns, depth, dtype=dtype, seed=1)
+    bias = normal(columns, dtype=dtype, seed=2) if has_bias else None
+    exact = torch.nn.functional.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+    found = product(kernel, rows, weight, bias, out).double()
+    assert ((found - exact).abs() <= torch.finfo(out).eps * exact.abs() + 1e-6 * depth).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_of_bfloat16_weights_are_asked_of_cublas_in_float32(has_bias: bool) -> None:
+    rows, weight, bias = (torch.empty(size, dtype=BF16, device="meta") for size in ((NUM_ROWS, 48), (100, 48), (100,)))
+    out = torch.empty(NUM_ROWS, 100, device="meta")  # a CPU has no such product: its arguments at least are torch's
+    cublas_linear(rows, weight, bias if has_bias else None, out)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
+def test_a_row_has_the_same_bits_in_all_places_among_any_neighbours(dtype: torch.dtype) -> None:
+    weight, bias = normal(100, 400, dtype=dtype), normal(100, dtype=dtype, seed=1)
+    row = normal(400, dtype=dtype, seed=2)
+    expected = product(triton_linear, row.expand(NUM_ROWS, -1).contiguous(), weight, bias, FLOAT32)[0]
+    for place in range(NUM_ROWS):
+        rows = normal(NUM_ROWS, 400, dtype=dtype, seed=3 + place)
+        rows[place] = row
+        rows[(place + 1) % NUM_ROWS] = float("nan")
+        assert torch.equal(product(triton_linear, rows, weight, bias, FLOAT32)[place], expected)
+
+
+def test_another_block_of_the_depth_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight = normal(NUM_ROWS, 400, dtype=FLOAT32), normal(48, 400, dtype=FLOAT32, seed=1)
+    found = product(triton_linear, rows, weight, None, FLOAT32)
+    monkeypatch.setattr(linear, "BLOCK_DEPTH", 64)
+    assert not torch.equal(product(triton_linear, rows, weight, None, FLOAT32), found)

@@ -1,0 +1,117 @@
+"""Row tables: what a forward's kernels read of its rows, and what a table has no room for."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
+from tests.worker.kernels.kernel_parts import Shape
+from worker.kernels.cuda.attention import AttentionShape
+from worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
+from worker.target.tiles import SequenceRows
+
+ARENA = random_arena(Shape(group=4), (5, 100, 448, 700))  # 16 rows a group
+
+
+def sequences(*sizes: int) -> list[Placed]:
+    return random_rows(random.Random(1), ARENA, sizes)
+
+
+def filled(layout: TableLayout, placed: list[Placed]) -> np.ndarray:
+    buffer = np.full(layout.size, -1, dtype=np.int32)
+    layout.fill(buffer, placed)
+    return buffer
+
+
+def changed(**numbers: object) -> SequenceRows:
+    return dataclasses.replace(sequences(1, 7)[1][0], **numbers)  # type: ignore[arg-type]
+
+
+def test_rows_stand_in_order_with_their_slots_entries_and_tails() -> None:
+    placed = [(rows, slot) for rows, slot in reversed(sequences(3, 20, 1))]
+    table = ARENA.layout.table(filled(ARENA.layout, placed))
+    row = 0
+    for rows, slot in placed:
+        for each in range(len(rows)):
+            numbers = (slot, rows.boundary, rows.tail_lengths[each], rows.positions[each], rows.first_entry + each)
+            assert tuple(table.rows[row]) == numbers
+            assert (table.tail_slots[row] == rows.tail_entries[each]).all()
+            assert table.token_ids[row] == rows.token_ids[each]
+            row += 1
+    assert row == 24
+    assert not table.rows[row:].any()
+    assert not table.token_ids[row:].any()
+
+
+def test_a_sequence_with_more_rows_than_a_group_takes_several() -> None:
+    table = ARENA.layout.table(filled(ARENA.layout, sequences(3, 20, 1)))
+    assert table.groups[:4].tolist() == [[0, 0, 3, 0], [1, 3, 16, 64], [1, 19, 4, 64], [2, 23, 1, 448]]
+    assert not table.groups[4:].any()
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 4, 64])
+@pytest.mark.parametrize("heads_per_kv", range(1, 17))
+def test_there_are_groups_enough_for_any_64_rows_of_as_many_sequences(num_slots: int, heads_per_kv: int) -> None:
+    per_group = 64 // heads_per_kv
+    layout = TableLayout(num_slots, CAPACITY, per_group, CAPACITY, 100)
+    ones = min(num_slots, NUM_ROWS) - 1
+    worst = 0
+    for extra in range(NUM_ROWS - ones):  # some sequences of one row more than fills their groups, one has the rest
+        many, rest = divmod(extra, per_group)
+        worst = max(worst, min(many, ones) * 2 + (ones - min(many, ones)) + -(-(rest + 1) // per_group))
+    assert worst <= layout.num_groups <= NUM_ROWS
+
+
+def test_parts_of_the_buffer_begin_where_a_gpu_reads_fast() -> None:
+    buffer = np.zeros(ARENA.layout.size, dtype=np.int32)
+    table = ARENA.layout.table(buffer)
+    for part in (table.groups, table.rows, table.tail_slots, table.token_ids):
+        assert (part.ctypes.data - buffer.ctypes.data) % 16 == 0
+        assert part.base is not None
+
+
+def test_a_table_of_no_rows_is_all_padding() -> None:
+    assert not filled(ARENA.layout, []).any()
+
+
+TOO_MANY = [(rows, slot) for rows, slot in sequences(10, 20, 20, 20)]
+REFUSED = {
+    "found 70 rows, expected at most 64": TOO_MANY,
+    "found slot 4, expected 0 to 3": [(changed(), 4)],
+    "found slot -1, expected 0 to 3": [(changed(), -1)],
+    "found a boundary at 60, expected a multiple of 64 up to 1024": [(changed(boundary=60), 1)],
+    "found a boundary at 1088, expected a multiple of 64 up to 1024": [(changed(boundary=1088), 1)],
+    "found entry 1024, expected 0 to 1023": [(changed(first_entry=1018), 1)],
+    "found entry of a tail 1024": [(changed(tail_entries=np.full((7, BLOCK), 1024)), 1)],
+    r"found tails \[1, 64\], expected \[7, 64\]": [(changed(tail_entries=np.zeros((1, BLOCK))), 1)],
+    "found length of a tail 0, expected 1 to 64": [(changed(tail_lengths=[0] * 7), 1)],
+    "found length of a tail 65, expected 1 to 64": [(changed(tail_lengths=[65] * 7), 1)],
+    "found position 1024, expected 0 to 1023": [(changed(positions=[1024] * 7), 1)],
+    "found token 100, expected 0 to 99": [(changed(token_ids=[100] * 7), 1)],
+    "found rows that write the same entries": [(changed(), 1), (changed(), 1)],
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_does_not_fit_is_named_and_nothing_is_written(reason: str) -> None:
+    buffer = np.full(ARENA.layout.size, -1, dtype=np.int32)
+    with pytest.raises(ValueError, match=reason):
+        ARENA.layout.fill(buffer, REFUSED[reason])
+    assert (buffer == -1).all()
+
+
+def test_more_groups_than_a_table_has_are_refused() -> None:
+    layout = dataclasses.replace(ARENA.layout, num_slots=1)
+    parts = [(changed(first_entry=100 + 7 * each), 0) for each in range(5)]
+    with pytest.raises(ValueError, match="found 5 groups of rows, expected at most 4"):
+        layout.fill(np.zeros(layout.size, dtype=np.int32), parts)
+
+
+def test_a_group_fills_a_tile() -> None:
+    assert AttentionShape(8, 4, 128, 54, torch.bfloat16).rows_per_group == 16
+    assert AttentionShape(8, 5, 128, 54, torch.bfloat16).rows_per_group == 12

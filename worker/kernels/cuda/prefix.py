@@ -1,0 +1,100 @@
+"""Attention to the prefixes of sequences, cut into splits: the first of attention's two launches."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker.kernels.cuda.rounding import dot, rounded
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of which some are unseen and columns of which some are padding; without `MASKED` neither is."""
+    if MASKED:
+        return tl.load(pointers, mask=seen[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def attend_block(
+    query, key_ptr, value_ptr, places, bias, scale_log2, highest, total, acc_first, acc_second,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One step of online softmax; keys and values lie at `places [keys, 1]` behind their pointers."""
+    whole = tl.arange(0, 2 * HALF)
+    first = tl.arange(0, HALF)
+    second = HALF + first
+    padded: tl.constexpr = HEAD_DIM < 2 * HALF
+    seen = bias > float("-inf")  # nothing is said of what lies in the other entries
+    keys = load_rows(key_ptr + places + whole[None, :], seen, whole, HEAD_DIM, HAS_BIAS or padded)
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
+    if HAS_BIAS:
+        scores += (bias * LOG2_E)[None, :]
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    probabilities = tl.exp2(scores - new_highest[:, None])
+    decay = tl.exp2(highest - new_highest)
+    total = total * decay + tl.sum(probabilities, 1)
+    values_first = load_rows(value_ptr + places + first[None, :], seen, first, HEAD_DIM, HAS_BIAS)
+    values_second = load_rows(value_ptr + places + second[None, :], seen, second, HEAD_DIM, HAS_BIAS or padded)
+    probabilities = rounded(probabilities, values_first.dtype).to(values_first.dtype)
+    acc_first = dot(probabilities, values_first, acc_first * decay[:, None])
+    acc_second = dot(probabilities, values_second, acc_second * decay[:, None])
+    return new_highest, total, acc_first, acc_second
+
+
+@triton.jit
+def prefix_split(
+    query_ptr, key_ptr, value_ptr, bias_ptr, output_ptr, lse_ptr, groups_ptr,
+    scale_log2, stride_slot, stride_head, stride_entry, stride_bias,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE."""
+    group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
+    slot = tl.load(group_ptr).to(tl.int64)
+    first_row = tl.load(group_ptr + 1)
+    num_rows = tl.load(group_ptr + 2)
+    num_blocks = tl.load(group_ptr + 3) // BLOCK
+    blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # a function of the rows' own boundary
+    start = split * blocks_per_split
+    end = tl.minimum(start + blocks_per_split, num_blocks)
+    if (start >= end) | (num_rows == 0):
+        return
+
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
+    index = tl.arange(0, TILE_ROWS)
+    is_real = index // HEADS_PER_KV < num_rows
+    row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
+    columns = tl.arange(0, 2 * HALF)
+    query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+    cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    # Two accumulators, none wider than high: for sm_80 Triton lays the warps along the longer side of a chained dot,
+    # and along the keys every block's probabilities would pass through shared memory.
+    acc_first = tl.zeros([TILE_ROWS, HALF], tl.float32)
+    acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
+    for block in range(start, end):
+        entries = block * BLOCK + tl.arange(0, BLOCK)
+        places = cache + entries.to(tl.int64)[:, None] * stride_entry
+        bias = tl.zeros([BLOCK], tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + slot * stride_bias + entries)
+        highest, total, acc_first, acc_second = attend_block(
+            query, key_ptr, value_ptr, places, bias, scale_log2, highest, total, acc_first, acc_second,
+            HEAD_DIM, HALF, HAS_BIAS,
+        )  # fmt: skip
+
+    row_head += split * (NUM_ROWS * num_heads)
+    first = tl.arange(0, HALF)
+    output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
+    tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
+    is_place = is_real[:, None] & (HALF + first < HEAD_DIM)[None, :]
+    tl.store(output_ptr + HALF, acc_second / total[:, None], mask=is_place)
+    tl.store(lse_ptr + row_head, highest + tl.log2(total), mask=is_real)

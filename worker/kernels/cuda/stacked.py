@@ -1,0 +1,119 @@
+"""A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.kernels.angles import Rotary
+from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+
+
+@dataclass(frozen=True)
+class StackedLayer:
+    """One layer; `query_key_value` and `gate_up` are stacked in this order."""
+
+    input_norm: Tensor  # [hidden]
+    query_key_value: Linear
+    head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """A dense decoder on a device: `embedding [vocab, hidden]`, layers, norm, head."""
+
+    sizes: DecoderSizes
+    embedding: Tensor
+    layers: list[StackedLayer]
+    final_norm: Tensor
+    head: Linear
+    rotary: Rotary
+
+
+def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
+    """The layers one by one, which `weights` does not have afterwards: none of them is there twice for long."""
+    while weights.layers:
+        yield weights.layers.pop(0)
+
+
+def stacked_weights(
+    weights: DecoderWeights, device: torch.device, layers: Iterable[LayerWeights] | None = None
+) -> StackedWeights:
+    """Copies of what is stacked; the rest only where it lies elsewhere. An embedding that is the head stays one.
+
+    `layers`: those of `weights`, where they come one by one.
+    """
+    embedding = _moved(weights.embedding, device)
+    is_tied = weights.head.weight is weights.embedding
+    head = weights.head if not is_tied else Linear(embedding, weights.head.bias)
+    return StackedWeights(
+        weights.sizes,
+        embedding,
+        [_stacked_layer(layer, device) for layer in (weights.layers if layers is None else layers)],
+        _moved(weights.final_norm, device),
+        _stacked([head], device),
+        weights.rotary,
+    )
+
+
+def unstacked(weights: StackedWeights) -> DecoderWeights:
+    """The same by their roles, without a copy."""
+    return DecoderWeights(
+        weights.sizes,
+        weights.embedding,
+        [_unstacked_layer(layer, weights.sizes) for layer in weights.layers],
+        weights.final_norm,
+        weights.head,
+        weights.rotary,
+    )
+
+
+def _unstacked_layer(layer: StackedLayer, sizes: DecoderSizes) -> LayerWeights:
+    keys = sizes.num_kv_heads * sizes.head_dim
+    query, key, value = _split(layer.query_key_value, [sizes.num_heads * sizes.head_dim, keys, keys])
+    gate, up = _split(layer.gate_up, [sizes.intermediate] * 2)
+    norms = layer.head_norms or (None, None)
+    others = (layer.output, layer.mlp_norm, gate, up, layer.down)
+    return LayerWeights(layer.input_norm, query, key, value, *others, *norms)
+
+
+def _split(linear: Linear, sizes: list[int]) -> list[Linear]:
+    biases: Iterable[Tensor | None] = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
+    return [Linear(*parts) for parts in zip(linear.weight.split(sizes), biases, strict=True)]
+
+
+def _stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
+    norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    return StackedLayer(
+        _moved(layer.input_norm, device),
+        _stacked([layer.query, layer.key, layer.value], device),
+        (norms[0], norms[1]) if norms else None,
+        _stacked([layer.output], device),
+        _moved(layer.mlp_norm, device),
+        _stacked([layer.gate, layer.up], device),
+        _stacked([layer.down], device),
+    )
+
+
+def _stacked(parts: list[Linear], device: torch.device) -> Linear:
+    """Raises ValueError where only some of the parts have a bias."""
+    weights = [_moved(part.weight, device) for part in parts]
+    biases = [_moved(part.bias, device) for part in parts if part.bias is not None]
+    if biases and len(biases) < len(parts):
+        raise ValueError(f"found {len(biases)} biases, expected {len(parts)} or none")
+    weight = weights[0] if len(parts) == 1 else torch.cat(weights)
+    if not biases:
+        return Linear(weight)
+    return Linear(weight, biases[0] if len(parts) == 1 else torch.cat(biases))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without its gradient, which products into given buffers refuse."""
+    return tensor.detach().to(device)

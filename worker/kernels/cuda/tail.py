@@ -1,0 +1,65 @@
+"""Attention to the tails of rows, and the merge with their prefixes' splits: the second of attention's two launches."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker.kernels.cuda.prefix import load_rows
+from worker.kernels.cuda.rounding import dot, rounded
+
+
+@triton.jit
+def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, HEAD_DIM: tl.constexpr):
+    """Fold in the output and LSE of one split, at the places of the row's heads."""
+    part = load_rows(output_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+    lse = tl.load(lse_ptr + row_head, mask=is_real, other=0.0)
+    new_highest = tl.maximum(highest, lse)
+    weight = tl.exp2(lse - new_highest)
+    decay = tl.exp2(highest - new_highest)
+    return new_highest, total * decay + weight, acc * decay[:, None] + part * weight[:, None]
+
+
+@triton.jit
+def tail_merge(
+    query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr,
+    scale_log2, stride_slot, stride_head, stride_entry,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, KV head): the row's tail, and behind it the splits of its prefix in order."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    slot = tl.load(rows_ptr + row * 5).to(tl.int64)
+    num_blocks = tl.load(rows_ptr + row * 5 + 1) // BLOCK
+    tail_length = tl.load(rows_ptr + row * 5 + 2)
+    if tail_length == 0:
+        return
+
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
+    index = tl.arange(0, TILE_ROWS)
+    is_real = index < HEADS_PER_KV
+    row_head = row * num_heads + kv_head * HEADS_PER_KV + index
+    columns = tl.arange(0, WIDTH)
+    offsets = row_head[:, None] * HEAD_DIM + columns[None, :]
+    query = load_rows(query_ptr + offsets, is_real, columns, HEAD_DIM, True)
+    n = tl.arange(0, BLOCK)
+    seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
+    entries = tl.load(tail_slots_ptr + row * BLOCK + n).to(tl.int64)
+    places = slot * stride_slot + kv_head.to(tl.int64) * stride_head + entries[:, None] * stride_entry
+    keys = load_rows(key_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
+    scores = dot(query, tl.trans(keys), tl.zeros([TILE_ROWS, BLOCK], tl.float32)) * scale_log2
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    highest = tl.max(scores, 1)
+    probabilities = tl.exp2(scores - highest[:, None])
+    total = tl.sum(probabilities, 1)
+    values = load_rows(value_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
+    probabilities = rounded(probabilities, values.dtype).to(values.dtype)
+    acc = dot(probabilities, values, tl.zeros([TILE_ROWS, WIDTH], tl.float32))
+
+    blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # as in `prefix_split`
+    for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):
+        place = split * (NUM_ROWS * num_heads) + row_head
+        highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
+    is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(mixed_ptr + offsets, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
