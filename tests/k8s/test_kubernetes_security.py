@@ -8,6 +8,8 @@ import re
 import pytest
 
 from tests.k8s.kubernetes_parts import OVERLAYS, ROOT, Object, one, pods, render
+from worker.memory.plan import slot_capacity
+from worker.memory.sizing import MODELS
 
 WRITABLE = {"/tmp", "/home/swiftbatch"}
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -105,6 +107,75 @@ def test_the_head_is_never_on_a_spot_node_and_gpu_workers_always_are() -> None:
     assert [[{**expression, "operator": "In"}] for expression in refused] == wanted
 
 
+def worker_pods(overlay: str) -> list[Object]:
+    """The specs of worker pods: the cluster's, the job's, the cron job's."""
+    return [pod["spec"] for where, pod in pods(render(overlay)).items() if "workerGroupSpecs" in where]
+
+
+@pytest.mark.parametrize("overlay", ["gpu-spot", "s3"])
+def test_all_workers_of_a_run_have_gpus_of_one_product_named_in_one_place(overlay: str) -> None:
+    selectors = [spec["nodeSelector"] for spec in worker_pods(overlay)]
+    assert len(selectors) == 3
+    assert selectors == [selectors[0]] * 3
+    (product,) = selectors[0].values()
+    assert list(selectors[0]) == ["nvidia.com/gpu.product"]
+    files = [path for path in (ROOT / "k8s").rglob("*.yaml") if product in path.read_text(encoding="utf-8")]
+    assert [str(path.relative_to(ROOT)) for path in files] == ["k8s/components/gpu-product/kustomization.yaml"]
+    assert not any("nodeSelector" in spec for spec in worker_pods("cpu-demo"))
+
+
+@pytest.mark.parametrize("overlay", ["gpu-spot", "s3"])
+def test_a_gpu_worker_may_pin_the_caches_that_its_memory_is_said_to_hold(overlay: str) -> None:
+    process, caches = 24 * 10**9, 4 * slot_capacity(100_000) * MODELS["Llama 3.1 8B"].bytes_per_position
+    for spec in worker_pods(overlay):
+        (container,) = spec["containers"]
+        for kind in ("requests", "limits"):  # the same, so that nobody else's memory is counted on
+            gibibytes = re.fullmatch(r"(\d+)Gi", container["resources"][kind]["memory"])
+            assert gibibytes is not None
+            assert int(gibibytes[1]) * 2**30 >= process + caches
+
+
+def stages() -> dict[str, str]:
+    """What each stage of the image begins with, in their order."""
+    found = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert len(found) == len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE))
+    return {name: base for base, name in found}
+
+
+def test_without_a_target_the_image_is_the_one_for_cpus() -> None:
+    assert list(stages())[-1] == "cpu"
+    assert stages()["cpu"] == "python"
+
+
+def test_every_stage_comes_from_one_before_it_or_from_a_pinned_image() -> None:
+    known: list[str] = []
+    for name, base in stages().items():
+        assert base in known or re.fullmatch(r"[\w/-]+:[\w.-]*\d\.\d[\w.-]*", base), base
+        known.append(name)
+    mounted = re.findall(r"--mount=from=([\w-]+),", DOCKERFILE)
+    assert set(mounted) == {"wheel", "toolkit", "flash-attention"} <= set(known)
+
+
+def test_a_change_of_the_code_compiles_no_flash_attention_again() -> None:
+    """The stage that takes an hour has the dependencies below it, and not swiftbatch's wheel."""
+    assert stages()["flash-attention"] == stages()["cuda"] == "cuda-dependencies"
+    dependencies = DOCKERFILE[DOCKERFILE.index("AS cuda-dependencies") : DOCKERFILE.index("AS cuda\n")]
+    flash = DOCKERFILE[DOCKERFILE.index("AS flash-attention") : DOCKERFILE.index("AS cuda-flash")]
+    assert "from=wheel" not in dependencies + flash
+    assert stages()["cuda-flash"] == "cuda"
+
+
+def test_the_folder_of_nvcc_is_that_of_the_image_it_comes_from() -> None:
+    found = re.search(r"source=/usr/local/cuda-(\d+\.\d+),", DOCKERFILE)
+    assert found is not None
+    assert stages()["toolkit"].startswith(f"nvidia/cuda:{found[1]}.")
+
+
+def test_the_image_for_gpus_has_the_compiler_that_triton_asks_for() -> None:
+    dependencies = DOCKERFILE[DOCKERFILE.index("AS cuda-dependencies") : DOCKERFILE.index("AS cuda\n")]
+    assert "gcc libc6-dev" in dependencies
+
+
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
 def test_the_image_has_a_target_for_each_kind_of_worker(stage: str) -> None:
     assert re.search(rf"^FROM \S+ AS {stage}$", DOCKERFILE, re.MULTILINE)
@@ -114,8 +185,10 @@ def test_the_image_has_a_target_for_each_kind_of_worker(stage: str) -> None:
             assert container["image"].endswith(f"-{stage}"), where
 
 
-def test_the_image_s_user_and_home_are_those_of_the_pods() -> None:
-    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000:1000"] * 2
+@pytest.mark.parametrize("stage", ["cpu", "cuda", "cuda-flash"])
+def test_the_image_s_user_and_home_are_those_of_the_pods(stage: str) -> None:
+    commands = DOCKERFILE[DOCKERFILE.index(f" AS {stage}\n") + 1 :].split("\nFROM ")[0]
+    assert re.findall(r"^USER (\S+)$", commands, re.MULTILINE)[-1] == "1000:1000"
     assert re.search(r"\bHOME=/home/swiftbatch$", DOCKERFILE, re.MULTILINE)
 
 
