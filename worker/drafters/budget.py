@@ -36,7 +36,15 @@ class NodeAcceptance:
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
-        self._looks.observe(num_draft_tokens > 0)
+        self.went_by(num_draft_tokens > 0, len(path))
+        self.learn(num_draft_tokens, path)
+
+    def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
+        """A step, with a tree or without."""
+        self._looks.observe(is_drafted, num_accepted)
+
+    def learn(self, num_draft_tokens: int, path: list[int]) -> None:
+        """From one verified tree alone."""
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
@@ -44,9 +52,12 @@ class NodeAcceptance:
         for node in range(min(num_draft_tokens, TILE_ROWS)):
             self.shares[node] += rate * ((node in path) - self.shares[node])
 
-    def looked_at(self, choice: int, num_choices: int) -> int:
-        """The choice to draft with in a step where `choice` pays most: now and then a larger one, to learn of it."""
-        if choice == 0:
+    def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:
+        """The choice to draft with in a step where `choice` pays most: now and then a larger one, to learn of it.
+
+        `can_be_none`: whether the first choice is not to draft, which nothing is learned from.
+        """
+        if choice == 0 and can_be_none:
             return min(LOOK_CHOICE, num_choices - 1) if self._looks.is_due else 0
         return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), num_choices - 1)
 
@@ -59,6 +70,8 @@ class NodeAcceptance:
         size = TILE_ROWS + 3
         if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
             raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
+        if state[TILE_ROWS] < 0:
+            raise ValueError(f"node budget: found {state[TILE_ROWS]} steps, expected none or more")
         self._looks.restore(state[TILE_ROWS + 1 :])
         self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
 
@@ -85,6 +98,7 @@ class NodeBudget:
         self._costs = costs
         self._choices = choices
         self._acceptance = NodeAcceptance(prior)
+        self._is_step_new = True  # nothing of it was observed
 
     def state(self) -> np.ndarray:
         """What was learned: acceptance per node, then numbers of steps, `[TILE_ROWS + 3] float64`."""
@@ -95,8 +109,11 @@ class NodeBudget:
         self._acceptance.restore(state)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree whose accepted nodes are `path`."""
-        self._acceptance.observe(num_draft_tokens, path)
+        """Learn from one verified tree whose accepted nodes are `path`; all since `best` share a step."""
+        if self._is_step_new:
+            self._acceptance.went_by(num_draft_tokens > 0)
+        self._is_step_new = False
+        self._acceptance.learn(num_draft_tokens, path)
 
     def best(
         self, length: int, num_sequences: int, proposing: float, node_seconds: float = 0.0, max_nodes: int = TILE_ROWS
@@ -111,5 +128,6 @@ class NodeBudget:
         for nodes, tokens in zip(choices, self._acceptance.tokens(choices), strict=True):
             drafting = proposing + nodes * num_sequences * node_seconds if nodes else 0.0
             rates.append(tokens / (self._costs.forward_seconds(nodes + 1, length, num_sequences) + drafting))
-        best = self._acceptance.looked_at(rates.index(max(rates)), len(choices))
+        best = self._acceptance.looked_at(rates.index(max(rates)), len(choices), choices[0] == 0)
+        self._is_step_new = True
         return BudgetChoice(choices[best], num_sequences * rates[best])

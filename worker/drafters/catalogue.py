@@ -104,6 +104,7 @@ class EngineEntry:
     place: str  # module:function of its `DrafterFactory`, below `worker.drafters`
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
+    partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
 
     def factory(self) -> DrafterFactory:
         """Imports what it needs, torch among it."""
@@ -121,10 +122,13 @@ ENGINES = {
         "recycling.token_recycling:TokenRecyclingDrafter", "the target's own candidates at rows that it verified before"
     ),
     "tokenswift": EngineEntry(
-        "tokenswift.tokenswift:tokenswift", "trained heads, reused n-grams: for long texts", HEADS
+        "tokenswift.tokenswift:tokenswift", "trained heads, reused n-grams: for long texts", HEADS, partial_budget=2048
     ),
     "triforce": EngineEntry(
-        "triforce.triforce:triforce", "a small draft model: for long texts without trained heads", DRAFT_MODEL
+        "triforce.triforce:triforce",
+        "a small draft model: for long texts without trained heads",
+        DRAFT_MODEL,
+        partial_budget=1024,
     ),
     "griffin": EngineEntry("griffin.griffin:griffin", "one trained layer over the target's features", GRIFFIN),
 }

@@ -1,4 +1,4 @@
-"""When a sequence that drafts nothing is looked at again: the longer drafts do not pay, the more seldom."""
+"""When a sequence that drafts nothing is looked at again: the longer looks find nothing, the more seldom."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 MOST_DOUBLED = 16  # times the shortest interval
+PROMISING = 3  # accepted tokens of a look: the text may have begun to repeat itself
 
 
 @dataclass
@@ -24,11 +25,13 @@ class LookRhythm:
     def is_due(self) -> bool:
         return self.num_waited >= self.interval
 
-    def observe(self, is_drafted: bool) -> None:
+    def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """A step went by, with a tree or without."""
         if not is_drafted:
             self.num_waited += 1
-        elif self.num_waited:  # it was a look
+        elif self.num_waited and num_accepted >= PROMISING:  # it was a look
+            self.num_waited, self.interval = 0, self.shortest
+        elif self.num_waited:
             self.num_waited, self.interval = 0, min(2 * self.interval, MOST_DOUBLED * self.shortest)
         else:
             self.interval = self.shortest
@@ -39,6 +42,7 @@ class LookRhythm:
 
     def restore(self, state: np.ndarray) -> None:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
-        if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any():
+        longest = MOST_DOUBLED * self.shortest
+        if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any() or state[1] > longest:
             raise ValueError(f"rhythm of looks: found {state}, expected two numbers of steps")
         self.num_waited, self.interval = (int(number) for number in state)

@@ -14,6 +14,7 @@ from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
+from worker.drafters.looks import PROMISING, LookRhythm
 from worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from worker.engine import Engine
 from worker.model.files import locate_model
@@ -160,12 +161,24 @@ def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None
     waits = np.diff(looks[-5:])
     assert (waits[1:] >= waits[:-1]).all()
     assert LOOK_EVERY < waits[-1] <= 1 + 16 * LOOK_EVERY
-    for _ in range(60 * LOOK_EVERY):  # the text begins to repeat itself
+    for _ in range(30 * LOOK_EVERY):  # the text begins to repeat itself
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
         path = list(range(len(tree)))
         drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
         sizes.append(len(tree))
     assert 0 not in sizes[-LOOK_EVERY:]
+
+
+def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> None:
+    rhythm, waits = LookRhythm(shortest=4), []
+    for num_accepted in (0, 1, 2, PROMISING, 0):
+        waited = 0
+        while not rhythm.is_due:
+            rhythm.observe(is_drafted=False)
+            waited += 1
+        waits.append(waited)
+        rhythm.observe(is_drafted=True, num_accepted=num_accepted)
+    assert waits == [4, 8, 16, 32, 4]
 
 
 def test_a_drafter_learns_what_pays() -> None:
@@ -201,3 +214,14 @@ def test_drafters_are_told_what_a_step_takes_beside_its_forward(tiny_model: Path
         engine.step()
     assert drafter.overheads[0] == 0.0
     assert all(overhead >= 0.02 for overhead in drafter.overheads[1:])
+
+
+@pytest.mark.parametrize(("place", "number"), [(TILE_ROWS, -9.0), (TILE_ROWS + 2, 1e18)], ids=["steps", "interval"])
+def test_a_state_that_would_end_a_run_or_all_looks_is_refused(place: int, number: float) -> None:
+    budget = NodeBudget(FREE_ROWS)
+    before = budget.state()
+    damaged = before.copy()
+    damaged[place] = number
+    with pytest.raises(ValueError, match=r"node budget|rhythm of looks"):
+        budget.restore(damaged)
+    assert (budget.state() == before).all()

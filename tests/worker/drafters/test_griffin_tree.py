@@ -130,9 +130,17 @@ def test_a_plan_that_brings_more_tokens_raises_prices_and_is_restored() -> None:
     assert isinstance(before, TreePrices)
     assert isinstance(after, TreePrices)
     assert after.row > before.row
-    other = PricePlanner(costs(1e-4), 0.005)
+    other = PricePlanner(costs(1e-4), 0.001)
     other.restore(planner.state())
     assert other.prices(64, 1) == after
+
+
+def test_levels_of_a_slower_machine_are_not_dearer_here() -> None:
+    slow, here = PricePlanner(costs(1e-6), 0.5), PricePlanner(costs(1e-6), 0.0005)
+    for _ in range(20):
+        slow.observe(4, 6, 3, 3.0)
+    here.restore(slow.state())
+    assert here.prices(64, 1).level < 1.0 < slow.prices(64, 1).level
 
 
 def test_probabilities_are_trusted_as_far_as_they_came_true() -> None:

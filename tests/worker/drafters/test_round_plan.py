@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
 from worker.drafters.tokenswift.tokenswift import whole_trees
 from worker.drafters.two_level.chain import Round
 from worker.drafters.two_level.chain_tree import ChainTree
-from worker.drafters.two_level.plan import FixedPlanner, MeasuredPlanner
+from worker.drafters.two_level.plan import PRIOR_CHAIN_ACCEPTANCE, FixedPlanner, MeasuredPlanner
 from worker.target.step_costs import ROW_COUNTS, StepCosts
 from worker.tree import DraftTree
 
@@ -70,9 +71,38 @@ def test_what_was_learned_goes_into_another_planner() -> None:
         assert fresh.plan(length, 1, 63) == planner.plan(length, 1, 63)
 
 
+def test_nodes_of_a_slower_machine_do_not_make_drafts_smaller_here() -> None:
+    slow, here = MeasuredPlanner(costs(), BUDGET, node_seconds=1.0), MeasuredPlanner(costs(), BUDGET)
+    before = here.plan(500, 1, 63)
+    here.restore(slow.state())
+    assert here.plan(500, 1, 63) == before
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_papers_plan_is_always_the_same(rounds: int) -> None:
     planner = FixedPlanner(whole_trees(rounds))
     assert planner.plan(100, 1, 63) == planner.plan(100_000, 4, 5)
     assert planner.plan(100, 1, 63).num_rounds == rounds
     assert planner.state() == {}
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 16])
+def test_where_nothing_pays_looks_become_rare_however_many_sequences_share_a_step(num_sequences: int) -> None:
+    planner = MeasuredPlanner(costs(row_seconds=1.0), BUDGET)
+    drafted = []
+    for _ in range(1000):
+        plans = [planner.plan(200, num_sequences, 63) for _ in range(num_sequences)]
+        drafted.append(any(plan.num_nodes for plan in plans))
+        for plan in plans:
+            planner.observe(ChainTree(DraftTree.chain([1] * plan.num_nodes)), [])
+    assert 0 < sum(drafted[500:]) <= 5
+
+
+def test_chains_of_one_token_are_made_longer_now_and_then() -> None:
+    budget = NodeBudget(costs(row_seconds=0.01), PRIOR_CHAIN_ACCEPTANCE, NODE_CHOICES[1:])
+    sizes = []
+    for _ in range(2 * EXPLORE_EVERY):
+        sizes.append(budget.best(10_000, 1, 0.0).num_nodes)
+        budget.observe(sizes[-1], [])
+    assert sizes.count(1) > EXPLORE_EVERY
+    assert max(sizes[-EXPLORE_EVERY:]) > 1

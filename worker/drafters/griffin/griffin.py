@@ -105,7 +105,7 @@ class GriffinDrafter(Drafter):
             tracked.sampler.push(token_id)
         if verification.hidden is not None:
             self._forwards.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
-        tracked.looks.observe(tracked.num_levels > 0)
+        tracked.looks.observe(tracked.num_levels > 0, len(verification.path))
         if tracked.num_levels:
             self.counters.num_levels += tracked.num_levels
             if self._planner:

@@ -99,5 +99,5 @@ class PricePlanner:
         found = state.get("griffin_plan")
         if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
-        self._means, self._num_steps = found[:4].copy(), int(found[6])
-        self._level_seconds, self._drafting = found[4:6].tolist()
+        # what a level takes was measured on this machine and is not learned again
+        self._means, self._drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])

@@ -9,6 +9,7 @@ from pathlib import Path
 from worker.caches.full import MAX_TREE_NODES
 from worker.caches.partial import PartialCacheFactory
 from worker.caches.summary import SummaryKVCache
+from worker.drafters.catalogue import ENGINES
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.heads import DecodingHeads
 from worker.drafters.tokenswift.proposer import TokenSwiftProposer
@@ -28,7 +29,7 @@ class TokenSwiftOptions:
     ngram_size: int = 4
     num_ngrams: int = 20  # k
     cache: PartialCacheFactory = SummaryKVCache  # what the rounds see
-    budget: int = 2048
+    budget: int = ENGINES["tokenswift"].partial_budget
     draft_rounds: int | None = None  # K; None: as many as pay
     recycles: bool = True  # also what the target said at the rows it verified (token recycling)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from worker.caches.partial import PartialCacheFactory
 from worker.caches.summary import SummaryKVCache
+from worker.drafters.catalogue import ENGINES
 from worker.drafters.triforce.draft_model import DraftModel
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.two_level.chain import RoundPlan
@@ -24,7 +25,7 @@ class TriForceOptions:
     """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
 
     cache: PartialCacheFactory = SummaryKVCache  # what the middle level sees
-    budget: int = 1024
+    budget: int = ENGINES["triforce"].partial_budget
     gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None: as many as pay
     width: int = 1  # candidates at every depth of the first level
 

@@ -21,7 +21,7 @@ from worker.drafters.two_level.chain import Chain, Round
 from worker.drafters.two_level.chain_tree import ChainTree, assemble
 from worker.drafters.two_level.plan import Planner
 from worker.drafters.two_level.proposer import Proposer
-from worker.drawing import Sampler, create_drawing
+from worker.drawing import Sampler
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 from worker.target.tiles import tree_rows
@@ -58,7 +58,7 @@ class TwoLevelDrafter(Drafter):
         self.needs_top_k = proposer.needs_top_k
         self.needs_hidden = proposer.needs_hidden
         self._target = target
-        self._drawing = create_drawing(target.vocab_size, target.device)
+        self._drawing = target.forwards.new_drawing()
         self._proposer = proposer
         self._planner = planner
         self._new_cache, self._budget = new_cache, budget

@@ -121,7 +121,8 @@ class MeasuredPlanner(Planner):
         except ValueError:
             self._trees.restore(trees)
             raise
-        self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds = means.tolist()
+        # what a node takes was measured on this machine and is not learned again
+        self._round_tokens, self._round_seconds, self._propose_seconds, _ = means.tolist()
 
 
 def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
