@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -47,7 +48,13 @@ class Drawing(Protocol):
     def sampler(self, sequence: Sequence) -> Any:
         """The `Sampler` of a sequence, of this drawing's own kind."""
 
-    def walks(self, samplers: Many[Any], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
+    def walks(
+        self,
+        samplers: Many[Any],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+    ) -> list[Walk]:
         """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are."""
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -64,9 +71,14 @@ class NativeDrawing:
         return native.NativeSampler(sequence)
 
     def walks(
-        self, samplers: Many[native.NativeSampler], trees: Many[DraftTree], logits: Many[torch.Tensor]
+        self,
+        samplers: Many[native.NativeSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
     ) -> list[Walk]:
-        return native.walk(samplers, trees, logits)
+        walks = native.walk(samplers, trees, logits)
+        return _with_candidates(self, walks, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         return native.top_candidates(logits)
@@ -105,17 +117,28 @@ class TorchDrawing:
     def sampler(self, sequence: Sequence) -> TorchSampler:
         return TorchSampler(sequence, TokenSampler(sequence, self._vocab_size, self._device))
 
-    def walks(self, samplers: Many[TorchSampler], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
-        return [
+    def walks(
+        self,
+        samplers: Many[TorchSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+    ) -> list[Walk]:
+        walks = [
             walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable)
             for sampler, tree, rows in zip(samplers, trees, logits, strict=True)
         ]
+        return _with_candidates(self, walks, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         top = torch.topk(logits, TOP_K)
         logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
         logprobs = logprobs.nan_to_num(nan=UNLIKELY, neginf=-math.inf)
         return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _with_candidates(drawing: Drawing, walks: list[Walk], logits: Many[torch.Tensor]) -> list[Walk]:
+    return [replace(walk, candidates=drawing.top_candidates(rows)) for walk, rows in zip(walks, logits, strict=True)]
 
 
 def create_drawing(vocab_size: int, device: torch.device) -> Drawing:

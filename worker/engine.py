@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from metrics.counters import EngineCounters, timed
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
 from worker.drafters.base import Drafter, DraftRequest, ReadRows
-from worker.drawing import Sampler, create_drawing
+from worker.drawing import Drawing, Sampler
 from worker.sequence import Sequence
 from worker.stopping import ERROR, StopRule
 from worker.target.finite import NotFiniteError, check_finite
@@ -58,7 +59,7 @@ class Engine:
         self.drafter = drafter
         self.counters = counters or EngineCounters()
         self._decode = decode
-        self._drawing = create_drawing(target.vocab_size, target.device)
+        self._drawing = target.forwards.new_drawing()
         self._slots: dict[str, Slot] = {}
 
     @property
@@ -95,8 +96,8 @@ class Engine:
         if not ready:
             return []
         trees = self._propose(ready)
-        outputs = self._verify(ready, trees)
-        results = self._commit(ready, trees, outputs)
+        outputs, walks = self._verify(ready, trees)
+        results = self._commit(ready, trees, outputs, walks)
         self._update(results)
         return results
 
@@ -111,7 +112,7 @@ class Engine:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
         deadline, num_before = time.perf_counter() + READ_SECONDS, slot.cache.length
         while _num_missing(slot) > 1 and time.perf_counter() < deadline:
-            read_tile(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter])
+            read_tile(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter], self._drawing)
             self.target.synchronize()
         self.counters.num_read_tokens += slot.cache.length - num_before
 
@@ -127,21 +128,22 @@ class Engine:
         """Seconds that a step takes beside its forward and its drafts, so far."""
         return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
-    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> list[RowOutputs]:
+    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> tuple[list[RowOutputs], list[Walk]]:
+        """Run all rows and draw from them: the drawn tokens are what a step waits for."""
         with timed(self.counters.step_seconds, "verify"):
             pairs = zip(ready, trees, strict=True)
             outputs = self.target.verify(
                 [tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree) for slot, tree in pairs]
             )
-            self.target.synchronize()
-        return outputs
+            samplers, logits = [slot.sampler for slot in ready], [rows.logits for rows in outputs]
+            walks = self._drawing.walks(samplers, trees, logits, self.drafter.needs_top_k)
+        return outputs, walks
 
     def _commit(
-        self, ready: list[Slot], trees: list[DraftTree], outputs: list[RowOutputs]
+        self, ready: list[Slot], trees: list[DraftTree], outputs: list[RowOutputs], walks: list[Walk]
     ) -> list[tuple[Sequence, Verification]]:
         results = []
         with timed(self.counters.step_seconds, "commit"):
-            walks = self._drawing.walks([slot.sampler for slot in ready], trees, [rows.logits for rows in outputs])
             for slot, tree, rows, walk in zip(ready, trees, outputs, walks, strict=True):
                 try:
                     results.append((slot.sequence, self._taken(slot, tree, rows, slot.up_to_its_end(walk))))
@@ -160,10 +162,8 @@ class Engine:
         self.counters.num_generation_tokens += len(walk.drawn)
         self.counters.count_draft(len(tree), len(walk.path))
         row_token_ids = np.array([root_id, *tree.token_ids])
-        top_ids, top_logprobs = (
-            self._drawing.top_candidates(outputs.logits) if self.drafter.needs_top_k else (None, None)
-        )
-        hidden = outputs.hidden[[0, *(node + 1 for node in walk.path)]] if self.drafter.needs_hidden else None
+        top_ids, top_logprobs = walk.candidates or (None, None)
+        hidden = rows_of_path(outputs.hidden, walk.path) if self.drafter.needs_hidden else None
         return Verification(tree, walk.path, walk.drawn, row_token_ids, top_ids, top_logprobs, hidden)
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
@@ -177,11 +177,12 @@ class Engine:
         self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
 
 
-def read_tile(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter]) -> None:
+def read_tile(
+    target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: Drawing
+) -> None:
     """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there."""
     start = cache.length
     hidden = target.read(cache, token_ids[start : start + MOST_READ].tolist())
-    drawing = create_drawing(target.vocab_size, target.device)
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
     if learners:
         positions = np.arange(start, cache.length)
@@ -189,6 +190,11 @@ def read_tile(target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, dr
         rows = ReadRows(previous_ids, token_ids[positions], *drawing.top_candidates(target.logits(hidden)))
         for drafter in learners:
             drafter.learn(rows)
+
+
+def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
+    """Those of the root and the accepted nodes, `[1 + num_accepted, hidden]`, without a list that a GPU waits for."""
+    return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])
 
 
 def _num_missing(slot: Slot) -> int:

@@ -34,7 +34,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a started worker runs, and on what: `node_id` is Ray's, the last two are the session's."""
+    """Where a started worker runs, and on what: `node_id` is Ray's, the last three are the session's."""
 
     host: str
     pid: int
@@ -42,6 +42,7 @@ class WorkerInfo:
     node_id: str
     numerics: str
     num_free_positions: int
+    num_slots: int | None = None
 
 
 class WorkerActor:
@@ -65,7 +66,7 @@ class WorkerActor:
         signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
         where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
-        return WorkerInfo(*where, session.numerics, session.num_free_positions)
+        return WorkerInfo(*where, session.numerics, session.num_free_positions, session.num_slots)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         return self._session.work(orders, seconds)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from worker.memory.plan import MOST_SLOTS
+
 if TYPE_CHECKING:
     from jobs.job import JobRecord
     from scheduler.driver.fleet import Fleet, Worker
 
-MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
 MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
 
 
@@ -22,8 +23,9 @@ class Slots:
 
     def has_room(self, worker: Worker, held: list[JobRecord]) -> bool:
         """Whether a worker that has the jobs `held` takes another one that is no longer than the longest of them."""
-        if self._num_slots is not None:
-            return len(held) < self._num_slots
+        most = worker.info.num_slots if worker.info else None  # a GPU's, made when it started
+        if self._num_slots is not None or most is not None:
+            return len(held) < min(number for number in (self._num_slots, most) if number is not None)
         return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held))
 
     def _fits_one_more(self, worker: Worker, held: list[JobRecord]) -> bool:

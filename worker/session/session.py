@@ -20,9 +20,10 @@ from metrics.endpoint import serve
 from metrics.exporter import EngineCollector, Labels, registry_of
 from worker.caches.room import check_folder
 from worker.config import EngineConfig
-from worker.drafters.catalogue import create_drafter
+from worker.drafters.catalogue import create_drafter, engine_entry
 from worker.engine import Engine
 from worker.exactness.numerics import exactness_of
+from worker.memory.plan import SlotsWanted
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
@@ -32,6 +33,7 @@ from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from worker.stopping import cut_at_stop
 from worker.target.finite import NOT_FINITE
+from worker.target.loading import resolve_device
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
 
@@ -53,8 +55,8 @@ class WorkerSession:
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         self._checkpoints = CheckpointStore(self._run.store)
         self._codec = TextCodec(files)
-        target = TargetModel.load(files, config.dtype, config.device, config.kv_offload)
-        self.numerics = target.forwards.numerics
+        target = TargetModel.load(files, config.dtype, config.device, config.kv_offload, self._slots_wanted())
+        self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
         self.num_free_positions = target.num_free_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
@@ -67,6 +69,14 @@ class WorkerSession:
         if metrics_port is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
             self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), metrics_port)
+
+    def _slots_wanted(self) -> SlotsWanted | None:
+        """A GPU is shared out for the run's longest job; on a CPU caches come one by one."""
+        jobs = [] if resolve_device(self._config.device).type == "cpu" else self._run.jobs()
+        if not jobs:
+            return None
+        longest_job = max(record.max_length for record in jobs)
+        return SlotsWanted(longest_job, engine_entry(self._config.engine).partial_budget)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""

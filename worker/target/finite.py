@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker.caches.full import FullKVCache
 from worker.model.files import ModelError
 from worker.target.tiles import tree_rows
 from worker.tree import DraftTree
@@ -53,8 +52,9 @@ def check_model(target: TargetModel) -> None:
     """Raise ModelError where logits are not finite behind any of some single tokens: then no job can run."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
     token_ids = range(0, target.vocab_size, step)
-    groups = [tree_rows(FullKVCache(target.cache_shape, 1), token_id, DraftTree()) for token_id in token_ids]
-    for outputs in target.verify(groups):
+    cache = target.new_cache(1)  # as jobs have theirs: a GPU's rows lie in the slots of its arena
+    for token_id in token_ids:
+        [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
         if math.isfinite(float(outputs.logits[0].max())):
             return
     raise ModelError(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from worker.caches.full import CacheShape, FullKVCache
 from worker.target.partial_rows import PartialRows
 from worker.target.tiles import SequenceRows
+
+if TYPE_CHECKING:
+    from worker.caches.arena import KVArena
+    from worker.drawing import Drawing
 
 MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
 
@@ -22,6 +26,13 @@ class Forwards(Protocol):
     hidden_size: int
     eos_token_ids: frozenset[int]
     cache_shape: CacheShape
+
+    @property
+    def arena(self) -> KVArena | None:
+        """The buffer that all caches lie in; None where each has its own."""
+
+    def new_drawing(self) -> Drawing:
+        """What draws from the logits, on the same device."""
 
     @property
     def numerics(self) -> str:

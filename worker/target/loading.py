@@ -17,6 +17,7 @@ from worker.target.forwards import Forwards
 from worker.target.native_forwards import NativeForwards
 
 if TYPE_CHECKING:
+    from worker.memory.plan import SlotsWanted
     from worker.target.transformers_forwards import TransformersForwards
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -33,12 +34,22 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and available else "cpu")
 
 
-def load_forwards(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Forwards:
-    """The fastest exact forwards of a model here. Raises ModelError as `load_transformers` does, and KernelError."""
+def load_forwards(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, slots: SlotsWanted | None = None
+) -> Forwards:
+    """The fastest exact forwards of a model here. Raises ModelError as `load_transformers` does, and KernelError.
+
+    A GPU is shared out for `slots`, where these are said. Raises KVRoomError.
+    """
+    if slots is not None:
+        from worker.target.cuda.loading import load_cuda_forwards
+
+        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files)):
+            return on_gpu
     variant = chosen_variant() if device.type == "cpu" else None
     if variant is None:
         return load_transformers(files, dtype, device)
-    if (weights := dense_weights(files, dtype)) and (forwards := _native(weights, _eos_token_ids(files), variant)):
+    if (weights := dense_weights(files, dtype)) and (forwards := _native(weights, eos_token_ids_of(files), variant)):
         return forwards
     loaded = load_transformers(files, dtype, device, variant)
     taken = decoder_weights(loaded.model)
@@ -71,7 +82,7 @@ def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str
         return None
 
 
-def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
+def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
     """End-of-sequence ids: the generation config's, else the model config's."""
     file = files.path / GENERATION_FILE
     said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from worker.caches.full import CacheShape, FullKVCache
+from worker.drawing import Drawing, create_drawing
 from worker.kernels.native import NativeDecoder
 from worker.kernels.variants import numerics_of
 from worker.kernels.weights import DecoderWeights
 from worker.target.forwards import MOST_READ
 from worker.target.partial_rows import PartialRows
-from worker.target.tiles import BLOCK, SequenceRows, tree_rows
+from worker.target.tiles import SequenceRows, known_rows, tree_rows
 from worker.tree import DraftTree
 
 
 class NativeForwards:
     """`Forwards` whose rows are exact by construction, however many share a call."""
+
+    arena = None
 
     def __init__(self, weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> None:
         """Raises ValueError for weights that do not fit together."""
@@ -28,6 +30,9 @@ class NativeForwards:
         self.eos_token_ids = eos_token_ids
         self.cache_shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, self.device)
         self.numerics = f"cpu {numerics_of(variant, str(sizes.dtype).removeprefix('torch.'))}"
+
+    def new_drawing(self) -> Drawing:
+        return create_drawing(self.vocab_size, self.device)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = self._forward(groups, with_logits=True)
@@ -75,18 +80,3 @@ class NativeForwards:
                 group.cache.keep(first, group.first_entry, group.first_entry + len(group))
         assert hidden is not None
         return hidden, logits
-
-
-def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
-    """Rows of known tokens behind a cache, a group for each block of positions that they touch."""
-    groups, start, end = [], cache.length, cache.length + len(token_ids)
-    while start < end:
-        boundary = start // BLOCK * BLOCK
-        stop = min(end, boundary + BLOCK)
-        positions = list(range(start, stop))
-        entries = np.broadcast_to(np.arange(boundary, boundary + BLOCK), (len(positions), BLOCK))
-        lengths = [position - boundary + 1 for position in positions]
-        ids = token_ids[start - cache.length : stop - cache.length]
-        groups.append(SequenceRows(cache, ids, positions, start, boundary, entries, lengths))
-        start = stop
-    return groups

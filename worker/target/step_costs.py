@@ -35,7 +35,7 @@ class StepCosts:
         """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
         i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
         seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
-        return seconds + slope * (length - self.lengths[i])
+        return max(0.0, seconds + slope * (length - self.lengths[i]))
 
     def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
         """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached."""
@@ -95,12 +95,15 @@ class StepCosts:
 
 
 Costs = Callable[[], StepCosts]
-"""A target's step costs, measured when somebody first asks for them."""
+"""A target's step costs, measured when somebody first asks for them, or before."""
 
 
 def step_costs_of(target: TargetModel) -> Costs:
-    """The costs of a target, for all who need them."""
-    return functools.cache(functools.partial(measure_step_costs, target))
+    """The costs of a target, for all who need them; where caches lie in slots, measured now, while one is free."""
+    costs = functools.cache(functools.partial(measure_step_costs, target))
+    if target.forwards.arena:
+        costs()
+    return costs
 
 
 def measure_step_costs(target: TargetModel) -> StepCosts:
@@ -130,7 +133,14 @@ def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
 
 
 def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
-    """A cache of zeros, and the lengths to time in it; where it would be large, all layers share the memory of one."""
+    """A cache of zeros, and the lengths to time in it; where it would be large, all layers share the memory of one.
+
+    On a GPU a slot lies ready: the whole of it is timed.
+    """
+    if arena := target.forwards.arena:
+        cache, longest = target.new_cache(arena.longest_job), max(0, arena.longest_job - TILE_ROWS) // BLOCK * BLOCK
+        cache.clear()
+        return cache, (*(length for length in PROBE_LENGTHS if length < longest), longest)
     shape, num_bytes = target.cache_shape, target.cache_shape.bytes_per_position()
     if not target.is_offloaded:
         num_bytes //= shape.num_layers

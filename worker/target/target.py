@@ -18,6 +18,7 @@ from worker.target.loading import DTYPES, load_forwards, load_transformers, reso
 from worker.target.tiles import SequenceRows
 
 if TYPE_CHECKING:
+    from worker.memory.plan import SlotsWanted
     from worker.target.partial_rows import PartialRows
     from worker.target.transformers_forwards import TransformersForwards
 
@@ -43,12 +44,17 @@ class TargetModel:
         self._kv_offload = kv_offload
 
     @classmethod
-    def load(cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None) -> TargetModel:
-        """Load a model from its folder.
+    def load(
+        cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None, slots: SlotsWanted | None = None
+    ) -> TargetModel:
+        """Load a model from its folder; on a GPU shared out for `slots`, where these are said.
 
-        Raises ModelError for one that is not whole or needs what we can't give, and for no finite logits.
+        Raises ModelError for one that is not whole or needs what we can't give, and for no finite logits; KVRoomError
+        where a GPU has no room.
         """
-        target = cls(load_forwards(files, DTYPES[dtype], resolve_device(device)), files, kv_offload)
+        place = resolve_device(device)
+        wanted = slots if kv_offload is None and place.type == "cuda" else None
+        target = cls(load_forwards(files, DTYPES[dtype], place, wanted), files, kv_offload)
         check_model(target)
         return target
 
@@ -78,11 +84,18 @@ class TargetModel:
 
     def new_cache(self, max_length: int) -> FullKVCache:
         """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room."""
+        if arena := self.forwards.arena:
+            return arena.new_cache(max_length)
         if place := place_of_caches(self.device.type, self._kv_offload):
             KVRoom(place, self.cache_shape.bytes_per_position()).refuse_too_long(max_length)
         if self._kv_offload is None:
             return FullKVCache(self.cache_shape, max_length)
         return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
+
+    @property
+    def num_slots(self) -> int | None:
+        """Sequences that have room at a time; None where that depends on their lengths."""
+        return self.forwards.arena.num_slots if self.forwards.arena else None
 
     def num_free_positions(self) -> int:
         """Positions that new caches have room for, those of all sequences together."""

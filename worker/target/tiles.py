@@ -92,6 +92,21 @@ def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))
 
 
+def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
+    """Rows of known tokens behind a cache, a group for each block of positions that they touch."""
+    groups, start, end = [], cache.length, cache.length + len(token_ids)
+    while start < end:
+        boundary = start // BLOCK * BLOCK
+        stop = min(end, boundary + BLOCK)
+        positions = list(range(start, stop))
+        entries = np.broadcast_to(np.arange(boundary, boundary + BLOCK), (len(positions), BLOCK))
+        lengths = [position - boundary + 1 for position in positions]
+        ids = token_ids[start - cache.length : stop - cache.length]
+        groups.append(SequenceRows(cache, ids, positions, start, boundary, entries, lengths))
+        start = stop
+    return groups
+
+
 @dataclass(frozen=True)
 class Tile:
     """At most `TILE_ROWS` rows that share one forward."""
@@ -117,22 +132,22 @@ def needs_whole_tiles(device_type: str, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or device_type != "cpu"
 
 
-def pack_tiles(groups: list[SequenceRows], pad_rows: bool) -> Iterator[Tile]:
-    """Fill tiles with the rows of all sequences in order; `pad_rows` fills each up to `TILE_ROWS`, not `MIN_ROWS`."""
+def pack_tiles(groups: list[SequenceRows], pad_rows: bool, tile_rows: int = TILE_ROWS) -> Iterator[Tile]:
+    """Fill tiles with the rows of all sequences in order; `pad_rows` fills each up to `tile_rows`, not `MIN_ROWS`."""
     parts: list[SequenceRows] = []
     num_rows = 0
     for group in groups:
         start = 0
         while start < len(group):
-            end = min(len(group), start + TILE_ROWS - num_rows)
+            end = min(len(group), start + tile_rows - num_rows)
             parts.append(group.part(start, end))
             num_rows += end - start
             start = end
-            if num_rows == TILE_ROWS:
-                yield Tile(parts, num_rows, TILE_ROWS)
+            if num_rows == tile_rows:
+                yield Tile(parts, num_rows, tile_rows)
                 parts, num_rows = [], 0
     if parts:
-        yield Tile(parts, num_rows, TILE_ROWS if pad_rows else max(num_rows, MIN_ROWS))
+        yield Tile(parts, num_rows, tile_rows if pad_rows else max(num_rows, MIN_ROWS))
 
 
 def tail_mask(lengths: list[int], num_unseen: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

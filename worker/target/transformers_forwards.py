@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from worker.caches.full import CacheShape, FullKVCache
+from worker.drawing import Drawing, create_drawing
 from worker.model.causal_lm import Head, decoder_of
 from worker.model.files import ModelFiles
 from worker.model.layer_needs import observe_layers
@@ -25,6 +26,8 @@ LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job 
 
 class TransformersForwards:
     """`Forwards` whose layers are the model's own but for their attention."""
+
+    arena = None
 
     def __init__(self, model: Any, files: ModelFiles, variant: str | None = None) -> None:
         """Plain layers attend in the kernels of an instruction set, the others and, for None, all in torch.
@@ -46,6 +49,9 @@ class TransformersForwards:
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype)
+
+    def new_drawing(self) -> Drawing:
+        return create_drawing(self.vocab_size, self.device)
 
     @property
     def numerics(self) -> str:

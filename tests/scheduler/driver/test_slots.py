@@ -11,7 +11,8 @@ from jobs.job import Job, JobRecord
 from jobs.sampling import SamplingParams
 from scheduler.cluster.actors import WorkerInfo
 from scheduler.driver.fleet import Worker
-from scheduler.driver.slots import MEMORY_SHARE, MOST_SLOTS, Slots
+from scheduler.driver.slots import MEMORY_SHARE, Slots
+from worker.memory.plan import MOST_SLOTS
 
 
 def worker(num_free_positions: int, node: str = "node") -> Worker:

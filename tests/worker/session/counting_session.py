@@ -50,6 +50,7 @@ class CountingSession:
     metrics_address = None
     numerics = "counting"
     num_free_positions = 1_000_000
+    num_slots = None
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         self._run = Run.open(run_uri)

@@ -1,0 +1,82 @@
+"""A CUDA graph's rules on a CPU: what was captured is what every replay must launch, over buffers that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+from worker.target.cuda.graph import Work
+
+Launch = tuple[Any, ...]  # a kernel's or an operation's name and its arguments, tensors by their places
+
+
+class CaptureError(Exception):
+    """Work that no graph could hold, or that would do something else than its graph."""
+
+
+class _Recording(TorchDispatchMode):
+    """Notes what is launched; refuses memory that would be allocated, and numbers that the host would wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.is_interpreting = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.is_interpreting and not func.is_view:
+            if "local_scalar_dense" in str(func):
+                raise CaptureError(f"{func} asks for a number on the host")
+            if any(returned.alias_info is None for returned in func._schema.returns):
+                raise CaptureError(f"{func} allocates what it returns")
+            self.launches.append((str(func), *_places(args), *_places((kwargs or {}).values())))
+        return func(*args, **(kwargs or {}))
+
+
+class CheckedGraph:
+    """A `Graph`; each is kept in `made`, with what it launches."""
+
+    made: list[CheckedGraph]
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self._work = work
+        work()  # as a warm-up does
+        self.launches = self._run()
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        launches = self._run()
+        if launches != self.launches:
+            different = next(pair for pair in zip(launches, self.launches, strict=False) if pair[0] != pair[1])
+            raise CaptureError(f"launched {different[0]} where the graph has {different[1]}")
+        self.num_replays += 1
+
+    def _run(self) -> list[Launch]:
+        recording, launch = _Recording(), GridExecutor.__call__
+
+        def noted(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            name = executor.fn.__name__
+            recording.launches.append((name, executor.grid, *_places(args), *_places(kwargs.values())))
+            recording.is_interpreting = True  # which copies what a GPU reads in place
+            launch(executor, *args, **kwargs)
+            recording.is_interpreting = False
+
+        GridExecutor.__call__ = noted
+        try:
+            with recording:
+                self._work()
+        finally:
+            GridExecutor.__call__ = launch
+        return recording.launches
+
+
+def _places(values: Any) -> list[Any]:
+    """Arguments as a graph keeps them."""
+    return [
+        (value.data_ptr(), tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else repr(value)
+        for value in values
+    ]

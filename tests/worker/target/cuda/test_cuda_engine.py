@@ -1,0 +1,162 @@
+"""On a GPU's forwards and draws every engine gives the same tokens, in steps that a graph could replay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.target.cuda.checked_graph import CheckedGraph
+from tests.worker.target.cuda.cuda_parts import cuda_target
+from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from worker.drafters.catalogue import ENGINES, create_drafter
+from worker.engine import Engine
+from worker.memory.plan import SlotsWanted
+from worker.memory.sizes import read_sizes
+from worker.model.files import ModelFiles, locate_model
+from worker.sequence import Sequence
+from worker.target import step_costs
+from worker.target.cuda.loading import drafts_of
+from worker.target.cuda.upload import Download, Upload
+from worker.target.finite import check_model
+from worker.target.step_costs import step_costs_of
+from worker.target.target import TargetModel
+
+LAUNCHES_PER_LAYER = 10
+SAMPLING = (
+    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "penalty_window": 20},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "eta": 1e-3},
+    {"temperature": 0.0},
+)
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> ModelFiles:
+    return locate_model(str(tiny_model))
+
+
+def sequences(vocab_size: int, num_tokens: int, num_sequences: int) -> list[Sequence]:
+    """Jobs with their own ways of sampling, of prompts that end in different blocks."""
+    made = []
+    for number, fields in enumerate(SAMPLING[:num_sequences]):
+        prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(30 + 20 * number)]
+        params = SamplingParams(max_tokens=num_tokens, seed=number, ignore_eos=True, **fields)  # type: ignore[arg-type]
+        made.append(Sequence(str(number), prompt, params, vocab_size))
+    return made
+
+
+def generated(
+    target: TargetModel, engine_name: str, num_tokens: int, num_sequences: int = 2, num_at_a_time: int = 3
+) -> list[list[int]]:
+    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
+    waiting = sequences(target.vocab_size, num_tokens, num_sequences)
+    outputs = []
+    while waiting:
+        running, waiting = waiting[:num_at_a_time], waiting[num_at_a_time:]
+        for sequence in running:
+            engine.start(sequence)
+        while any(sequence.finish_reason is None for sequence in running):
+            engine.step()
+        for sequence in running:
+            engine.stop(sequence)
+            outputs.append(sequence.output_ids.tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling"])
+def test_engines_give_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
+    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 6)
+    assert generated(cuda_target(files, torch.float32), engine_name, 6) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_name", BENCH_ENGINES)
+def test_every_engine_gives_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
+    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 24, 3)
+    assert generated(cuda_target(files, torch.float32, 3), engine_name, 24, 3) == expected
+
+
+def test_tokens_do_not_depend_on_what_shares_a_step(files: ModelFiles) -> None:
+    together = generated(cuda_target(files, torch.bfloat16), "token-recycling", 4)
+    assert generated(cuda_target(files, torch.bfloat16, 1), "autoregressive", 4, num_at_a_time=1) == together
+
+
+def test_a_step_is_two_replays_and_one_wait(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    replay, send, wait = CheckedGraph.replay, Upload.send, Download.wait
+
+    def noted(name: str, call: object) -> object:
+        def run(self: object) -> object:
+            done.append(name)
+            return call(self)  # type: ignore[operator]
+
+        return run
+
+    target = cuda_target(files, torch.float32)
+    engine = Engine(target, create_bench_drafter("token-recycling", target, free_rows))
+    engine.start(sequences(target.vocab_size, 4, 1)[0])
+    engine.step()
+    for kind, name, call in ((CheckedGraph, "replay", replay), (Upload, "send", send), (Download, "wait", wait)):
+        monkeypatch.setattr(kind, name, noted(name, call))
+    monkeypatch.setattr(TargetModel, "synchronize", noted("synchronize", TargetModel.synchronize))
+    engine.step()
+    assert done == ["send", "replay", "send", "replay", "wait"]
+
+
+def test_a_layer_is_ten_launches(files: ModelFiles) -> None:
+    target = cuda_target(files, torch.float32)
+    [forward] = [target.forwards._graph]  # type: ignore[attr-defined]
+    assert isinstance(forward, CheckedGraph)
+    num_layers = target.cache_shape.num_layers
+    assert len(forward.launches) == num_layers * LAUNCHES_PER_LAYER + 3  # embedding, last norm, head
+
+
+def test_costs_are_timed_over_a_whole_slot(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = cuda_target(files, torch.float32, 1, 300)
+    monkeypatch.setattr(step_costs, "seconds_of", lambda _, forward: 0.001 * len(forward.args[0][0]))
+    assert step_costs.measure_step_costs(target).lengths == (64, 256)
+    assert target.forwards.arena is not None
+    assert target.forwards.arena.num_free == target.num_slots == 1
+
+
+@pytest.mark.parametrize("engine_name", list(ENGINES))
+def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name: str) -> None:
+    """What an engine's drafter holds for a sequence is no more than what the plan of a GPU leaves for it."""
+    target, sizes = TargetModel.load(files, "float32", "cpu"), read_sizes(files, "float32")
+    assert sizes is not None
+    planned = drafts_of(SlotsWanted(3000, ENGINES[engine_name].partial_budget), sizes).slot_bytes
+    drafter = create_drafter(engine_name, target, free_rows)
+    drafter.start(Sequence("a", [1], SamplingParams(max_tokens=2999), target.vocab_size), target.new_cache(3000))
+    partial = [tracked.partial for tracked in getattr(drafter, "_tracked", {}).values() if hasattr(tracked, "partial")]
+    held = sum(cache._buffer.numel() * cache._buffer.element_size() for cache in partial)
+    assert held <= planned
+    assert bool(held) == bool(planned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_name", BENCH_ENGINES)
+def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(embedded_files: ModelFiles, engine_name: str) -> None:
+    reference = TargetModel.load(embedded_files, "float32", "cpu")
+    expected = generated(reference, "autoregressive", 200, 1)
+    assert generated(cuda_target(embedded_files, torch.float32, 1, 300, "cublas"), engine_name, 200, 1) == expected
+
+
+def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:
+    target = cuda_target(files, torch.float32, num_slots=1)
+    check_model(target)
+    assert target.forwards.arena is not None
+    assert target.forwards.arena.num_free == 1
+
+
+@pytest.mark.parametrize(("longest_job", "lengths"), [(1, (0,)), (200, (64, 192))])
+def test_costs_are_measured_in_a_slot_however_short_before_jobs_take_all(
+    files: ModelFiles, longest_job: int, lengths: tuple[int, ...]
+) -> None:
+    long_model = cuda_target(replace(files, max_positions=20_000), torch.float32, 1, longest_job)
+    costs = step_costs_of(long_model)
+    taken = long_model.new_cache(longest_job)  # noqa: F841
+    assert costs().lengths == lengths

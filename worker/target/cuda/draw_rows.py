@@ -1,0 +1,77 @@
+"""What a draw on a GPU is told of its rows: whose they are, where they stand, what their path through a tree is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_WORDS, PADDING, ROW, fill_row
+from worker.kernels.cuda.sampling.windows import leaving_tokens
+from worker.kernels.cuda.table import NUM_ROWS
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+
+
+@dataclass(frozen=True)
+class DrawRow:
+    """One row of logits: the token behind a path that begins at a sequence's committed tokens."""
+
+    sequence: Sequence  # the committed tokens, without the path
+    slot: int  # of the counts of its penalty window
+    path: list[int]  # tokens behind the committed ones, the row's own last
+
+
+def rows_of(committed: Sequence, slot: int, drafted: list[int], tree: DraftTree) -> Iterator[DrawRow]:
+    """The rows of a tree behind `drafted` tokens, root first."""
+    paths = {ROOT: drafted}
+    yield DrawRow(committed, slot, drafted)
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        paths[node] = [*paths[parent], token_id]
+        yield DrawRow(committed, slot, paths[node])
+
+
+@dataclass(frozen=True)
+class DrawLayout:
+    """How it all lies in one buffer of int32."""
+
+    num_slots: int
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes())
+
+    def parts(self, buffer: Any) -> list[Any]:
+        """Rows, ancestors, leaving, arriving and gone tokens: views of a tensor or an array `[size] int32`."""
+        parts, start = [], 0
+        for shape in self._shapes():
+            end = start + math.prod(shape)
+            parts.append(buffer[start:end].reshape(shape))
+            start = end
+        return parts
+
+    def fill(self, buffer: NDArray[np.int32], rows: list[DrawRow], news: dict[int, tuple[Any, Any]]) -> None:
+        """At most `NUM_ROWS` rows; `news` has for slots the tokens that came into and left their windows since."""
+        words, ancestors, leaving, arriving, gone = self.parts(buffer)
+        table = words.reshape(-1).view(ROW)
+        table[:] = np.zeros((), dtype=ROW)
+        table["slot"] = PADDING
+        arriving[:] = gone[:] = PADDING
+        windows: dict[int, Sequence] = {}
+        for index, row in enumerate(rows):
+            position = len(row.sequence) + len(row.path)
+            fill_row(table, index, row.sequence.sampling, row.slot, position, len(row.path))
+            ancestors[index, : len(row.path)] = row.path
+            windows[row.slot] = row.sequence
+        for slot, sequence in windows.items():
+            leaving[slot] = leaving_tokens(sequence.token_ids, sequence.sampling.penalty_window)
+        for slot, (came, went) in news.items():
+            arriving[slot, : len(came)], gone[slot, : len(went)] = came, went
+
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        by_slot = (self.num_slots, NUM_DRAFTED)
+        return (NUM_ROWS, NUM_WORDS), (NUM_ROWS, NUM_DRAFTED), by_slot, by_slot, by_slot

@@ -1,0 +1,158 @@
+"""Draws on a GPU: all rows of a step in one graph, the tokens in one copy, the walks down the trees on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, needs_filters
+from worker.kernels.cuda.sampling.windows import committed_tokens
+from worker.kernels.cuda.table import NUM_ROWS
+from worker.memory.plan import MOST_SLOTS
+from worker.sequence import Sequence
+from worker.target.cuda.draw_graphs import DrawGraphs, Drawn
+from worker.target.cuda.draw_rows import DrawLayout, DrawRow, rows_of
+from worker.target.cuda.graph import Capture, capture
+from worker.target.cuda.upload import Upload
+from worker.tree import ROOT, DraftTree
+from worker.verification import Walk
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+NO_SLOT = 0  # of sequences without a penalty, whose counts nobody reads
+
+
+class Counts:
+    """The place of a sequence's penalty window among the counts on the device."""
+
+    def __init__(self, sequence: Sequence, slot: int) -> None:
+        self.sequence = sequence
+        self.slot = slot
+        self.num_counted: int | None = None  # tokens that the device knows; None: the place holds another one's
+
+
+class CudaSampler:
+    """Draws one sequence's tokens, or those of its forks, by the drawing that made it."""
+
+    def __init__(self, drawing: CudaDrawing, sequence: Sequence, counts: Counts) -> None:
+        self.sequence = sequence
+        self.counts = counts
+        self._drawing = drawing
+
+    def fork(self, sequence: Sequence) -> CudaSampler:
+        return CudaSampler(self._drawing, sequence, self.counts)
+
+    def draw(self, logits: torch.Tensor) -> int:
+        return self._drawing.walks([self], [DraftTree()], [logits[None]])[0].drawn[0]
+
+    def seen(self) -> torch.Tensor | None:
+        sampling = self.sequence.sampling
+        if sampling.repetition_penalty == 1.0:
+            return None
+        seen = np.zeros(self.sequence.vocab_size, dtype=bool)
+        seen[self.sequence.token_ids[-sampling.penalty_window :]] = True
+        return torch.from_numpy(seen).to(self._drawing.device)
+
+    def rows(self, tree: DraftTree) -> Iterator[DrawRow]:
+        """Of a tree below the sequence's end."""
+        committed = self.counts.sequence
+        drafted = self.sequence.token_ids[len(committed) :].tolist()
+        return rows_of(committed, self.counts.slot, drafted, tree)
+
+
+class CudaDrawing:
+    """A `Drawing` in Triton's kernels."""
+
+    def __init__(self, vocab_size: int, device: torch.device, capture: Capture = capture) -> None:
+        self.device = device
+        self._vocab_size = vocab_size
+        self._layout = DrawLayout(MOST_SLOTS + 1)
+        self._free = list(range(MOST_SLOTS, NO_SLOT, -1))
+        self._graphs = DrawGraphs(vocab_size, self._layout, device, capture)
+        self._table = Upload(self._graphs.table)
+
+    def sampler(self, sequence: Sequence) -> CudaSampler:
+        """Raises RuntimeError where more sequences with a penalty are there than a worker takes."""
+        if sequence.sampling.repetition_penalty == 1.0:
+            return CudaSampler(self, sequence, Counts(sequence, NO_SLOT))
+        if not self._free:
+            raise RuntimeError(f"more than {MOST_SLOTS} sequences with a repetition penalty at a time")
+        counts = Counts(sequence, self._free.pop())
+        weakref.finalize(counts, self._free.append, counts.slot)
+        return CudaSampler(self, sequence, counts)
+
+    def walks(
+        self,
+        samplers: Many[CudaSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+    ) -> list[Walk]:
+        rows = [row for sampler, tree in zip(samplers, trees, strict=True) for row in sampler.rows(tree)]
+        if not rows:
+            return []
+        counted = {
+            sampler.counts.slot: sampler.counts for sampler in samplers if sampler.counts.slot
+        }  # forks share one
+        news = {slot: self._news(counts) for slot, counts in counted.items()}
+        tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
+        walks, start = [], 0
+        for tree in trees:
+            part = slice(start, start + 1 + len(tree))
+            walk = _walk(tree, tokens[part].tolist())
+            walks.append(replace(walk, candidates=(ids[part], logprobs[part])) if with_candidates else walk)
+            start = part.stop
+        return walks
+
+    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
+        _, ids, logprobs = self._drawn([DrawRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
+        return ids, logprobs
+
+    def _drawn(
+        self, rows: list[DrawRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
+        found: list[Drawn] = []
+        for start in range(0, len(rows), NUM_ROWS):
+            part = rows[start : start + NUM_ROWS]
+            self._graphs.logits[: len(part)] = logits[start : start + len(part)]
+            self._layout.fill(self._table.buffer(), part, news)
+            self._table.send()
+            found.append(self._graphs.replay(any(needs_filters(row.sequence.sampling) for row in part)))
+            news = {}
+        parts = ([getattr(each, name) for each in found] for name in ("tokens", "top_ids", "top_logprobs"))
+        tokens, ids, logprobs = (np.concatenate(part)[: len(rows)] for part in parts)
+        return tokens, ids.astype(np.int64), logprobs
+
+    def _news(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that came into and left a window since the device heard of it."""
+        sequence, window = counts.sequence, counts.sequence.sampling.penalty_window
+        num_new = None if counts.num_counted is None else len(sequence) - counts.num_counted
+        counts.num_counted = len(sequence)
+        if num_new is not None and num_new <= NUM_DRAFTED:
+            return committed_tokens(sequence.token_ids, num_new, window)
+        fresh = np.bincount(sequence.token_ids[-window:], minlength=self._vocab_size).astype(np.int32)
+        self._graphs.counts[counts.slot] = torch.from_numpy(fresh).to(self.device)
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
+def _walk(tree: DraftTree, tokens: list[int]) -> Walk:
+    """Follow the children that carry the drawn tokens, `tokens [num_rows]`, up to a row that none was drawn from."""
+    children = tree.children()
+    path: list[int] = []
+    drawn: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        if tokens[node + 1] < 0:
+            return Walk(path, drawn, node + 1)
+        drawn.append(tokens[node + 1])
+        node = children.get(node, {}).get(drawn[-1])
+        if node is not None:
+            path.append(node)
+    return Walk(path, drawn)

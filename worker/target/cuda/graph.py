@@ -1,0 +1,52 @@
+"""Work that is launched again and again over the same buffers: captured once in a CUDA graph, one launch from then on.
+
+Whatever is captured may neither allocate nor ask for a number on the host, and its buffers must stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Do the work once more; on a GPU it is only queued."""
+
+
+Capture = Callable[[Work, torch.device], Graph]
+
+
+class CudaGraph:
+    """On a GPU."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        stream = torch.cuda.Stream(device)  # one for both: cuBLAS keeps a workspace for each
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            work()  # compiles kernels and makes cuBLAS its workspace, neither of which may happen in a capture
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            work()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Repeated:
+    """Elsewhere: the work itself."""
+
+    def __init__(self, work: Work) -> None:
+        self.replay = work
+
+
+def capture(work: Work, device: torch.device) -> Graph:
+    """A `Capture` for any device."""
+    return CudaGraph(work, device) if device.type == "cuda" else Repeated(work)
