@@ -1,4 +1,4 @@
-"""The command `bench`: decode, kernels, checkpoints, long; ablations have a file of their own."""
+"""The command `bench`: decode, kernels, checkpoints, long, gpu; ablations have a file of their own."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from scheduler.commands.model_options import (
     show,
 )
 from worker.config import CheckpointSettings, Computation
+from worker.drafters.catalogue import ENGINES
 
 
 def _split(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -159,6 +160,37 @@ def long(**options: Any) -> None:
     sampling = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
     bench_options = checked(LongBenchOptions, options | {"sampling": sampling | {"ignore_eos": True}})
     show(render(run_long_bench(bench_options, say)))
+
+
+@bench.command()
+@MODEL
+@DRAFT_MODEL
+@click.option("--engines", default=",".join(ENGINES), callback=_split, help="Names, comma-separated.")
+@click.option(
+    "--lengths", default="1000,20000,50000,100000", callback=_split, help="Positions in the caches, where they fit."
+)
+@click.option("--slots", "slot_counts", default="1,4", callback=_split, help="Sequences of a step, comma-separated.")
+@click.option("--rows", "row_counts", default="1,16", callback=_split, help="Rows of each, comma-separated.")
+@click.option("--read", "num_read", type=int, default=4096, help="Tokens of a prompt, behind each length.")
+@click.option("--tokens", "num_tokens", type=int, default=256, help="To generate at each length with each engine.")
+@click.option("--linear", type=click.Choice(["cublas", "triton"]), help="Kernel for products. [default: as workers]")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
+@DTYPE
+@JSON
+def gpu(**options: Any) -> None:
+    """Measure a GPU: steps beside what its memory allows, prompts, a resume, every engine, and the memory taken.
+
+    Run `swiftbatch doctor --device cuda` first. Without --text the model writes its own, which takes minutes.
+
+    \b
+    Example:
+      swiftbatch bench gpu --model DIR --text book.txt --json gpu.json
+    """
+    from worker.bench.gpu.gpu import run_gpu_bench
+    from worker.bench.gpu.options import GPUBenchOptions
+    from worker.bench.gpu.records import render
+
+    show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))
 
 
 bench.add_command(ablation)

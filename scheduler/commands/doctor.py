@@ -2,31 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.commands.model_options import COMPUTING, MODEL
+from scheduler.commands.model_options import COMPUTING, MODEL, say
+
+if TYPE_CHECKING:
+    from worker.config import Computation
+    from worker.exactness.first_run.first_run import FirstRun
+
+TO_STDOUT = "-"
 
 
 @click.command()
 @MODEL
 @COMPUTING
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs.")
-def doctor(as_json: bool, **options: Any) -> None:
+@click.option(
+    "--json",
+    "json_path",
+    is_flag=False,
+    flag_value=TO_STDOUT,
+    metavar="[FILE]",
+    help="One JSON object for programs: in a file, or alone on stdout.",
+)
+def doctor(json_path: str | None, **options: Any) -> None:
     """Probe whether speculative decoding gives the very same bits on this machine with this model.
 
     The verdict is `exact`, or `exact up to ties` where rounding differs. The forward is compared with that of
-    transformers, too; the exit code is 1 where it is another one.
+    transformers, too; the exit code is 1 where it is another one. On a GPU everything is tried that a run rests on,
+    one after the other, up to the first failure, whose exit code is 1.
 
     \b
     Example:
       swiftbatch doctor --model embedded
+      swiftbatch doctor --model embedded --device cuda --json doctor.json
     """
     from worker.config import Computation
     from worker.exactness.doctor import diagnose
 
-    diagnosis = diagnose(Computation(**options))
-    click.echo(diagnosis.model_dump_json(indent=2) if as_json else diagnosis.summary())
+    config = Computation(**options)
+    show = say if json_path == TO_STDOUT else click.echo
+    if (first_run := _on_a_gpu(config, show)) is not None:
+        show(first_run.page())
+        _write(first_run.model_dump_json(indent=2), json_path)
+        click.get_current_context().exit(0 if first_run.failed is None else 1)
+    diagnosis = diagnose(config)
+    if json_path != TO_STDOUT:
+        show(diagnosis.summary())
+    _write(diagnosis.model_dump_json(indent=2), json_path)
     if not diagnosis.agreement.agrees:
         click.get_current_context().exit(1)
+
+
+def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
+    """The first run's list; None on a CPU, and for a model that its kernels do not know."""
+    from worker.target.loading import resolve_device
+
+    if resolve_device(config.device).type != "cuda":
+        return None
+    from worker.exactness.first_run.first_run import first_run
+
+    return first_run(config, show)
+
+
+def _write(document: str, json_path: str | None) -> None:
+    if json_path == TO_STDOUT:
+        click.echo(document)
+    elif json_path is not None:
+        Path(json_path).write_text(document + "\n", encoding="utf-8")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from scheduler.commands.model_options import all_of, filled
-from scheduler.driver.slots import MOST_SLOTS
 from scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from worker.config import CheckpointKind, CheckpointSettings, Computation
+from worker.memory.plan import MOST_SLOTS
 
 if TYPE_CHECKING:
     from scheduler.display.display import OutputMode

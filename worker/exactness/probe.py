@@ -15,6 +15,9 @@ from worker.tree import ROOT, DraftTree
 NUM_SEQUENCES = 3  # contexts that share the forwards
 CONTEXT_GROWTH = 40  # tokens by which each context grows between two trees, at most
 CONTEXT_LIMIT = 1500  # tokens after which a context starts anew
+MOST_NODES = 23  # of a tree
+NUM_CACHES = 2 * NUM_SEQUENCES
+MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS  # of each cache
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class _Context:
 
     def __init__(self, target: TargetModel, rng: random.Random) -> None:
         self._target, self._rng = target, rng
-        self.tree_cache, self.plain_cache = (target.new_cache(CONTEXT_LIMIT + 2 * TILE_ROWS) for _ in range(2))
+        self.tree_cache, self.plain_cache = (target.new_cache(MAX_LENGTH) for _ in range(2))
         self.root_id = 0
 
     def grow(self) -> None:
@@ -67,15 +70,17 @@ class _Context:
             while cache.length < end:
                 self._target.read(cache, new_ids[cache.length - end :])
 
-    def tree(self) -> DraftTree:
-        num_nodes = self._rng.randrange(1, 24)
+    def tree(self, most_nodes: int) -> DraftTree:
+        num_nodes = self._rng.randrange(1, most_nodes + 1)
         return random_tree(self._rng, num_nodes, max_tree_depth(self.tree_cache.length), self._target.vocab_size)
 
     def _random_ids(self, count: int) -> list[int]:
         return [self._rng.randrange(self._target.vocab_size) for _ in range(count)]
 
 
-def probe_rows(target: TargetModel, num_rows: int, seed: int = 0, first_length: int = 0) -> ProbeResult:
+def probe_rows(
+    target: TargetModel, num_rows: int, seed: int = 0, first_length: int = 0, most_nodes: int = MOST_NODES
+) -> ProbeResult:
     """Verify random trees of `NUM_SEQUENCES` sequences at once and compare `num_rows` rows with plain decoding.
 
     Contexts begin with `first_length` tokens and grow.
@@ -88,10 +93,11 @@ def probe_rows(target: TargetModel, num_rows: int, seed: int = 0, first_length: 
     while compared < num_rows:
         for context in contexts:
             context.grow()
-        trees = [context.tree() for context in contexts]
+        trees = [context.tree(most_nodes) for context in contexts]
         groups = [tree_rows(c.tree_cache, c.root_id, tree) for c, tree in zip(contexts, trees, strict=True)]
-        for context, tree, outputs in zip(contexts, trees, target.verify(groups), strict=True):
-            differing += _num_differing(target, context, tree, outputs.logits)
+        verified = [outputs.logits.clone() for outputs in target.verify(groups)]  # plain decoding may take their place
+        for context, tree, logits in zip(contexts, trees, verified, strict=True):
+            differing += _num_differing(target, context, tree, logits)
             compared += len(tree) + 1
     return ProbeResult(compared, differing)
 

@@ -14,6 +14,7 @@ from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import COMMANDS
 from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
 from worker.bench.decode.decode import DecodeBenchOptions
+from worker.bench.gpu.options import GPUBenchOptions
 from worker.bench.griffin.ablation import GriffinAblationOptions
 from worker.bench.kernels.kernels import KernelBenchOptions
 from worker.bench.long.long import LongBenchOptions
@@ -48,6 +49,7 @@ FIELDS = {
     "bench kernels": defaults(KernelBenchOptions),
     "bench checkpoints": defaults(CheckpointBenchOptions),
     "bench long": defaults(LongBenchOptions),
+    "bench gpu": defaults(GPUBenchOptions),
     "bench ablation tokenswift": defaults(AblationOptions),
     "bench ablation triforce": defaults(PromptAblationOptions),
     "bench ablation griffin": defaults(GriffinAblationOptions),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.worker.exactness.spoilt_attention import rows_that_depend_on_neighbou
 from worker.exactness.probe import probe_rows, random_tree
 from worker.model.files import locate_model
 from worker.target.target import TargetModel
-from worker.target.tiles import MIN_ROWS
+from worker.target.tiles import MIN_ROWS, SequenceRows
 
 
 def by_transformers(target: TargetModel) -> TargetModel:
@@ -53,6 +54,24 @@ def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
         assert probe_rows(target, num_rows=30, seed=1).num_differing > 0
     finally:
         handle.remove()
+
+
+def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forward(
+    embedded_targets: dict[str, TargetModel],
+) -> None:
+    """As on a GPU. What differs here are roots with nodes below them, whose row the next forward overwrites."""
+    target = TargetModel(copy.copy(embedded_targets["bfloat16"].forwards), embedded_targets["bfloat16"].files)
+    run, kept = target.forwards.run, torch.zeros(64, target.vocab_size)
+
+    def overwriting(groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = run(groups)
+        kept[: len(logits)] = logits
+        kept[0] += float(len(groups) > 1)
+        return hidden, kept[: len(logits)]
+
+    target.forwards.run = overwriting  # type: ignore[method-assign]
+    result = probe_rows(target, num_rows=30, seed=1)
+    assert 0 < result.num_differing < result.num_rows / 4
 
 
 def test_shapes_whose_single_rows_take_another_kernel_are_exact_too(tmp_path: Path) -> None:

@@ -63,9 +63,19 @@ def run_decode_bench(
 ) -> list[DecodeRecord]:
     """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
     files = locate_model(options.model)
-    highest = options.positions[-1]
-    check_length(files, highest, options.num_tokens)
+    check_length(files, options.positions[-1], options.num_tokens)
     target = options.load(files)
+    records = decode_records(target, options, report)
+    results = {"results": [record.model_dump() for record in records]}
+    options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)
+    return records
+
+
+def decode_records(
+    target: TargetModel, options: DecodeBenchOptions, report: Callable[[str], None]
+) -> list[DecodeRecord]:
+    """Measure all engines on a loaded model, two caches of which have room at a time. Raises BenchError, ModelError."""
+    files, highest = target.files, options.positions[-1]
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
     costs = step_costs_of(target)
@@ -79,16 +89,14 @@ def run_decode_bench(
         _compete(contestants, options.num_tokens)
         records += make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
-    results = {"results": [record.model_dump() for record in records]}
-    options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)
     return records
 
 
 def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
     """Read all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
-    known = np.array(token_ids[:-1])
+    known, drawing = np.array(token_ids[:-1]), target.forwards.new_drawing()
     while cache.length < len(known):
-        read_tile(target, cache, known, drafters)
+        read_tile(target, cache, known, drafters, drawing)
 
 
 def _compete(contestants: list[Contestant], num_tokens: int) -> None:

@@ -1,0 +1,91 @@
+"""The command `doctor` on a GPU: a page as it goes, JSON where it is asked for, and an exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tests.worker.interpreter  # noqa: F401
+from jobs.errors import UserError
+from scheduler.cli import main
+from tests.worker.exactness.first_run.small_parts import small_parts
+from worker.config import Computation
+from worker.exactness.first_run import first_run
+from worker.exactness.first_run.findings import Check, Finding
+from worker.exactness.first_run.first_run import FirstRun, run_checks
+from worker.exactness.first_run.parts import Parts
+from worker.exactness.verdicts import known_verdict, verdict_key
+from worker.model.files import ModelFiles, locate_model
+from worker.target import loading
+from worker.target.cuda.loading import LINEAR
+from worker.target.hardware import hardware_of
+
+
+def check(name: str, passed: bool) -> Check:
+    finding = Finding(passed=passed, words=f"{name} was tried", rows=[{"ms": 1.5}])
+    return Check(name, f"{name} holds", lambda parts: finding)
+
+
+@pytest.fixture(params=[True, False])
+def outcome(request: pytest.FixtureRequest, embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the second of two checks passes, on what is taken for a GPU."""
+
+    def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
+        return run_checks(parts, report, [check("machine", True), check("products", request.param)])
+
+    parts = small_parts(embedded_files, linear=LINEAR)
+    monkeypatch.setattr(loading, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(first_run, "resolve_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(Parts, "of", lambda *args: parts)
+    monkeypatch.setattr(first_run, "run_checks", checked)
+    passed: bool = request.param
+    return passed
+
+
+def test_each_check_is_printed_and_the_verdict_is_kept(
+    outcome: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "doctor.json"
+    result = CliRunner().invoke(main, ["doctor", "--device", "cuda", "--threads", "1", "--json", str(file)])
+    assert result.exit_code == (0 if outcome else 1), result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("machine: passed (")
+    assert f"products: {'passed' if outcome else 'FAILED'} (" in result.stdout
+    assert ("STOPPED at products: products was tried" in lines) is not outcome
+    written = FirstRun.model_validate_json(file.read_text())
+    assert written.verdict == ("exact" if outcome else "exact up to ties")
+    files = locate_model("embedded")
+    key = verdict_key(
+        files.fingerprint, "bfloat16", "cpu", 1, hardware_of("cpu"), torch.__version__,
+        first_run.chosen_numerics("cpu", "bfloat16"),
+    )  # fmt: skip
+    assert known_verdict(key) == written.verdict
+
+
+def test_json_alone_is_all_that_stdout_holds(outcome: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    result = CliRunner().invoke(main, ["doctor", "--device", "cuda", "--json"])
+    assert [each["name"] for each in json.loads(result.stdout)["results"]] == ["machine", "products"]
+    assert "machine: passed" in result.stderr
+
+
+def test_a_model_that_the_kernels_do_not_know_is_left_to_the_probe(
+    outcome: bool, embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = small_parts(embedded_files)
+    parts.load = lambda: None
+    monkeypatch.setattr(Parts, "of", lambda *args: parts)
+
+    def probe(config: Computation) -> NoReturn:
+        raise UserError(f"{config.device} is probed")
+
+    monkeypatch.setattr("worker.exactness.doctor.diagnose", probe)
+    result = CliRunner().invoke(main, ["doctor", "--device", "cuda"])
+    assert (result.exit_code, result.stderr) == (2, "swiftbatch: cuda is probed\n")

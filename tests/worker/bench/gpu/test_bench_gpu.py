@@ -1,0 +1,168 @@
+"""The benchmark of a GPU: every stage runs, in the interpreter, and its figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests import ROOT
+from tests.worker.bench.bench_parts import words
+from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row
+from worker.bench.engine import BenchError
+from worker.bench.gpu import reading
+from worker.bench.gpu.measuring import measured
+from worker.bench.gpu.options import GPUBenchOptions
+from worker.bench.gpu.reading import read_records, resume_record
+from worker.bench.gpu.records import GPUBenchResult, ResumeRecord, StepRecord, render
+from worker.bench.gpu.room import fitting_lengths
+from worker.bench.gpu.steps import Stopwatch, step_bytes, step_records
+from worker.caches.arena import ArenaKVCache
+from worker.exactness.first_run.parts import Parts
+from worker.kernels.cuda.linear import LINEAR_KERNELS
+from worker.memory.plan import GPUMemory
+from worker.memory.sizing import MODELS
+from worker.model.files import locate_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def parts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
+    made = Parts.of(locate_model(str(tiny_model)), "float32", CPU)
+    made.extent, made.linear = SMALL, "triton"
+    return made
+
+
+def options(model: Path, **changes: object) -> GPUBenchOptions:
+    fields = {"model": str(model), "dtype": "float32", "engines": ("autoregressive",), "lengths": (9, 3)}
+    counts = {"slot_counts": (1,), "row_counts": (2,), "num_read": 2, "num_tokens": 5}
+    return GPUBenchOptions.model_validate(fields | counts | changes)
+
+
+def test_all_of_it_comes_out_as_tables_and_json(parts: Parts, tiny_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the lazy fox jumps over the quick brown dog")
+    file, said = tmp_path / "gpu.json", list[str]()
+    changes = {"text": text, "json_path": file, "lengths": (3,), "draft_model": tmp_path}
+    given = options(tiny_model, engines=("autoregressive", "griffin"), **changes)
+    result = measured(parts, given, said.append)
+    assert [(step.length, step.num_slots, step.num_rows) for step in result.steps] == [(3, 1, 2)]
+    assert [read.start for read in result.reads] == [0]
+    assert result.resume.same_bits
+    assert [(record.engine, record.position, record.num_tokens) for record in result.engines] == [
+        ("autoregressive", 3, 5)
+    ]
+    assert len(result.left_out) == 1
+    assert "griffin" in result.left_out[0]
+    assert list(result.memory) == ["weights, at most", "steps, at most", "engines, at most"]
+    written = json.loads(file.read_text())
+    settings, machine = written.pop("settings"), written.pop("machine")
+    assert settings["lengths"] == [3]
+    assert "3 splits, triton" in machine["numerics"]
+    assert GPUBenchResult.model_validate(written | {"machine": result.machine}) == result
+
+
+def test_a_step_is_held_against_what_has_to_be_read(parts: Parts) -> None:
+    [step] = step_records(parts, {2: [70]}, [2], bandwidth=1e9)
+    shape, weights = parts.cache_shape(), parts.weights
+    sizes = parts.sizes
+    query, key = sizes.num_heads * sizes.head_dim, 2 * sizes.num_kv_heads * sizes.head_dim
+    numbers = sizes.num_layers * (sizes.hidden * (2 * query + key) + 3 * sizes.hidden * sizes.intermediate)
+    numbers += weights.head.weight.numel()
+    assert step.num_bytes == 4 * numbers + 2 * 70 * shape.bytes_per_position() == step_bytes(parts, 70, 2)
+    assert (step.length, step.num_slots, step.num_rows) == (70, 2, 2)
+    assert step.roofline_ms == pytest.approx(step.num_bytes / 1e6)
+    assert step.roofline_share == step.roofline_ms / step.busy_ms
+    assert step.busy_ms > 0
+    assert step.host_ms > 0
+
+
+def test_a_stopwatch_takes_the_time_of_replays_alone() -> None:
+    class Three:
+        def seconds(self, call: object) -> float:
+            assert callable(call)
+            call()
+            return 3.0
+
+    done: list[int] = []
+    stopwatch = Stopwatch(Three())
+    graph = stopwatch(lambda: done.append(1), CPU)
+    assert (stopwatch.seconds, done) == (0.0, [])
+    graph.replay()
+    assert (stopwatch.seconds, done) == (3.0, [1])
+
+
+def test_prompts_are_read_behind_each_length(parts: Parts) -> None:
+    found = list(read_records(parts, [0, 70], 3))
+    assert [(read.start, read.num_tokens) for read in found] == [(0, 3), (70, 3)]
+    assert all(read.tokens_per_second == 3 / read.seconds for read in found)
+
+
+def test_a_resumed_cache_with_other_bits_is_told(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE", 30)
+    resume = resume_record(parts, 70)
+    assert resume.same_bits
+    assert resume.num_bytes == 70 * parts.cache_shape().bytes_per_position()
+    load = ArenaKVCache.load
+
+    def one_bit_off(self: ArenaKVCache, kv: object) -> None:
+        load(self, kv)  # type: ignore[arg-type]
+        self._buffer[0, 0, 0, self.length - 1, 0] += 1
+
+    monkeypatch.setattr(ArenaKVCache, "load", one_bit_off)
+    assert not resume_record(parts, 70).same_bits
+
+
+def test_lengths_that_have_no_room_are_left_out() -> None:
+    sizes, gpu = MODELS["Llama 3.1 8B"], GPUMemory(83_400_000_000, num_splits=54)
+    lengths = [1000, 20_000, 50_000, 100_000]
+    assert fitting_lengths(sizes, gpu, lengths, 4096, 1) == lengths
+    assert fitting_lengths(sizes, gpu, lengths, 4096, 4) == lengths
+    assert fitting_lengths(sizes, gpu, lengths, 4096, 8) == lengths[:3]
+    assert fitting_lengths(MODELS["Qwen2.5 32B"], gpu, lengths, 4096, 2) == lengths[:2]
+
+
+def test_a_model_without_room_for_two_caches_is_refused_with_the_numbers(parts: Parts, tiny_model: Path) -> None:
+    with pytest.raises(BenchError, match=r"2 caches of 4,095 \+ 5 positions: the model has 4,096 positions"):
+        measured(parts, options(tiny_model, lengths=(4095,)), lambda line: None)
+
+
+def test_wrong_options_are_named(tiny_model: Path) -> None:
+    for changes in ({"engines": ("warp",)}, {"slot_counts": (0,)}, {"row_counts": (65,)}, {"linear": "mine"}):
+        with pytest.raises(ValidationError):
+            options(tiny_model, **changes)
+
+
+def test_figures_stand_in_their_tables() -> None:
+    step = StepRecord(
+        length=20_000, num_slots=4, num_rows=16, busy_ms=12.5, host_ms=0.75, num_bytes=10**10, roofline_ms=5.0
+    )
+    resume = ResumeRecord(length=1000, num_bytes=10**9, out_seconds=0.5, in_seconds=0.25, same_bits=False)
+    result = GPUBenchResult(
+        machine={"device": "NVIDIA Test"}, bytes_per_second=2e12, steps=[step], reads=[], resume=resume, engines=[],
+        left_out=["engine griffin: no file"], memory={"weights, at most": 16 * 10**9},
+    )  # fmt: skip
+    lines = words(render(result))
+    assert ["Steps", "on", "NVIDIA", "Test,", "which", "reads", "2,000.0", "GB/s"] in lines
+    assert ["20,000", "4", "16", "12.50", "0.75", "10.00", "5.00", "40%"] in lines
+    assert ["1,000", "1.00", "0.50", "2.00", "0.25", "4.00", "NO"] in lines
+    assert ["weights,", "at", "most", "16.00"] in lines
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line_also_without_triton() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None; sys.argv = ['swiftbatch', 'bench', 'gpu']; "
+        "from scheduler.__main__ import main; main()"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    said = f"no CUDA device is visible to torch {torch.__version__}; `swiftbatch bench kernels` measures CPUs"
+    assert (ran.returncode, ran.stderr) == (2, f"swiftbatch: no GPU to measure: {said}\n")

@@ -1,0 +1,130 @@
+"""The list: every check in its order, a page as it goes, JSON at the end, and nothing behind a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.exactness.first_run.small_parts import SMALL, by_place, row_by_row, small_parts
+from worker.exactness.first_run import machine, whole_forwards
+from worker.exactness.first_run.findings import Finding
+from worker.exactness.first_run.first_run import CHECKS, LINEAR_SETTING, NEVER_PROVED, FirstRun, run_checks
+from worker.exactness.first_run.machine import check_machine, read_bandwidth
+from worker.exactness.first_run.parts import Extent, Parts
+from worker.kernels.cuda.linear import LINEAR_KERNELS
+from worker.model.files import ModelFiles, locate_model
+from worker.target.cuda.loading import LINEAR
+
+NAMES = [
+    "machine", "products", "attention", "attention speed", "noise", "rows", "replay", "transformers", "second process",
+]  # fmt: skip
+
+
+def passing(name: str) -> Finding:
+    return Finding(passed=True, words=f"{name} is fine", rows=[{"what": name, "ms": 1.5}])
+
+
+def test_checks_come_in_the_order_in_which_they_rest_on_each_other(embedded_files: ModelFiles) -> None:
+    assert [check.name for check in CHECKS] == NAMES
+    checks = [dataclasses.replace(check, run=lambda parts, name=check.name: passing(name)) for check in CHECKS]
+    pages: list[str] = []
+    found = run_checks(small_parts(embedded_files, linear=LINEAR), pages.append, checks)
+    assert [page.partition(":")[0] for page in pages] == NAMES
+    assert "rows is fine" in pages[5]
+    assert (found.verdict, found.failed, found.unproved) == ("exact", None, list(NEVER_PROVED))
+    assert found.page().startswith("exact: all 9 checks passed, with products by cublas\n")
+    assert FirstRun.model_validate_json(found.model_dump_json()) == found
+
+
+def test_nothing_runs_behind_a_failure_and_all_of_it_is_told_as_unproved(embedded_files: ModelFiles) -> None:
+    failing = Finding(passed=False, words="3 of 9 rows differ", rows=[])
+    checks = [
+        dataclasses.replace(CHECKS[0], run=lambda parts: passing("machine")),
+        dataclasses.replace(CHECKS[1], run=lambda parts: failing),
+        *CHECKS[2:],
+    ]
+    pages: list[str] = []
+    found = run_checks(small_parts(embedded_files), pages.append, checks)
+    assert len(pages) == len(found.results) == 2
+    assert pages[1].startswith("products: FAILED")
+    assert found.verdict == "exact up to ties"
+    assert found.page().startswith("STOPPED at products: 3 of 9 rows differ\n")
+    assert found.unproved[0] == CHECKS[1].proves
+    assert [each.removesuffix(" (not reached)") for each in found.unproved[1:8]] == [c.proves for c in CHECKS[2:]]
+
+
+def test_the_kernel_that_was_found_good_is_taken_from_then_on(
+    embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LINEAR_KERNELS, "cublas", by_place)
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
+    parts = small_parts(embedded_files, linear="cublas")
+    seen: list[str] = []
+
+    def see(parts: Parts) -> Finding:
+        seen.append(parts.linear)
+        return passing("it")
+
+    found = run_checks(parts, checks=[CHECKS[1], dataclasses.replace(CHECKS[2], run=see)])
+    assert (seen, found.linear) == (["triton"], "triton")
+    assert (found.failed, found.verdict) == (None, "exact up to ties")  # workers do not take it by themselves
+    assert f"workers take cublas, which failed: {LINEAR_SETTING} has to say triton" in found.page()
+
+
+def test_the_machine_is_told_with_what_it_reads(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = check_machine(small_parts(embedded_files))
+    assert finding.passed
+    names = [row["what"] for row in finding.rows]
+    assert names == ["python", "torch", "triton", "transformers", "device", "read bandwidth"]
+    monkeypatch.setattr(machine, "capability_of", lambda device: (7, 5))
+    old = check_machine(small_parts(embedded_files))
+    assert (old.passed, old.words) == (False, "compute capability 7.5, expected 8.0 or higher")
+
+
+def test_all_bytes_are_read(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[torch.Tensor] = []
+
+    def see(numbers: torch.Tensor, sums: torch.Tensor) -> None:
+        numbers += 1
+        machine_read(numbers, sums)
+        read.append(sums)
+
+    machine_read = machine.read_all
+    monkeypatch.setattr(machine, "read_all", see)
+    parts = small_parts(embedded_files)
+    assert read_bandwidth(parts) > 0
+    last = read[-1]
+    assert int(last.sum()) == len(read) * SMALL.read_bytes // 4
+
+
+def test_where_the_weights_fit_but_once_transformers_are_told_as_unproved(
+    embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = small_parts(embedded_files)
+    parts.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    finding = whole_forwards.check_transformers(parts)
+    assert finding.passed
+    assert finding.unproved is not None
+    assert "the weights need" in finding.unproved
+
+
+def test_a_gpu_is_tried_as_the_plan_says() -> None:
+    extent = Extent()
+    assert (extent.num_tries, extent.num_rows, extent.lengths[-1]) == (20, 10_000, 102_400)
+    assert (min(extent.row_counts), max(extent.row_counts), max(extent.slot_counts)) == (1, 64, 4)
+
+
+@pytest.mark.slow
+def test_the_whole_list_passes_in_the_interpreter(tiny_model: Path) -> None:
+    parts = Parts.of(locate_model(str(tiny_model)), "float32", torch.device("cpu"))
+    parts.extent = dataclasses.replace(SMALL, num_tries=2, num_rows=20, most_nodes=6, work_lengths=(3, 70))
+    pages: list[str] = []
+    found = run_checks(parts, pages.append)
+    print("\n".join([*pages, found.page()]))
+    assert found.failed is None
+    assert [result.name for result in found.results] == NAMES

@@ -1,0 +1,30 @@
+"""`swiftbatch bench gpu`: what a GPU makes of a model. Steps, prompts, a resume, every engine, and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.bench.engine import BenchError
+from worker.bench.gpu.options import GPUBenchOptions
+from worker.model.files import locate_model
+
+if TYPE_CHECKING:
+    from worker.bench.gpu.records import GPUBenchResult
+
+
+def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lambda line: None) -> GPUBenchResult:
+    """Measure this machine's GPU; `report` gets a line about each stage. Raises BenchError, ModelError."""
+    if not torch.cuda.is_available():
+        raise BenchError(
+            f"no GPU to measure: no CUDA device is visible to torch {torch.__version__}; "
+            "`swiftbatch bench kernels` measures CPUs"
+        )
+    from worker.bench.gpu.measuring import measured
+    from worker.exactness.first_run.parts import Parts
+
+    parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"))
+    parts.linear = options.linear or parts.linear
+    return measured(parts, options, report)

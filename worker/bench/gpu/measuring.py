@@ -1,0 +1,101 @@
+"""The benchmark of a GPU once there is one: stage after stage, each with the memory to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
+from worker.bench.decode.records import DecodeRecord
+from worker.bench.engine import BenchError
+from worker.bench.gpu.options import GPUBenchOptions
+from worker.bench.gpu.reading import read_records, resume_record
+from worker.bench.gpu.records import GPUBenchResult
+from worker.bench.gpu.room import MemoryMeter, fitting_lengths, free_bytes
+from worker.bench.gpu.steps import step_records
+from worker.caches.room import GB
+from worker.drafters.catalogue import check_parts
+from worker.exactness.first_run.machine import device_facts, read_bandwidth
+from worker.exactness.first_run.parts import Parts
+from worker.memory.plan import GPUMemory
+from worker.memory.sizes import read_sizes
+from worker.model.files import ModelError
+
+NUM_CACHES = 2  # of the engines: a job's, and that of the text which warms drafters up; a resume has as many
+TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines
+
+
+def measured(parts: Parts, options: GPUBenchOptions, report: Callable[[str], None]) -> GPUBenchResult:
+    """All figures of a model on a device, in the file as well. Raises BenchError where there is no room."""
+    meter = MemoryMeter(parts.device)
+    report("loading the model")
+    if parts.loaded is None:
+        raise BenchError(f"model {options.model}: the kernels do not know this kind, expected one of docs/kernels.md")
+    meter.note("weights")
+    bandwidth = read_bandwidth(parts)
+    parts.forget_unused()
+    fitting = _fitting(parts, options)
+    report(f"steps behind up to {max(fitting[1]):,} positions")
+    wanted = {num_slots: fitting[num_slots] for num_slots in options.slot_counts}
+    steps = list(step_records(parts, wanted, options.row_counts, bandwidth))
+    meter.note("steps")
+    report("prompts, and a cache on its way from slot to slot")
+    reads = list(read_records(parts, [0, *fitting[1][1:]], options.num_read))
+    resume = resume_record(parts, fitting[NUM_CACHES][-1])
+    engines, left_out = _engines(parts, options, fitting[NUM_CACHES], report)
+    meter.note("engines")
+    result = GPUBenchResult(
+        machine=device_facts(parts.device),
+        bytes_per_second=bandwidth,
+        steps=steps,
+        reads=reads,
+        resume=resume,
+        engines=engines,
+        left_out=left_out,
+        memory=meter.noted,
+    )
+    options.write(result.model_dump(), parts.target(1, 1))
+    return result
+
+
+def _fitting(parts: Parts, options: GPUBenchOptions) -> dict[int, list[int]]:
+    """For every number of slots the lengths that have room. Raises BenchError where two caches have none."""
+    sizes = read_sizes(parts.files, options.dtype)
+    assert sizes is not None
+    gpu = GPUMemory(free_bytes(parts.device) + sizes.weight_bytes, parts.num_splits)
+    behind = max(options.num_tokens, options.num_read, max(options.row_counts))
+    lengths = [length for length in options.lengths if length + behind <= parts.files.max_positions]
+    counts = sorted({1, NUM_CACHES, *options.slot_counts})
+    fitting = {num_slots: fitting_lengths(sizes, gpu, lengths, behind, num_slots) for num_slots in counts}
+    if not fitting[NUM_CACHES]:
+        raise BenchError(
+            f"{NUM_CACHES} caches of {options.lengths[0]:,} + {behind:,} positions: the model has "
+            f"{parts.files.max_positions:,} positions, {gpu.free_bytes / GB:,.1f} GB are free without its weights"
+        )
+    return fitting
+
+
+def _engines(
+    parts: Parts, options: GPUBenchOptions, lengths: list[int], report: Callable[[str], None]
+) -> tuple[list[DecodeRecord], list[str]]:
+    """Every engine whose trained parts are there, and a line about each of the others."""
+    engines, left_out = [], []
+    for name in options.engines:
+        try:
+            check_parts(name, str(parts.files.path), parts.files.fingerprint, options.draft_model)
+            engines.append(name)
+        except ModelError as error:
+            left_out.append(str(error))
+    decode = DecodeBenchOptions(
+        draft_model=options.draft_model,
+        engines=tuple(engines),
+        positions=tuple(lengths),
+        num_tokens=options.num_tokens,
+        temperature=TEMPERATURE,
+        min_p=MIN_P,
+        repetition_penalty=1.0,
+        seed=0,
+        text=options.text,
+    )
+    warm_up = min(NUM_WARMUP_TOKENS, parts.files.max_positions // 2)
+    target = parts.target(NUM_CACHES, max(lengths[-1] + options.num_tokens, warm_up))
+    return decode_records(target, decode, report), left_out

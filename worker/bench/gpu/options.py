@@ -1,0 +1,45 @@
+"""What a GPU's benchmark is asked for. Without Triton, which only a machine with a GPU needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from jobs.run.dtypes import Device
+from worker.bench.options import BenchOptions, Positions
+from worker.drafters.catalogue import ENGINES
+from worker.memory.plan import NUM_ROWS
+
+
+def _slots(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    if not numbers or not all(1 <= each <= NUM_ROWS for each in numbers):
+        raise ValueError(f"got {', '.join(map(str, numbers)) or 'none'}; expected 1 to {NUM_ROWS}")
+    return tuple(sorted(set(numbers)))
+
+
+Counts = Annotated[tuple[int, ...], AfterValidator(_slots)]
+
+
+class GPUBenchOptions(BenchOptions):
+    """What is to be measured: steps and engines behind each of `lengths` that fits, prompts behind nothing as well."""
+
+    device: Device = "cuda"
+    draft_model: Path | None = None
+    engines: tuple[str, ...]
+    lengths: Positions
+    slot_counts: Counts
+    row_counts: Counts  # of each slot
+    num_read: int = Field(ge=1)  # tokens of a prompt that are timed
+    num_tokens: int = Field(ge=5)  # of each engine at each length
+    linear: Literal["cublas", "triton"] | None = None  # None: as workers have it
+    text: Path | None = None
+
+    @field_validator("engines")
+    @classmethod
+    def _known_engines(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in engines if name not in ENGINES]
+        if unknown or not engines or len(set(engines)) < len(engines):
+            raise ValueError(f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(ENGINES)}, each once")
+        return engines

@@ -1,0 +1,135 @@
+"""The first run on a GPU: every check in order, up to the first that fails. `swiftbatch doctor --device cuda`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from jobs.frozen import Frozen
+from jobs.run.records import Exactness
+from worker.config import Computation
+from worker.exactness.first_run.attention import check_attention, check_attention_speed
+from worker.exactness.first_run.findings import Check, Result
+from worker.exactness.first_run.machine import check_machine, device_facts
+from worker.exactness.first_run.noise import check_noise
+from worker.exactness.first_run.parts import Parts
+from worker.exactness.first_run.products import check_products
+from worker.exactness.first_run.whole_forwards import (
+    check_replay,
+    check_rows,
+    check_second_process,
+    check_transformers,
+)
+from worker.exactness.verdicts import keep_verdict, verdict_key
+from worker.kernels.variants import chosen_numerics
+from worker.model.files import locate_model
+from worker.target.cuda.loading import LINEAR
+from worker.target.hardware import hardware_of
+from worker.target.loading import resolve_device
+
+CHECKS = (
+    Check("machine", "what everything below was found on", check_machine),
+    Check("products", "a row's products do not depend on its place or its neighbours", check_products),
+    Check("attention", "a row's attention is its own, and right, at every length", check_attention),
+    Check("attention speed", "the cache is read at the speed of the memory", check_attention_speed),
+    Check("noise", "a draw takes the noise that every other device takes", check_noise),
+    Check("rows", "speculative decoding gives the bits of plain decoding", check_rows),
+    Check("replay", "a captured graph computes what its kernels do", check_replay),
+    Check("transformers", "the forward is that of transformers", check_transformers),
+    Check("second process", "a resumed job computes what it would have computed", check_second_process),
+)
+NEVER_PROVED = (
+    "that two GPUs of one product agree: run this on each",
+    "a worker that is killed under load: `swiftbatch chaos` does that",
+    "speed, of a step and of all engines: `swiftbatch bench gpu` measures it",
+    "copies of checkpoints beside the computation, and what they cost a step",
+    "offloaded caches, and a model over several GPUs",
+)
+
+LINEAR_SETTING = "LINEAR in worker/target/cuda/loading.py"
+
+
+class FirstRun(Frozen):
+    """What the checks found. `exact`: all of them passed, with the kernel for products that workers take."""
+
+    verdict: Exactness
+    model: str
+    model_fingerprint: str
+    dtype: str
+    num_splits: int  # of attention's prefixes
+    linear: str  # the kernel of products that these checks were passed with
+    machine: dict[str, str]
+    results: list[Result]
+    unproved: list[str]
+
+    @property
+    def failed(self) -> Result | None:
+        """The check that ended the run."""
+        last = self.results[-1]
+        return None if last.finding.passed else last
+
+    def page(self) -> str:
+        """The end of the page; the results come before it, each as it is done."""
+        if self.failed is None:
+            head = f"{self.verdict}: all {len(self.results)} checks passed, with products by {self.linear}"
+            if self.linear != LINEAR:
+                head += f"; workers take {LINEAR}, which failed: {LINEAR_SETTING} has to say {self.linear}"
+        else:
+            head = f"STOPPED at {self.failed.name}: {self.failed.finding.words}"
+        model = f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype}, {self.num_splits} splits"
+        return "\n".join([head, model, "still unproved:", *(f"  - {each}" for each in self.unproved)])
+
+
+def run_checks(
+    parts: Parts, report: Callable[[str], None] = lambda page: None, checks: Sequence[Check] = CHECKS
+) -> FirstRun:
+    """Run checks until one fails; `report` gets the page of each as it is done."""
+    results: list[Result] = []
+    for check in checks:
+        started = time.perf_counter()
+        finding = check.run(parts)
+        results.append(
+            Result(name=check.name, proves=check.proves, seconds=time.perf_counter() - started, finding=finding)
+        )
+        report(results[-1].page())
+        if not finding.passed:
+            break
+        parts.linear = finding.linear or parts.linear
+        parts.forget_unused()
+    return _first_run(parts, results, checks)
+
+
+def _first_run(parts: Parts, results: list[Result], checks: Sequence[Check]) -> FirstRun:
+    not_run = [f"{check.proves} (not reached)" for check in checks[len(results) :]]
+    failed = [] if results[-1].finding.passed else [results[-1].proves]
+    untried = [each for result in results if (each := result.finding.unproved)]
+    return FirstRun(
+        verdict="exact up to ties" if failed or parts.linear != LINEAR else "exact",
+        model=parts.files.name,
+        model_fingerprint=parts.files.fingerprint,
+        dtype=str(parts.dtype).removeprefix("torch."),
+        num_splits=parts.num_splits,
+        linear=parts.linear,
+        machine=device_facts(parts.device),
+        results=results,
+        unproved=[*failed, *not_run, *untried, *NEVER_PROVED],
+    )
+
+
+def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | None:
+    """Check the GPU of this machine with a model, and keep the verdict.
+
+    None for a kind of model that the kernels do not know. Raises ModelError and UserError.
+    """
+    files, device = locate_model(config.model), resolve_device(config.device)
+    parts = Parts.of(files, config.dtype, device)
+    if parts.loaded is None:
+        return None
+    found = run_checks(parts, report)
+    kernels = chosen_numerics(device.type, config.dtype)
+    hardware, threads = hardware_of(device.type), config.num_threads
+    key = verdict_key(files.fingerprint, config.dtype, device.type, threads, hardware, torch.__version__, kernels)
+    keep_verdict(key, found.verdict)
+    return found

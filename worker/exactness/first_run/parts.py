@@ -1,0 +1,138 @@
+"""What the checks of a first run are given: a model on a device, and how much is to be tried."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from worker.caches.arena import ArenaKVCache, KVArena
+from worker.caches.copies import CudaLane, Staging
+from worker.caches.full import CacheShape
+from worker.exactness.probe import MOST_NODES
+from worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
+from worker.kernels.weights import DecoderSizes
+from worker.memory.sizes import read_sizes
+from worker.model.dense import dense_weights
+from worker.model.files import ModelFiles
+from worker.target.cuda.clock import captured_seconds, clock_of
+from worker.target.cuda.forwards import CudaForwards
+from worker.target.cuda.graph import Capture, Work, capture
+from worker.target.cuda.loading import LINEAR, splits_of
+from worker.target.loading import DTYPES
+from worker.target.target import TargetModel
+
+NUM_SPLITS_ELSEWHERE = 3  # of a prefix, on a device that has no multiprocessors
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is tried: enough for a GPU that nobody has seen. Triton's interpreter takes a second for a forward."""
+
+    num_tries: int = 20  # of each place of a row in a product
+    lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)  # of prefixes that rows attend to
+    row_counts: tuple[int, ...] = (1, 4, 16, 64)
+    slot_counts: tuple[int, ...] = (1, 4)
+    num_positions: int = 64  # that noise is drawn for
+    num_rows: int = 10_000  # of trees against plain decoding
+    most_nodes: int = MOST_NODES  # of such a tree
+    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # of the caches behind which the same work is done again
+    num_compared: int = 300  # rows that go through transformers
+    read_bytes: int = 1 << 32  # by which reading is timed
+    num_rounds: int = 7  # of what is timed; the median counts
+
+
+class ArenaTarget(TargetModel):
+    """A target whose caches are slots of an arena."""
+
+    def __init__(self, forwards: CudaForwards, files: ModelFiles) -> None:
+        super().__init__(forwards, files)
+        self.arena = forwards.arena
+
+    def new_cache(self, max_length: int) -> ArenaKVCache:
+        return self.arena.new_cache(max_length)
+
+
+@dataclass
+class Parts:
+    """A model on a device. `linear` is the kernel that a check has found good: that of workers until then."""
+
+    files: ModelFiles
+    dtype: torch.dtype
+    device: torch.device
+    num_splits: int
+    load: Callable[[], StackedWeights | None]  # None: a kind of model that the kernels do not know
+    extent: Extent = field(default_factory=Extent)
+    linear: str = LINEAR
+    capture: Capture = capture
+
+    @classmethod
+    def of(cls, files: ModelFiles, dtype: str, device: torch.device) -> Parts:
+        """Nothing is loaded yet."""
+        num_splits = NUM_SPLITS_ELSEWHERE
+        if device.type == "cuda" and (sizes := read_sizes(files, dtype)):
+            num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
+
+        def load() -> StackedWeights | None:
+            weights = dense_weights(files, DTYPES[dtype], device)
+            return None if weights is None else stacked_weights(weights, device, handed_over(weights))
+
+        return cls(files, DTYPES[dtype], device, num_splits, load)
+
+    def seconds(self, work: Work) -> float:
+        """Of some work as a graph does it: the median of some rounds."""
+        return captured_seconds(clock_of(self.device), work, self.device, self.extent.num_rounds)
+
+    @functools.cached_property
+    def loaded(self) -> StackedWeights | None:
+        """The weights on the device; None where the kernels do not know this kind of model."""
+        return self.load()
+
+    @property
+    def weights(self) -> StackedWeights:
+        """The weights of a model that the kernels know."""
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        return self.weights.sizes
+
+    def cache_shape(self, num_layers: int | None = None) -> CacheShape:
+        """Of the model's caches, or of some layers of them."""
+        sizes = self.sizes
+        return CacheShape(
+            sizes.num_layers if num_layers is None else num_layers,
+            sizes.num_kv_heads,
+            sizes.head_dim,
+            sizes.dtype,
+            self.device,
+        )
+
+    def target(self, num_slots: int, max_length: int, capture: Capture | None = None) -> ArenaTarget:
+        """The model over an arena of its own, whose numbers are all zero."""
+        arena = KVArena(self.cache_shape(), num_slots, max_length, self._staging())
+        arena.buffer.zero_()
+        forwards = CudaForwards(self.weights, arena, frozenset(), self.num_splits, self.linear, capture or self.capture)
+        return ArenaTarget(forwards, self.files)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Random numbers on the device."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def release(self) -> None:
+        """Give the device's memory back, for another process; the weights are loaded again when they are asked for."""
+        self.__dict__.pop("loaded", None)
+        self.forget_unused()
+
+    def forget_unused(self) -> None:
+        """Give back what the allocator keeps of buffers that are gone."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _staging(self) -> Staging | None:
+        if self.device.type != "cuda":
+            return None
+        return Staging(CudaLane(self.device), torch.cuda.current_stream(self.device))

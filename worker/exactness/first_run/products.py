@@ -1,0 +1,122 @@
+"""The second check: a row's product has the same bits in every place, among any neighbours."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from worker.exactness.first_run.findings import Finding, Row
+from worker.exactness.first_run.parts import Parts
+from worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
+from worker.kernels.cuda.stacked import StackedWeights
+from worker.kernels.cuda.table import NUM_ROWS
+from worker.kernels.weights import Linear
+
+COMPARED_COLUMNS = 1024  # in float64
+SUM_ERROR = 1e-5  # of the sum of all products' sizes, that a float32 sum may be off
+
+
+def check_products(parts: Parts) -> Finding:
+    """All weight shapes of the model with every kernel; the first kernel without a fault is taken."""
+    shapes = weight_shapes(parts.weights)
+    rows: list[Row] = []
+    good = []
+    for kernel_name, kernel in LINEAR_KERNELS.items():
+        tried = [_tried(parts, kernel_name, kernel, name, linears) for name, linears in shapes.items()]
+        rows += tried
+        if all(row["differing"] == 0 and float(row["error"]) <= 1 for row in tried):
+            good.append(kernel_name)
+    if not good:
+        words = "no kernel gives a row the same bits in all places: this device cannot keep the promise"
+        return Finding(passed=False, words=words, rows=rows)
+    words = f"products by {good[0]}"
+    if bad := [name for name in LINEAR_KERNELS if name not in good]:
+        words += f"; not by {', '.join(bad)}, whose rows differ or whose sums are off"
+    return Finding(passed=True, words=words, rows=rows, linear=good[0])
+
+
+def weight_shapes(weights: StackedWeights) -> dict[str, list[Linear]]:
+    """The products of a forward: those of all layers that have one shape, and the head."""
+    layers = weights.layers
+    return {
+        "q, k, v": [layer.query_key_value for layer in layers],
+        "output": [layer.output for layer in layers],
+        "gate, up": [layer.gate_up for layer in layers],
+        "down": [layer.down for layer in layers],
+        "head": [weights.head],
+    }
+
+
+def _tried(parts: Parts, kernel_name: str, kernel: LinearKernel, name: str, linears: list[Linear]) -> Row:
+    columns, depth = linears[0].weight.shape
+    out_dtype = torch.float32 if name == "head" else parts.dtype
+    out = torch.zeros(NUM_ROWS, columns, dtype=out_dtype, device=parts.device)
+    run = functools.partial(_into, kernel, out)
+    seconds = _seconds(parts, run, linears, depth)
+    num_bytes = sum(linear.weight.nbytes for linear in linears)
+    return {
+        "kernel": kernel_name,
+        "weights": name,
+        "depth": depth,
+        "columns": columns,
+        "tried": NUM_ROWS * parts.extent.num_tries,
+        "differing": _num_differing(parts, run, linears[0], out),
+        "error": _error(parts, run, linears[0], out),
+        "ms": 1000 * seconds / len(linears),
+        "GB/s": num_bytes / seconds / 1e9,
+    }
+
+
+def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: Linear) -> None:
+    kernel(rows, linear.weight, linear.bias, out)
+
+
+def _num_differing(parts: Parts, run: functools.partial[None], linear: Linear, out: Tensor) -> int:
+    """Of one row in all places, each time among other neighbours; counted on the device."""
+    generator, depth = parts.generator(1), linear.weight.shape[1]
+    row = _random_rows(parts, depth, generator)[0]
+    differing = torch.zeros((), dtype=torch.int64, device=parts.device)
+    expected: Tensor | None = None
+    for _ in range(parts.extent.num_tries):
+        neighbours = _random_rows(parts, depth, generator)
+        for place in range(NUM_ROWS):
+            rows = neighbours.clone()
+            rows[place] = row
+            run(rows, linear)
+            expected = out[place].clone() if expected is None else expected
+            differing += (_bits(out[place]) != _bits(expected)).any()
+    return int(differing)
+
+
+def _error(parts: Parts, run: functools.partial[None], linear: Linear, out: Tensor) -> float:
+    """The greatest error of some columns, over what rounding allows; 1 is the most that may be."""
+    rows = _random_rows(parts, linear.weight.shape[1], parts.generator(2))
+    run(rows, linear)
+    weight = linear.weight[:COMPARED_COLUMNS].double()
+    bias = 0.0 if linear.bias is None else linear.bias[:COMPARED_COLUMNS].double()
+    exact = rows.double() @ weight.t() + bias
+    allowed = torch.finfo(out.dtype).eps * exact.abs() + SUM_ERROR * (rows.double().abs() @ weight.abs().t())
+    ratio = (out[:, : len(weight)].double() - exact).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
+    return float(ratio.nan_to_num(torch.inf).max())
+
+
+def _seconds(parts: Parts, run: functools.partial[None], linears: list[Linear], depth: int) -> float:
+    """Of one product after the other, so that weights come from memory and not from a cache."""
+    rows = _random_rows(parts, depth, parts.generator(3))
+
+    def work() -> None:
+        for linear in linears:
+            run(rows, linear)
+
+    return parts.seconds(work)
+
+
+def _random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
+    rows = torch.randn(NUM_ROWS, depth, generator=generator, device=parts.device)
+    return rows.to(parts.dtype)
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)

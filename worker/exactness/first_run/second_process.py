@@ -1,0 +1,49 @@
+"""A process of its own that does the fixed work and prints its digest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from jobs.errors import UserError
+from worker.exactness.first_run.fixed_work import ROOM, work_digest
+from worker.exactness.first_run.parts import Parts
+from worker.model.files import locate_model
+
+SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
+
+
+def digest_elsewhere(parts: Parts) -> str:
+    """The digest by another process. Raises UserError where it fails."""
+    order = {
+        "model": str(parts.files.path),
+        "dtype": str(parts.dtype).removeprefix("torch."),
+        "device": parts.device.type,
+        "num_splits": parts.num_splits,
+        "linear": parts.linear,
+        "lengths": parts.extent.work_lengths,
+    }
+    command = [sys.executable, "-m", __name__, json.dumps(order)]
+    ran = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=SECONDS)
+    if ran.returncode != 0:
+        last = (ran.stderr.strip() or f"exit code {ran.returncode}").splitlines()[-1]
+        raise UserError(f"first run: the second process failed: {last}")
+    return ran.stdout.split()[-1]
+
+
+def main(order: dict[str, object]) -> None:
+    """Print the digest."""
+    files = locate_model(str(order["model"]))
+    parts = Parts.of(files, str(order["dtype"]), torch.device(str(order["device"])))
+    parts.num_splits, parts.linear = int(str(order["num_splits"])), str(order["linear"])
+    lengths = order["lengths"]
+    assert isinstance(lengths, list)
+    print(work_digest(parts.target(len(lengths), max(lengths) + ROOM), lengths))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
