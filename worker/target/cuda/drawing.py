@@ -48,7 +48,9 @@ class CudaSampler:
         return CudaSampler(self._drawing, sequence, self.counts)
 
     def draw(self, logits: torch.Tensor) -> int:
-        return self._drawing.walks([self], [DraftTree()], [logits[None]])[0].drawn[0]
+        """As `Sampler` has it; some token where the logits are not finite, as in C: a draft model may give such."""
+        drawn = self._drawing.walks([self], [DraftTree()], [logits[None]])[0].drawn
+        return drawn[0] if drawn else 0
 
     def seen(self) -> torch.Tensor | None:
         sampling = self.sequence.sampling
@@ -96,9 +98,7 @@ class CudaDrawing:
         rows = [row for sampler, tree in zip(samplers, trees, strict=True) for row in sampler.rows(tree)]
         if not rows:
             return []
-        counted = {
-            sampler.counts.slot: sampler.counts for sampler in samplers if sampler.counts.slot
-        }  # forks share one
+        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
         news = {slot: self._news(counts) for slot, counts in counted.items()}
         tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
         walks, start = [], 0

@@ -25,3 +25,8 @@ def test_forks_of_one_sequence_that_draw_together_all_know_its_newest_tokens() -
     sequence.extend([7])
     forks = [sampler.fork(sequence.fork()) for _ in range(2)]
     assert [walk.drawn for walk in drawing.walks(forks, [DraftTree()] * 2, [logits] * 2)] == [[8], [8]]
+
+
+def test_a_draft_model_s_nan_draws_some_token() -> None:
+    sampler = CudaDrawing(20, torch.device("cpu"), CheckedGraph).sampler(Sequence("a", [1, 2, 3], PENALISED, 20))
+    assert 0 <= sampler.draw(torch.full((20,), float("nan"))) < 20
