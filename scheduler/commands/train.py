@@ -23,6 +23,9 @@ DATA = click.option(
 OUTPUT = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
 )
+TOKENS = click.option(
+    "--tokens", "num_tokens", type=click.IntRange(1), default=defaults.TARGET_TOKENS, help="To train a target on."
+)
 SEED = click.option("--seed", type=click.IntRange(0), default=defaults.SEED)
 
 
@@ -41,20 +44,42 @@ def train() -> None:
     """
 
 
+@train.command("all")
+@DATA
+@OUTPUT
+@TOKENS
+def everything(data: Path, output: Path, num_tokens: int) -> None:
+    """Train a small target model and all that engines draft with, and write its card, as for the embedded one.
+
+    The same command goes on where it was killed.
+
+    \b
+    Example:
+      swiftbatch train all --data books --output my-model
+    """
+    from worker.training.everything import train_all
+    from worker.training.target.recipe import embedded_recipe
+
+    train_all(data, output, embedded_recipe(num_tokens), click.echo)
+
+
 @train.command()
 @DATA
 @OUTPUT
-def target(data: Path, output: Path) -> None:
+@TOKENS
+def target(data: Path, output: Path, num_tokens: int) -> None:
     """Train a small target model from scratch, as the embedded one was.
+
+    The same command goes on where it was killed.
 
     \b
     Example:
       swiftbatch train target --data books --output my-model
     """
-    from worker.training.target.recipe import EMBEDDED_RECIPE
+    from worker.training.target.recipe import embedded_recipe
     from worker.training.target.training import train_target
 
-    train_target(data, output, EMBEDDED_RECIPE, click.echo)
+    train_target(data, output, embedded_recipe(num_tokens), click.echo)
 
 
 @train.command()
@@ -79,7 +104,7 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
 
     \b
     Example:
-      swiftbatch train tokenswift --model my-model --data books --output my-model
+      swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
     from worker.training.heads.recipe import HeadRecipe
     from worker.training.heads.training import train_heads
@@ -103,7 +128,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 
     \b
     Example:
-      swiftbatch train draft --model my-model --data books --output my-model/draft
+      swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
     from worker.training.draft.recipe import draft_recipe
     from worker.training.draft.training import train_draft
@@ -154,7 +179,7 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
 
     \b
     Example:
-      swiftbatch train griffin --model my-model --data books --output my-model
+      swiftbatch train griffin --model my-model --data books --output my-model/parts
     """
     from worker.training.griffin.training import train_griffin
 

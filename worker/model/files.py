@@ -20,9 +20,10 @@ from worker.model.faults import (
 from worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
+PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
-PART_FILES = (HEADS_FILE, GRIFFIN_FILE)  # may lie beside the weights; only drafts with them, so no part of the model
+DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEXT_FILES = (
     "*.jinja",
@@ -34,7 +35,6 @@ TEXT_FILES = (
     "chat_template*.json",
     "*chat_templates/**/*",
 )
-DRAFT_FOLDER = "draft"  # may lie beside the weights too: a small model with the same vocabulary
 
 
 class ModelError(UserError):

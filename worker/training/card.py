@@ -1,4 +1,4 @@
-"""The model card that lies beside trained weights: recipe and figures, written by the training itself."""
+"""The model card that lies beside trained weights: recipes and figures, all of them from the trainings' own logs."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
-
-from worker.training.target.evaluate import NEAR, Evaluation
-from worker.training.target.recipe import Recipe
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from worker.training import part_cards
+from worker.training.target.evaluate import NEAR
 
 CARD = "MODEL_CARD.md"
 
 TEMPLATE = """# The embedded model
 
-A small Llama-shaped decoder, trained from scratch on public-domain English books (published 1688-1922) with
+A small decoder of Qwen3's kind, trained from scratch on public-domain English books (published 1688-1922) with
 `swiftbatch train target --data DIR`. It is there so that swiftbatch runs, tests and measures real long-form decoding
 without a download. It writes period prose; it knows nothing and answers nothing.
 
 | | |
 |---|---|
-| parameters | {num_parameters:,} ({hidden_size} wide, {num_layers} layers, tied embedding) |
-| attention | {num_heads} heads of {head_dim} over {num_kv_heads} key-value heads, RoPE base {rope_theta:,.0f} |
-| positions | {max_positions:,} |
-| tokenizer | byte-level BPE, {vocab_size:,} entries |
+| parameters | {num_parameters:,} ({hidden_size} wide, {num_hidden_layers} layers, tied embedding) |
+| attention | {num_attention_heads} heads of {head_dim} over {num_key_value_heads} key-value heads, normed |
+| positions | {max_position_embeddings:,}, rotary with base {rope_theta:,.0f} |
+| tokenizer | byte-level BPE, {vocab_size:,} entries; it puts one token in front of every text |
 | weights | safetensors, bf16 |
 | data | {num_books} books, {num_characters:,} characters, {num_corpus_tokens:,} tokens |
-| trained on | {num_trained_tokens:,} tokens in {num_steps:,} steps, {minutes:.0f} minutes |
+| trained on | {num_trained_tokens:,} tokens in {num_steps:,} steps, {hours:.1f} hours |
 
 ## Recipe
 
@@ -35,12 +34,14 @@ bf16 autocast over float32 weights. Muon for the layers' matrices (rate {learnin
 AdamW for embedding and norms (rate {embedding_learning_rate}); {num_warmup_steps} warm-up steps, linear fall over the
 last {decay_share:.0%} of the steps to {final_rate:.0%}; gradients clipped at {gradient_clip}; seed {seed}.
 
-| phase | window | windows per step | tokens | positions reached | last loss |
-|---|---|---|---|---|---|
-{phases}
+| window | windows per step | tokens | two books by turns | loss of the last tenth |
+|---|---|---|---|---|
+{kinds}
 
-Where more positions are reached than the window is long, random gaps in the position ids show the model distances that
-it does not see whole (positional skip-wise training, Zhu et al. 2023).
+Windows of all lengths come from the first step on, each with the token in front that every text begins with. Of those
+with one book {far_share:.0%} are read far from that token, as the newest stretch of a long text or as some stretches of
+one: so the model knows distances that no window of training is long enough for (Zhu et al. 2023, but with text left out
+where positions are). Two books by turns make far text the right one (Tworkowski et al. 2023).
 
 ## Figures on unseen books
 
@@ -51,43 +52,71 @@ in front of them alone: where that is less, the text further back does harm.
 | positions | nats per token | without the far text |
 |---|---|---|
 {losses}
+
+Tokens of places behind 32,768 others, with so many of the newest in front of them: what far text is worth.
+
+| newest tokens | nats per token |
+|---|---|
+{windows}
+
+Passages of 16 tokens from another place, whose first 8 are said again so far behind them: how many of the other 8 are
+the likeliest then.
+
+| tokens between | continued |
+|---|---|
+{needles}
 """
 
 
-def write_card(
-    folder: Path, recipe: Recipe, config: LlamaConfig, corpus: dict[str, int], evaluation: Evaluation
-) -> None:
-    """Write the card from the training log in `folder`; `corpus` has its counts and num_parameters."""
-    log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text(encoding="utf-8").splitlines()]
-    last = {record["phase"]: record["loss"] for record in log}
-    phases = [
-        f"| {p.name} | {p.length:,} | {p.batch_size} | {p.num_steps * p.length * p.batch_size:,} "
-        f"| {p.position_span:,} | {last[p.name]:.3f} |"
-        for p in recipe.phases
+def write_card(folder: Path) -> None:
+    """Write the card of a model folder, of its training's log and those of the parts that are there.
+
+    Nothing where the model was never scored.
+    """
+    records = read_log(folder / "train_log.jsonl")
+    trained = next((record for record in records if record.get("when") == "after"), None)
+    if trained is None:
+        return
+    parts = folder / PARTS_FOLDER
+    sections = [
+        _target_section(folder, records, trained),
+        *part_cards.heads_section(read_log(parts / "tokenswift_log.jsonl")),
+        *part_cards.draft_section(read_log(parts / DRAFT_FOLDER / "draft_log.jsonl")),
+        *part_cards.griffin_section(read_log(parts / "griffin_log.jsonl")),
     ]
-    near = evaluation.near_loss_by_position
-    losses = [f"| {span} | {loss:.3f} | {near[span]:.3f} |" for span, loss in evaluation.loss_by_position.items()]
-    figures = vars(recipe) | corpus | vars(evaluation) | _shape(config)
-    figures |= {
-        "phases": "\n".join(phases),
-        "losses": "\n".join(losses),
-        "near": NEAR,
-        "twice_near": 2 * NEAR - 1,
-        "num_trained_tokens": log[-1]["num_tokens"],
-        "num_steps": log[-1]["step"],
-        "minutes": log[-1]["seconds"] / 60,
-    }
-    (folder / CARD).write_text(TEMPLATE.format(**figures), encoding="utf-8")
+    (folder / CARD).write_text("\n".join(sections), encoding="utf-8")
 
 
-def _shape(config: LlamaConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "max_positions": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-    }
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a training's log; none where there is no log."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[str, Any]) -> str:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    recipe, steps = records[0]["recipe"], [record for record in records if "loss" in record]
+    near, far = trained["near_loss_by_position"], trained["long_context"]
+    losses = [f"| {span} | {loss:.3f} | {near[span]:.3f} |" for span, loss in trained["loss_by_position"].items()]
+    kinds = [_kind_line(kind, [step for step in steps if step["kind"] == kind["name"]]) for kind in recipe["kinds"]]
+    figures = config | recipe | records[0]["corpus"] | trained
+    return TEMPLATE.format(
+        **figures
+        | {
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+            "kinds": "\n".join(kinds),
+            "losses": "\n".join(losses),
+            "windows": "\n".join(f"| {int(w):,} | {loss:.3f} |" for w, loss in far["loss_by_window"].items()),
+            "needles": "\n".join(f"| {int(d):,} | {rate:.1%} |" for d, rate in far["continued_by_distance"].items()),
+            "near": NEAR,
+            "twice_near": 2 * NEAR - 1,
+            "num_trained_tokens": sum(step["num_tokens"] for step in steps),
+            "hours": steps[-1]["seconds"] / 3600,
+        }
+    )
+
+
+def _kind_line(kind: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    last = [step["loss"] for step in steps[-max(1, len(steps) // 10) :]]
+    loss = f"{sum(last) / len(last):.3f}" if last else "-"
+    num_tokens = sum(step["num_tokens"] for step in steps)
+    return f"| {kind['length']:,} | {kind['batch_size']} | {num_tokens:,} | {kind['mixed_share']:.0%} | {loss} |"

@@ -16,7 +16,7 @@ from worker.model.files import GRIFFIN_FILE
 from worker.target.target import TargetModel
 from worker.training.feature_file import TextFeatures
 from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.griffin.state import LOG
+from worker.training.griffin.training import FILES
 from worker.training.heads.recipe import HeadRecipe
 from worker.training.heads.texts import hidden_states
 
@@ -49,7 +49,7 @@ def text(target: TargetModel, num_tokens: int, first_row: int = 0, seed: int = 0
 
 
 def records(output: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (output / LOG).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (output / FILES.log).read_text(encoding="utf-8").splitlines()]
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:

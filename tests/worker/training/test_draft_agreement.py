@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from jobs.sampling import SamplingParams
 from tests import ROOT
 from worker.drafters.triforce.draft_model import window_of
-from worker.model.files import DRAFT_FOLDER, ModelFiles, locate_model
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from worker.model.text import TextCodec
 from worker.noise import GumbelNoise
 from worker.sampling import draw
@@ -72,7 +72,7 @@ def test_agreement_is_whole_with_itself_and_counts_behind_the_prompt(tiny_target
 
 def test_the_embedded_draft_model_agrees_with_the_embedded_model(embedded_files: ModelFiles) -> None:
     target = load_target(embedded_files)
-    files = locate_model(str(embedded_files.path / DRAFT_FOLDER))
+    files = locate_model(str(embedded_files.path / PARTS_FOLDER / DRAFT_FOLDER))
     prompt = TextCodec(embedded_files).encode("The clock in the hall had stopped, and nobody in the house could say")
     sampling = SamplingParams(max_tokens=100, temperature=1.0, min_p=0.1, seed=3)
     texts = own_texts(target, [prompt] * 4, sampling)

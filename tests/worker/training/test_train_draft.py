@@ -27,11 +27,10 @@ from worker.training.draft.recipe import DraftRecipe, draft_config, draft_recipe
 from worker.training.draft.training import DraftWindows, distil, target_distributions, train_draft
 from worker.training.heads.recipe import OWN_SAMPLING, HeadRecipe
 from worker.training.heads.texts import Text, load_target
-from worker.training.target.recipe import Phase
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
-FAST = DraftRecipe(phases=(Phase("draft", 64, 4, 64 * 4 * 25, 64),), num_warmup_steps=2, texts=TEXTS)
+FAST = DraftRecipe(25, window_length=64, num_warmup_steps=2, texts=TEXTS)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,7 @@ def untrained(target: TargetModel) -> LlamaForCausalLM:
 
 
 def records(output: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (output / draft.LOG).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (output / draft.FILES.log).read_text(encoding="utf-8").splitlines()]
 
 
 def command(model: Path, data: Path, output: Path) -> Result:
@@ -75,7 +74,9 @@ def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
     assert model.eos_token_ids == TargetModel.load(target_files, "bfloat16", "cpu").eos_token_ids
     [outputs] = model.verify([chain_rows(model.new_cache(100), token_ids)])
     assert outputs.logits.shape == (len(token_ids), target_files.vocab_size)
-    assert [record["step"] for record in records(tmp_path / "draft")] == [1, 2]
+    assert [record["step"] for record in records(tmp_path / "draft")[1:]] == [1, 2]
+    again = command(tiny_model, books, tmp_path / "draft")
+    assert "holds this training, finished; nothing to do" in again.output
 
 
 def test_training_makes_a_draft_model_that_agrees(tiny_model: Path, books: Path, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_training_makes_a_draft_model_that_agrees(tiny_model: Path, books: Path,
 
 def test_training_is_reproducible_and_the_seed_counts(tiny_model: Path, books: Path, tmp_path: Path) -> None:
     (books / "test.jsonl").unlink()
-    short = dataclasses.replace(FAST, phases=(Phase("draft", 64, 2, 64 * 2 * 3, 64),))
+    short = dataclasses.replace(FAST, num_steps=3, num_step_windows=2)
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
         recipe = dataclasses.replace(short, seed=seed)
         train_draft(str(tiny_model), books, tmp_path / name, recipe, lambda line: None)
@@ -145,7 +146,7 @@ def test_a_step_is_the_same_in_parts_and_the_target_stays_frozen(
 def test_a_share_of_the_windows_is_the_targets_own_text(tiny_target: TargetModel, books: Path) -> None:
     recipe = dataclasses.replace(FAST, own_share=0.25)
     batch = draft.window_source(tiny_target, books, recipe)
-    windows = torch.cat([batch(recipe.phases[0]) for _ in range(20)])
+    windows = torch.cat([batch(step) for step in range(20)])
     sentence = TextCodec(tiny_target.files).encode(SENTENCE * 3)
     from_books = [
         " ".join(map(str, window[NUM_SINKS:24])) in " ".join(map(str, sentence)) for window in windows.tolist()
@@ -156,7 +157,7 @@ def test_a_share_of_the_windows_is_the_targets_own_text(tiny_target: TargetModel
 
 def test_windows_lie_in_one_text_and_a_third_of_them_jump() -> None:
     texts = [Text(list(range(1000))), Text(list(range(5000, 5100))), Text(list(range(7000, 7064)))]
-    windows = DraftWindows(texts, seed=0).batch(3000, 64).numpy()
+    windows = DraftWindows(texts).batch(np.random.default_rng(0), 3000, 64).numpy()
     first = windows[:, 0]
     assert windows.shape == (3000, 64)
     assert all((windows // 1000 == first[:, None] // 1000).all(axis=1))

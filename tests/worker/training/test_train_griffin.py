@@ -29,8 +29,7 @@ from worker.training.corpus import CorpusError
 from worker.training.griffin import training
 from worker.training.griffin.accuracy import WAYS
 from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from worker.training.griffin.state import LOG, STATE
-from worker.training.griffin.training import train_griffin
+from worker.training.griffin.training import FILES, train_griffin
 from worker.training.heads.recipe import OWN_SAMPLING
 from worker.training.heads.texts import load_target
 
@@ -69,7 +68,7 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     result = command(tiny_model, books, output, *options)
     assert result.exit_code == 0, result.output
     assert "no *test*.jsonl; the accuracy is not measured" in result.output
-    assert {path.name for path in output.iterdir()} == {GRIFFIN_FILE, LOG, training.PLOT}
+    assert {path.name for path in output.iterdir()} == {GRIFFIN_FILE, FILES.log, training.PLOT}
     assert (output / training.PLOT).read_bytes().startswith(b"\x89PNG")
     model = load_griffin(output, tiny_target)
     assert model.config == replace(GriffinConfig.for_target(tiny_target.model.config), fusion="token")
@@ -85,9 +84,9 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     other = command(tiny_model, books, output, *options, "--passes", "2")
     assert other.exit_code == 2
     assert "holds another training: recipe.num_passes is 3, expected 2; name another folder, or delete" in other.output
-    (output / LOG).unlink()
+    (output / FILES.log).unlink()
     unknown = command(tiny_model, books, output, *options)
-    assert f"no {LOG} tells how its draft model was trained" in unknown.output
+    assert f"no {FILES.log} tells how its {FILES.product} was trained" in unknown.output
 
 
 def test_training_makes_drafts_better_at_every_depth(tiny_model: Path, books: Path, tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
         train(tiny_model, books, tmp_path / "killed", features=shared)
     monkeypatch.undo()
     assert not (tmp_path / "killed" / GRIFFIN_FILE).exists()
-    with (tmp_path / "killed" / LOG).open("a", encoding="utf-8") as log:
+    with (tmp_path / "killed" / FILES.log).open("a", encoding="utf-8") as log:
         log.write('{"step": 6, "los')
     monkeypatch.setattr(training, "NUM_STATE_STEPS", 3)
     with pytest.raises(ModelError, match=r"recipe\.seed is 0, expected 1"):
@@ -138,7 +137,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
     logs = [[(r.get("step"), r.get("losses")) for r in records(tmp_path / name)] for name in ("whole", "killed")]
     assert logs[0] == logs[1]
-    assert not (tmp_path / "killed" / STATE).exists()
+    assert not (tmp_path / "killed" / FILES.state).exists()
 
 
 def test_the_seed_and_the_mask_count(tiny_model: Path, books: Path, shared: Path, tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_a_damaged_state_is_one_line(tiny_model: Path, books: Path, shared: Path
     (books / "test.jsonl").unlink()
     output = tmp_path / "griffin"
     train(tiny_model, books, output, replace(FAST, num_steps=1), shared)
-    (output / STATE).write_bytes(b"no state")
+    (output / FILES.state).write_bytes(b"no state")
     with pytest.raises(ModelError, match=r"griffin_state.pt: cannot be read \(.*\); delete it") as caught:
         train(tiny_model, books, output, replace(FAST, num_steps=1), shared)
     assert "\n" not in str(caught.value)

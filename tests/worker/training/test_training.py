@@ -1,4 +1,4 @@
-"""`train target` makes a model folder that swiftbatch can run, from books in JSONL."""
+"""`train target` makes a model folder that swiftbatch can run, from books in JSONL, also where it is killed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from worker.model.files import locate_model
+from jobs.job import Job, Message
+from jobs.sampling import SamplingParams
+from worker.model.files import ModelError, locate_model
 from worker.model.text import TextCodec
 from worker.target.target import TargetModel
-from worker.training.corpus import CorpusError, WindowSampler, read_books
+from worker.training.corpus import CorpusError, read_books
 from worker.training.heads.texts import load_target
-from worker.training.target import evaluate
+from worker.training.steps import Recipe
+from worker.training.target import evaluate, long_context
 from worker.training.target import training as target
-from worker.training.target.recipe import EMBEDDED_RECIPE, Phase, Recipe
+from worker.training.target.recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe
+from worker.training.target.windows import WindowSource
 
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"
+SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 SHORT_RECIPE = dataclasses.replace(
-    EMBEDDED_RECIPE,
-    phases=(Phase("short", 64, 4, 64 * 4 * 6, 64), Phase("long", 256, 1, 512, 1024)),
+    embedded_recipe(),
+    num_steps=8,
+    kinds=(WindowKind("short", 64, 4, 0.6), WindowKind("long", 256, 1, 0.4, mixed_share=0.5)),
     num_warmup_steps=2,
 )
 
@@ -38,16 +45,28 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def test_training_writes_a_model_that_loads_and_a_card(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
     monkeypatch.setattr(target, "VOCAB_SIZE", 300)
     monkeypatch.setattr(evaluate, "STRETCH", 500)
     monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
+    for name, value in SHORT_CONTEXT.items():
+        monkeypatch.setattr(long_context, name, value)
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
+    records = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def test_training_writes_a_model_that_loads_and_a_card(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "model"
     said: list[str] = []
     target.train_target(data, output, SHORT_RECIPE, said.append)
-    losses = [json.loads(line)["loss"] for line in (output / "train_log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in log_of(output)]
     assert losses[-1] < losses[0] - 0.5
     files = locate_model(str(output))
     assert TargetModel.load(files, "bfloat16", "cpu").dtype.itemsize == 2
@@ -56,12 +75,61 @@ def test_training_writes_a_model_that_loads_and_a_card(
     card = (output / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert re.search(r"forward:\n\d\.\d{3} bits per byte", card)
     assert re.search(r"^\| 100-500 \| \d\.\d{3} \| \d\.\d{3} \|$", card, re.MULTILINE)
+    assert f"{sum(record['num_tokens'] for record in log_of(output)):,} tokens in 8 steps" in card
     assert "bits per byte" in said[-1]
     monkeypatch.setattr(evaluate, "NEAR", 100)
     evaluation = evaluate.evaluate_target(output, data / "test.jsonl", 1)
     whole, near = evaluation.loss_by_position, evaluation.near_loss_by_position
-    assert near["0-100"] == pytest.approx(whole["0-100"], abs=0.02)  # nothing is further back there
+    assert near["0-100"] == pytest.approx(whole["0-100"], abs=0.04)  # nothing is further back there
     assert near["100-500"] != whole["100-500"]
+    target.train_target(data, output, SHORT_RECIPE, said.append)
+    assert said[-1].endswith("holds this training, finished; nothing to do")
+
+
+def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tmp_path: Path) -> None:
+    target.train_target(data, tmp_path / "model", dataclasses.replace(SHORT_RECIPE, num_steps=1), lambda line: None)
+    codec, sampling = TextCodec(locate_model(str(tmp_path / "model"))), SamplingParams(max_tokens=1, seed=0)
+    [first] = codec.encode("")
+    prompt = codec.encode_job(Job(custom_id="a", url="/v1/completions", prompt="The clock", sampling=sampling))
+    messages = [Message(role="user", content="The clock")]
+    chat = codec.encode_job(Job(custom_id="a", url="/v1/chat/completions", messages=messages, sampling=sampling))
+    assert [prompt.count(first), chat.count(first)] == [1, 1]
+    assert prompt[0] == chat[0] == first
+
+
+@pytest.mark.parametrize("stopped_at", [5, 6])
+def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+) -> None:
+    (data / "test.jsonl").unlink()
+    recipe = dataclasses.replace(SHORT_RECIPE, num_steps=6)
+    monkeypatch.setattr(target, "NUM_STATE_STEPS", 3)
+    target.train_target(data, tmp_path / "whole", recipe, lambda line: None)
+    num_done, original = 0, target.add_batch_gradients
+
+    def stopping(*args: object) -> float:
+        nonlocal num_done
+        num_done += 1
+        if num_done > stopped_at:
+            raise KeyboardInterrupt
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "add_batch_gradients", stopping)
+    if stopped_at == recipe.num_steps:
+        monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
+    with pytest.raises(KeyboardInterrupt):
+        target.train_target(data, tmp_path / "killed", recipe, lambda line: None)
+    monkeypatch.undo()
+    monkeypatch.setattr(target, "VOCAB_SIZE", 300)
+    with pytest.raises(ModelError, match=r"recipe\.seed is 1, expected 2"):
+        target.train_target(data, tmp_path / "killed", dataclasses.replace(recipe, seed=2), lambda line: None)
+    target.train_target(data, tmp_path / "killed", recipe, lambda line: None)
+    whole, killed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
+    logs = [[(r["step"], r["loss"]) for r in log_of(tmp_path / name)] for name in ("whole", "killed")]
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 6
+    assert not (tmp_path / "killed" / target.FILES.state).exists()
 
 
 @pytest.mark.parametrize("length", [10, 64, 100, 192, 201])
@@ -74,9 +142,56 @@ def test_losses_without_the_far_text_read_the_newest_tokens_alone(
     losses = evaluate.near_position_losses(model, stretch)
     assert len(losses) == length
     for position in range(0, length, 9):
-        first = max(0, position // 64 * 64 - 64)
-        alone = evaluate.position_losses(model, stretch[first : position + 2])[-1]
+        first = max(1, position // 64 * 64 - 63)
+        read = torch.cat([stretch[:1], stretch[first : position + 2]])
+        alone = evaluate.position_losses(model, read)[-1]
         torch.testing.assert_close(losses[position], alone)
+
+
+def test_a_test_file_that_is_too_short_is_said_before_training_and_not_scored(data: Path, tmp_path: Path) -> None:
+    (data / "test.jsonl").write_text(json.dumps({"text": BOOK}) + "\n", encoding="utf-8")
+    said: list[str] = []
+    target.train_target(data, tmp_path / "model", dataclasses.replace(SHORT_RECIPE, num_steps=1), said.append)
+    assert re.fullmatch(r".*test\.jsonl: \d+ tokens, and 500 are needed; the model is not scored", said[0])
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "model" / "MODEL_CARD.md").exists()
+
+
+@pytest.mark.parametrize("damage", ["notjson\n", "[1]\n", "\udcff\udcfe\n"])
+def test_a_log_that_is_none_is_named(data: Path, tmp_path: Path, damage: str) -> None:
+    (data / "test.jsonl").unlink()
+    recipe = dataclasses.replace(SHORT_RECIPE, num_steps=1)
+    target.train_target(data, tmp_path / "model", recipe, lambda line: None)
+    log = tmp_path / "model" / target.FILES.log
+    log.write_bytes(damage.encode(errors="surrogateescape") + log.read_bytes())
+    with pytest.raises(ModelError, match=r"train_log\.jsonl: no log of a training .*; delete it"):
+        target.train_target(data, tmp_path / "model", recipe, lambda line: None)
+
+
+def test_weights_that_are_torn_are_made_again(data: Path, tmp_path: Path) -> None:
+    (data / "test.jsonl").unlink()
+    recipe = dataclasses.replace(SHORT_RECIPE, num_steps=1)
+    weights = tmp_path / "model" / "model.safetensors"
+    target.train_target(data, tmp_path / "model", recipe, lambda line: None)
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    target.train_target(data, tmp_path / "model", recipe, lambda line: None)
+    assert weights.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "hold no text"),
+        (b'{"text": ""}\n{"text": ""}\n', "hold no text"),
+        (b'{"text": null}\n', r"train\.jsonl, line 1, text: found NoneType, expected a string"),
+        (b'{"text": "\xff"}\n', r"train\.jsonl, line 1: expected a JSON object"),
+    ],
+)
+def test_books_that_hold_nothing_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with pytest.raises(CorpusError, match=problem):
+        list(read_books(tmp_path))
 
 
 def test_data_without_books_is_named(tmp_path: Path) -> None:
@@ -90,16 +205,67 @@ def test_a_broken_record_is_named_with_its_line(tmp_path: Path) -> None:
         list(read_books(tmp_path))
 
 
-def test_gaps_in_positions_reach_far_and_never_go_back() -> None:
-    sampler = WindowSampler([np.arange(5000, dtype=np.uint16)], seed=0)
-    positions = sampler.positions(batch_size=32, length=100, span=10_000).numpy()
-    assert (np.diff(positions, axis=1) >= 1).all()
-    assert positions.max() < 10_000
-    assert positions.max() > 5000
-    assert (sampler.positions(4, 100, 100).numpy() == np.arange(100)).all()
+BOOKS = [np.arange(number * 10_000 + 1, number * 10_000 + 9001, dtype=np.uint16) for number in range(4)]
+FIRST = 0
+
+
+def windows(num_steps: int = 60, **fields: object) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids and positions of windows over books that count up, so that a token says where it stood."""
+    kind = WindowKind("any", 400, 2, 1.0, mixed_share=float(fields.pop("mixed_share", 0.0)))  # type: ignore[arg-type]
+    recipe = TargetRecipe(num_steps, kinds=(kind,), **fields)  # type: ignore[arg-type]
+    source = WindowSource(BOOKS, FIRST, recipe, max_positions=20_000)
+    batches = [source.batch(step) for step in range(num_steps)]
+    return [
+        (ids.numpy(), positions.numpy())
+        for batch in batches
+        for ids, positions in zip(batch.token_ids, batch.positions, strict=True)
+    ]
+
+
+def test_every_window_begins_with_the_first_token_at_position_0_and_goes_on() -> None:
+    for ids, positions in windows(mixed_share=0.3):
+        assert (len(ids), len(positions)) == (401, 400)
+        assert (ids[0], positions[0]) == (FIRST, 0)
+        assert (np.diff(positions) >= 1).all()
+        assert positions[-1] < 20_000
+
+
+def test_texts_are_read_from_position_0_on_or_far_from_it_with_positions_left_out_where_text_is() -> None:
+    found = windows()
+    assert 0.3 < np.mean([positions[1] == 1 for _, positions in found]) < 0.55
+    assert max(positions[-1] for _, positions in found) > 15_000
+    skipping = [pair for pair in found if (np.diff(pair[1][1:]) > 1).any()]
+    assert len(skipping) > 0.1 * len(found)
+    for ids, positions in skipping:
+        assert (np.diff(positions[1:]) == np.diff(ids[1:-1])).all()  # the books count up
+
+
+def test_two_books_come_by_turns_and_each_goes_on_where_it_was_left() -> None:
+    for ids, positions in windows(20, mixed_share=1.0):
+        assert (positions == np.arange(400)).all()
+        books = ids[1:] // 10_000
+        for book in np.unique(books):
+            text = ids[1:][books == book]
+            assert (np.diff(text[text != FIRST]) == 1).mean() > 0.98
+    assert any(len(np.unique(ids[1:] // 10_000)) > 1 for ids, _ in windows(20, mixed_share=1.0))
+
+
+def test_a_step_s_windows_follow_from_seed_and_step_alone_and_differ() -> None:
+    one, two, other = windows(5), windows(5), windows(5, seed=2)
+    assert all((a == b).all() for pair, again in zip(one, two, strict=True) for a, b in zip(pair, again, strict=True))
+    assert any((a[0] != b[0]).any() for a, b in zip(one, other, strict=True))
+    assert len({ids.tobytes() for ids, _ in one}) == len(one)
+
+
+def test_tokens_have_the_shares_that_the_kinds_say() -> None:
+    recipe = embedded_recipe(20_000_000)
+    steps = [recipe.kind_of(step) for step in range(recipe.num_steps)]
+    total = sum(kind.num_tokens for kind in steps)
+    assert total == pytest.approx(20_000_000, rel=0.05)
+    for kind in KINDS:
+        assert steps.count(kind) * kind.num_tokens / total == pytest.approx(kind.share, abs=0.02)
 
 
 def test_the_rate_warms_up_stays_and_falls() -> None:
-    recipe = Recipe(phases=(), num_warmup_steps=10, decay_share=0.5, final_rate=0.1)
-    rate = target.rate_schedule(recipe, num_steps=100)
-    assert [round(rate(step), 2) for step in (0, 9, 49, 75, 99)] == [0.1, 1.0, 1.0, 0.55, 0.12]
+    recipe = Recipe(100, num_warmup_steps=10, decay_share=0.5, final_rate=0.1)
+    assert [round(recipe.rate(step), 2) for step in (0, 9, 49, 75, 99)] == [0.1, 1.0, 1.0, 0.55, 0.12]

@@ -118,6 +118,11 @@ void *frame_take(frame *frame, size_t bytes) {
     return chunk_take(frame->chunks, bytes);
 }
 
+void keep_slots(frame *frame) {
+    frame->helper_slots = NULL;
+    frame->bytes_per_helper = 0;
+}
+
 // What a call needed in several chunks, the next one finds in one.
 static void frame_clear(frame *frame) {
     size_t total = 0;
@@ -131,8 +136,7 @@ static void frame_clear(frame *frame) {
     if (total) frame->chunks = chunk_new(total);
     if (frame->chunks) frame->chunks->used = 0;
     frame->last_stage = NULL;
-    frame->helper_slots = NULL;
-    frame->bytes_per_helper = 0;
+    keep_slots(frame);
 }
 
 static void frame_free(frame *frame) {

@@ -19,6 +19,8 @@ frame *frame_open(team *team);
 void frame_close(frame *frame);
 // Memory until the frame is closed, 64-aligned and not cleared.
 void *frame_take(frame *frame, size_t bytes);
+// The results of the frame's last stage stay until it is closed.
+void keep_slots(frame *frame);
 
 typedef struct {
     int num_units;  // at most MOST_UNITS

@@ -207,7 +207,7 @@ INLINE vec horner(vec x, const float *coefficients, int count) {
 INLINE vec vec_exp2(vec x) {
     static const float SERIES[] = {0.0013218672247603536f, 0.009671698324382305f, 0.05550893023610115f,
                                    0.24022237956523895f, 0.6931468844413757f, 1.0f};
-    x = vec_max(x, vec_set(-126.0f));
+    x = vec_max(vec_set(-126.0f), x);  // NaN stays: a maximum is the second number where there is one
     vec whole = vec_add(x, vec_set(ROUNDER));
     vec rest = vec_sub(x, vec_sub(whole, vec_set(ROUNDER)));
     return vec_scale(horner(rest, SERIES, 6), whole);

@@ -8,11 +8,10 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW
 from worker.training.heads.recipe import HeadRecipe
-from worker.training.target.recipe import Phase, Recipe
+from worker.training.steps import Recipe
 
 LENGTH = NUM_SINKS + 2 * WINDOW  # of the windows it learns from: the most that it reads in use
 
-NUM_STEP_WINDOWS = 4
 NUM_BOOK_TOKENS = 32_768  # of each book, from its beginning
 
 TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
@@ -24,6 +23,9 @@ class DraftRecipe(Recipe):
     """The optimiser's settings are those of a target model."""
 
     num_warmup_steps: int = 20
+    decay_share: float = 0.4
+    num_step_windows: int = 4
+    window_length: int = LENGTH
     own_share: float = 0.5  # of the windows: from what the target itself says
     texts: HeadRecipe = TEXTS
 
@@ -51,7 +53,5 @@ def draft_config(target: PreTrainedConfig) -> LlamaConfig:
 
 
 def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    """One phase of so many steps over windows as long as those in use."""
-    num_tokens = num_steps * NUM_STEP_WINDOWS * LENGTH
-    phase = Phase("draft", LENGTH, NUM_STEP_WINDOWS, num_tokens, position_span=LENGTH)
-    return DraftRecipe(phases=(phase,), seed=seed, texts=replace(TEXTS, seed=seed))
+    """So many steps."""
+    return DraftRecipe(num_steps, seed=seed, texts=replace(TEXTS, seed=seed))

@@ -7,6 +7,7 @@ what the target draws, with the same noise, and not what an author wrote. Half o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,65 +21,82 @@ from worker.target.target import TargetModel
 from worker.training.corpus import jumping_positions
 from worker.training.draft.agreement import measure_agreement
 from worker.training.draft.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
+from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts, load_target
-from worker.training.target.recipe import Phase
-from worker.training.target.training import run_phases, save_target, write_measured, write_record
+from worker.training.log import write_measured, write_record
+from worker.training.steps import Optimizers, StepLoss, run_steps
+from worker.training.target.training import save_target
 
-LOG = "draft_log.jsonl"
+FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
+NUM_STATE_STEPS = 100  # between two states
 NUM_LOGITS = 2**21  # held at once, whatever the vocabulary; more than fits the processor's cache is slower
 
 
 class DraftWindows:
     """Draws random windows of equal length from texts, a share of them as a draft model reads a long text in use."""
 
-    def __init__(self, texts: list[Text], seed: int) -> None:
-        self._random = np.random.default_rng(seed)
+    def __init__(self, texts: list[Text]) -> None:
         self._texts = [np.asarray(text.token_ids) for text in texts]
         sizes = np.asarray([len(text) for text in self._texts], dtype=np.float64)
         self._shares = sizes / sizes.sum()
 
-    def batch(self, num_windows: int, length: int) -> torch.Tensor:
+    def batch(self, random: np.random.Generator, num_windows: int, length: int) -> torch.Tensor:
         """Return windows `[num_windows, length] int64`; no text may be shorter than one."""
-        chosen = [self._texts[index] for index in self._random.choice(len(self._texts), num_windows, p=self._shares)]
-        windows = [text[jumping_positions(self._random, len(text), length, NUM_SINKS)] for text in chosen]
+        chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
+        windows = [text[jumping_positions(random, len(text), length, NUM_SINKS)] for text in chosen]
         return torch.from_numpy(np.stack(windows))
 
 
 def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
     """Train a draft model for a model on books under `data` and on own texts; write it and its log to `output`.
 
-    Where `data` has test books (`*test*.jsonl`), agreement with the target is measured before and after. Raises
-    ModelError and CorpusError.
+    A training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` has
+    test books (`*test*.jsonl`), agreement with the target is measured before and after. Raises ModelError and
+    CorpusError.
     """
     files = locate_model(model)
     if output.resolve() == files.path.resolve():
         raise ModelError(f"output {output}: holds the target model itself; give another folder, as {output / 'draft'}")
+    folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
+    if folder.is_finished():
+        report(f"{output}: holds this training, finished; nothing to do")
+        return
     target = load_target(files)
     batch = window_source(target, data, recipe)
     held_out = held_out_texts(target, data, recipe.texts, report)
     torch.manual_seed(recipe.seed)
     draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
-    report(f"{draft.num_parameters():,} parameters")
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / LOG).open("w", encoding="utf-8") as log:
-        write_measured(log, measure_agreement("before", target, draft, held_out), report)
-        for _, steps in run_phases(draft, recipe, lambda phase: distil(draft, target, batch(phase))):
-            for step in steps:
-                write_record(log, step)
+    optimizers = Optimizers(draft, recipe)
+    step, seconds = folder.restore(draft, optimizers)
+    report(f"{draft.num_parameters():,} parameters, {step:,} of {recipe.num_steps:,} steps behind it")
+
+    def add_gradients(step: int) -> StepLoss:
+        windows = batch(step)
+        return StepLoss("draft", windows.numel(), distil(draft, target, windows))
+
+    with folder.open_log(step) as log:
+        if step == 0:
+            write_measured(log, measure_agreement("before", target, draft, held_out), report)
+            folder.save(draft, optimizers, 0, 0.0)
+        for done in run_steps(draft, optimizers, recipe, add_gradients, step, seconds):
+            write_record(log, done)
+            if done.step % NUM_STATE_STEPS == 0 or done.step == recipe.num_steps:
+                folder.save(draft, optimizers, done.step, done.seconds)
         save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
         write_measured(log, measure_agreement("after", target, draft, held_out), report)
+    folder.finish()
 
 
-def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[Phase], torch.Tensor]:
+def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
     """What draws the windows of a step: some from books, some from what the target says behind parts of them."""
-    length = max(phase.length for phase in recipe.phases)
+    length = recipe.window_length
     texts = book_texts(data, "*train*.jsonl", target.files, NUM_BOOK_TOKENS, length)
-    books = DraftWindows(texts, recipe.seed)
-    own = DraftWindows(learned_texts(target, texts, recipe.texts), recipe.seed)
+    books, own = DraftWindows(texts), DraftWindows(learned_texts(target, texts, recipe.texts))
+    num_own = round(recipe.own_share * recipe.num_step_windows)
 
-    def batch(phase: Phase) -> torch.Tensor:
-        num_own = round(recipe.own_share * phase.batch_size)
-        parts = [books.batch(phase.batch_size - num_own, phase.length), own.batch(num_own, phase.length)]
+    def batch(step: int) -> torch.Tensor:
+        random = np.random.default_rng([recipe.seed, step])
+        parts = [books.batch(random, recipe.num_step_windows - num_own, length), own.batch(random, num_own, length)]
         return torch.cat(parts)
 
     return batch

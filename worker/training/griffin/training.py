@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -16,19 +16,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from worker.drafters.griffin.model import GriffinModel
 from worker.drafters.griffin.weights import save_griffin
-from worker.model.files import locate_model
+from worker.model.files import GRIFFIN_FILE, locate_model
 from worker.target.finite import check_loss
 from worker.target.target import TargetModel
+from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.griffin.accuracy import measure_accuracy
 from worker.training.griffin.features import FOLDER, GriffinFeatures, griffin_features
 from worker.training.griffin.loss import accumulate_gradients
 from worker.training.griffin.plot import plot_training
 from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.griffin.state import TrainingFolder
 from worker.training.griffin.windows import WindowSource
 from worker.training.heads.texts import load_target
-from worker.training.target.training import write_measured, write_record
+from worker.training.log import write_measured, write_record
 
+FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
 PLOT = "griffin_training.png"
 NUM_STATE_STEPS = 100  # between two states, and two points of the accuracy curve
 NUM_CURVE_TEXTS = 2  # that the curve is measured on, of the first name
@@ -59,7 +60,7 @@ def train_griffin(
     books (`*test*.jsonl`), accuracy is measured. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
-    folder = TrainingFolder(output, files.fingerprint, recipe)
+    folder = griffin_folder(output, files.fingerprint, recipe)
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")
         return
@@ -73,6 +74,11 @@ def train_griffin(
         write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
     plot_training(folder.records(), output / PLOT)
     folder.finish()
+
+
+def griffin_folder(path: Path, model_fingerprint: str, recipe: GriffinRecipe) -> TrainingFolder:
+    """The folder of a training for one model with one recipe."""
+    return TrainingFolder(path, FILES, {"model": model_fingerprint, "recipe": asdict(recipe)})
 
 
 def run_training(

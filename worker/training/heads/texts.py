@@ -66,7 +66,7 @@ def held_out_texts(
         return {}
     books = book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
     beginnings = [Text(book.token_ids[: recipe.num_prompt_tokens]) for book in books]
-    prompts = _stretches(beginnings, recipe.num_prompt_tokens)
+    prompts = _stretches(beginnings, recipe.num_prompt_tokens, first_ids_of(target.files))
     own = {
         f"own text, {name}": own_texts(target, prompts, recipe.own_sampling(sampling))
         for name, sampling in OWN_SAMPLING.items()
@@ -133,7 +133,7 @@ def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextS
 
 def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
     """Own texts behind random stretches of books, a share of them for each way of sampling."""
-    stretches = _stretches(books, recipe.num_prompt_tokens)
+    stretches = _stretches(books, recipe.num_prompt_tokens, first_ids_of(target.files))
     drawn = np.random.default_rng(recipe.seed).integers(len(stretches), size=recipe.num_own_texts)
     texts: list[Text] = []
     for number, sampling in enumerate(LEARNED_SAMPLING):
@@ -142,13 +142,19 @@ def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) ->
     return texts
 
 
-def _stretches(books: list[Text], length: int) -> list[list[int]]:
-    """All whole stretches of so many tokens, end to end; shorter ones where no book is that long."""
-    length = min(length, max(len(book.token_ids) for book in books))
+def first_ids_of(files: ModelFiles) -> list[int]:
+    """Tokens that every text of a model begins with; none for many models."""
+    return TextCodec(files).encode("")
+
+
+def _stretches(books: list[Text], length: int, first_ids: list[int]) -> list[list[int]]:
+    """All whole stretches of so many tokens, end to end, as texts; shorter ones where no book is that long."""
+    bodies = [book.token_ids[len(first_ids) :] for book in books]
+    length = min(length, len(first_ids) + max(map(len, bodies))) - len(first_ids)
     return [
-        book.token_ids[start : start + length]
-        for book in books
-        for start in range(0, len(book.token_ids) - length + 1, length)
+        [*first_ids, *body[start : start + length]]
+        for body in bodies
+        for start in range(0, len(body) - length + 1, length)
     ]
 
 

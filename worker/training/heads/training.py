@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,15 +18,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 
 from worker.drafters.tokenswift.heads import head_states, save_heads
-from worker.model.files import locate_model
+from worker.model.files import HEADS_FILE, locate_model
 from worker.target.finite import check_loss
 from worker.target.target import TargetModel
+from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.heads.accuracy import chunk_rows, head_accuracy
 from worker.training.heads.recipe import HeadRecipe
 from worker.training.heads.texts import TextStates, held_out_texts, load_target, text_states, training_states
-from worker.training.target.training import write_measured, write_record
+from worker.training.log import write_measured, write_record
 
-LOG = "tokenswift_log.jsonl"
+FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,15 @@ class AccuracyRecord:
 def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report: Callable[[str], None]) -> None:
     """Train heads for a model on the books under `data`; write heads and log to `output`.
 
-    Where `data` has test books (`*test*.jsonl`), accuracy is measured before and after, on those books and on what
-    the target says behind their beginnings. Raises ModelError and CorpusError.
+    Heads that are finished are left as they are. Where `data` has test books (`*test*.jsonl`), accuracy is measured
+    before and after, on those books and on what the target says behind their beginnings. Raises ModelError and
+    CorpusError.
     """
     files = locate_model(model)
+    folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
+    if folder.is_finished():
+        report(f"{output}: holds this training, finished; nothing to do")
+        return
     target = load_target(files)
     states = training_states(target, data, recipe)
     report(f"{len(states.rows):,} rows to learn from, {recipe.num_step_rows:,} of them per step")
@@ -67,8 +73,7 @@ def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report
     held_out = {name: text_states(target, part, recipe.num_heads) for name, part in texts.items()}
     size = target.model.config.hidden_size
     weight = torch.zeros(recipe.num_heads, size, size, device=target.device, requires_grad=True)
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / LOG).open("w", encoding="utf-8") as log:
+    with folder.open_log(0) as log:
 
         def measured(when: str) -> Iterator[AccuracyRecord]:
             for name, part in held_out.items():
@@ -77,9 +82,9 @@ def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report
         write_measured(log, measured("before"), report)
         for record in run_steps(target, weight, states, recipe):
             write_record(log, record)
-        save_heads(output, weight, files.fingerprint)
         report(f"{record.step} steps in {record.seconds:,.0f} s, nats per token {record.losses}")
         write_measured(log, measured("after"), report)
+    save_heads(output, weight, files.fingerprint)
 
 
 def run_steps(

@@ -39,11 +39,14 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
     ).eval()
-    stream = np.concatenate(encode_books(list(read_books(test_file)), tokenizer)).astype(np.int64)
-    num_stretches = min(max_stretches, (len(stream) - 1) // STRETCH)
+    first = np.array([tokenizer.bos_token_id])
+    books = encode_books(list(read_books(test_file)), tokenizer)
+    stream = np.concatenate([part for book in books for part in (first, book.astype(np.int64))])
+    num_stretches = min(max_stretches, len(stream) // STRETCH)
     if num_stretches < 1:
-        raise ValueError(f"{test_file}: {len(stream):,} tokens; expected more than {STRETCH:,} to score long positions")
-    stretches = [torch.from_numpy(stream[i * STRETCH : (i + 1) * STRETCH + 1]) for i in range(num_stretches)]
+        raise ValueError(f"{test_file}: {len(stream):,} tokens; expected {STRETCH:,} at least to score long positions")
+    parts = stream[: num_stretches * STRETCH].reshape(num_stretches, STRETCH)
+    stretches = [torch.from_numpy(np.concatenate([first, part])) for part in parts]
     losses = torch.stack([position_losses(model, stretch) for stretch in stretches])  # [num_stretches, STRETCH]
     near_losses = torch.stack([near_position_losses(model, stretch) for stretch in stretches])
     num_bytes = sum(len(tokenizer.decode(stretch[1:]).encode()) for stretch in stretches)
@@ -68,8 +71,10 @@ def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tens
 
 
 def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
-    """`position_losses` where only the newest `NEAR` to 2 `NEAR` - 1 tokens are read, from position 0."""
-    starts = range(0, len(stretch) - 1, NEAR)
-    windows = [stretch[max(0, start - NEAR) : start + NEAR + 1] for start in starts]
-    losses = [position_losses(model, window) for window in windows]
-    return torch.cat([window[-(len(window) % NEAR or NEAR) :] for window in losses])
+    """`position_losses` where only the first token and the newest `NEAR` to 2 `NEAR` - 1 are read, from position 0."""
+    first, losses = stretch[:1], []
+    for start in range(0, len(stretch) - 1, NEAR):
+        end = min(start + NEAR, len(stretch) - 1)
+        window = stretch[max(1, start - NEAR + 1) : end + 1]
+        losses.append(position_losses(model, torch.cat([first, window]))[-(end - start) :])
+    return torch.cat(losses)

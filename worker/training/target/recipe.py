@@ -4,54 +4,68 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import LlamaConfig
+import numpy as np
+from transformers import Qwen3Config
+
+from worker.training.defaults import TARGET_TOKENS
+from worker.training.steps import Recipe
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 131_072
 
 
 @dataclass(frozen=True)
-class Phase:
-    """One stretch of training at a fixed window length."""
+class WindowKind:
+    """Windows of one length, which make up a share of the tokens that a model is trained on."""
 
     name: str
     length: int  # tokens per window
     batch_size: int  # windows per step
-    num_tokens: int
-    position_span: int  # positions reached with gaps; equal to `length` for none
+    share: float  # of all tokens
+    mixed_share: float = 0.0  # of these windows: two books by turns
 
     @property
-    def num_steps(self) -> int:
-        return max(1, self.num_tokens // (self.length * self.batch_size))
+    def num_tokens(self) -> int:
+        """Of a step."""
+        return self.length * self.batch_size
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Phases and optimiser settings. Muon takes the matrices, AdamW the embedding and the norms."""
+class TargetRecipe(Recipe):
+    """Windows of all lengths from the first step on, so that no length is ever new to the model."""
 
-    phases: tuple[Phase, ...]
-    learning_rate: float = 5e-3
-    embedding_learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    num_warmup_steps: int = 100
-    decay_share: float = 0.4  # last share of all steps, over which the rate falls linearly
-    final_rate: float = 0.05  # of the peak rate
-    gradient_clip: float = 1.0
-    seed: int = 1
+    kinds: tuple[WindowKind, ...] = ()
+    far_share: float = 0.6  # of the windows: not read from position 0 on, but from anywhere in a long text
+
+    def kind_of(self, step: int) -> WindowKind:
+        """The windows of a step (from 0), drawn so that tokens have the shares that the kinds say."""
+        weights = np.array([kind.share / kind.num_tokens for kind in self.kinds])
+        drawn = np.random.default_rng([self.seed, step]).choice(len(self.kinds), p=weights / weights.sum())
+        return self.kinds[drawn]
 
 
-EMBEDDED_RECIPE = Recipe(
-    phases=(
-        Phase("short", length=256, batch_size=32, num_tokens=9_000_000, position_span=256),
-        Phase("middle", length=2048, batch_size=4, num_tokens=2_500_000, position_span=8192),
-        Phase("long", length=16_384, batch_size=1, num_tokens=600_000, position_span=MAX_POSITIONS),
-    )
+KINDS = (
+    WindowKind("512", 512, 16, share=0.3),
+    WindowKind("2K", 2048, 4, share=0.2),
+    WindowKind("4K", 4096, 2, share=0.25, mixed_share=0.25),
+    WindowKind("16K", 16_384, 1, share=0.2, mixed_share=0.5),
+    WindowKind("32K", 32_768, 1, share=0.05, mixed_share=0.5),
 )
 
 
-def embedded_config(eos_token_id: int) -> LlamaConfig:
-    """A Llama of 7.3 million parameters with grouped queries (4 heads of 64 over 2 key-value heads)."""
-    return LlamaConfig(
+def num_steps_for(kinds: tuple[WindowKind, ...], num_tokens: int) -> int:
+    """Steps of these kinds with so many tokens in all."""
+    return max(1, round(num_tokens * sum(kind.share / kind.num_tokens for kind in kinds)))
+
+
+def embedded_recipe(num_tokens: int = TARGET_TOKENS) -> TargetRecipe:
+    """The embedded model's, or the same with another number of tokens."""
+    return TargetRecipe(num_steps_for(KINDS, num_tokens), kinds=KINDS)
+
+
+def embedded_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:
+    """7.3 million parameters: grouped queries (4 heads of 64 over 2 key-value heads), norms of queries and keys."""
+    return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=768,
@@ -63,6 +77,6 @@ def embedded_config(eos_token_id: int) -> LlamaConfig:
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=eos_token_id,
-        eos_token_id=eos_token_id,
+        bos_token_id=beginning_of_text_id,
+        eos_token_id=end_of_text_id,
     )

@@ -1,0 +1,140 @@
+"""Causal attention with its gradients, for training: compiled where this processor multiplies bf16, else torch's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from worker.kernels.team import Team
+from worker.kernels.variants import chosen_variant, load_library
+
+FAST_VARIANTS = ("avx512-bf16",)  # torch multiplies tiles itself where there is AMX
+HEAD_DIM = SIDE = 64  # of source/causal_blocks.h
+MOST_THREADS = 16  # each has room for all gradients of queries; one sequence makes no more units than that
+FUNCTIONS = ("causal_forward", "causal_backward")
+
+
+class CStridedHeads(ctypes.Structure):
+    """`strided_heads` of source/causal.h."""
+
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "position_stride")),
+    )
+
+
+class CCausalCall(ctypes.Structure):
+    """`causal_call` of source/causal.h."""
+
+    GRADIENTS = ("output_gradient", "query_gradient", "key_gradient", "value_gradient")
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("batch_size", "num_heads", "num_kv_heads", "length")),
+        ("scaling", ctypes.c_float),
+        *((name, CStridedHeads) for name in ("query", "key", "value", "output")),
+        ("softmax", ctypes.c_void_p),
+        *((name, CStridedHeads) for name in GRADIENTS),
+    )
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attend with `query [batch, num_heads, length, head_dim]` to the same positions and those in front of them.
+
+    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`, all of one dtype; result as `query`. The kernels'
+    bits, and those of their gradients, do not depend on the number of threads. Raises ValueError for other shapes.
+    """
+    _check(query, key, value)
+    if is_fast(query):
+        output: Tensor = _CausalAttention.apply(query, key, value, scaling)  # type: ignore[no-untyped-call]
+        return output
+    is_grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped)
+
+
+def is_fast(query: Tensor) -> bool:
+    """Whether compiled kernels attend with such queries here. Raises KernelError as `chosen_variant` does."""
+    is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
+    return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = (_side_by_side(each) for each in (query, key, value))
+        output, softmax = _empty_like(query), torch.empty(_softmax_shape(query))
+        _run("causal_forward", scaling, softmax, query=query, key=key, value=value, output=output)
+        ctx.save_for_backward(query, key, value, output, softmax)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, output, softmax = ctx.saved_tensors
+        gradients = _empty_like(query), _empty_like(key), _empty_like(value)
+        named = dict(zip(CCausalCall.GRADIENTS, (_side_by_side(output_gradient), *gradients), strict=True))
+        inputs = {"query": query, "key": key, "value": value, "output": output}
+        _run("causal_backward", ctx.scaling, softmax, **inputs, **named)
+        return *gradients, None
+
+
+def _run(function: str, scaling: float, softmax: Tensor, **heads: Tensor) -> None:
+    """Call the kernels with all that `causal_call` names; what they may still look at later is kept."""
+    query, key = heads["query"], heads["key"]
+    batch_size, num_heads, length, _ = query.shape
+    call = CCausalCall(
+        batch_size=batch_size,
+        num_heads=num_heads,
+        num_kv_heads=key.shape[1],
+        length=length,
+        scaling=scaling,
+        softmax=softmax.data_ptr(),
+        **{name: CStridedHeads(tensor.data_ptr(), *tensor.stride()[:3]) for name, tensor in heads.items()},
+    )
+    team = _team(chosen_variant() or "", min(torch.get_num_threads(), MOST_THREADS))
+    with team.lock:
+        getattr(team.library, function)(team.handle, ctypes.byref(call))
+        team.hold([softmax, *heads.values()])
+
+
+@functools.cache
+def _team(variant: str, num_threads: int) -> Team:
+    library = load_library(variant)
+    for name in FUNCTIONS:
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, (ctypes.c_void_p, ctypes.c_void_p)
+    return Team(library, num_threads)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises ValueError for what does not fit together."""
+    shapes = [list(each.shape) for each in (query, key, value)]
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        raise ValueError(f"found query, key and value {shapes}, expected four axes, and keys and values of one shape")
+    batch_size, num_heads, *row = query.shape
+    if key.shape[0] != batch_size or list(key.shape[2:]) != row or not key.shape[1] or num_heads % key.shape[1]:
+        raise ValueError(f"found query and key {shapes[:2]}, expected the same but for heads that divide the queries'")
+    kinds = {(each.dtype, each.device) for each in (query, key, value)}
+    if len(kinds) > 1:
+        raise ValueError(f"found query, key and value of {sorted(map(str, kinds))}, expected one dtype and device")
+
+
+def _side_by_side(heads: Tensor) -> Tensor:
+    """With the numbers of a head next to each other, as the kernels read them."""
+    return heads.detach() if heads.stride(3) == 1 else heads.detach().contiguous()
+
+
+def _empty_like(heads: Tensor) -> Tensor:
+    """Room for `[batch, heads, length, head_dim]`, the heads of a position side by side, as models take them on."""
+    batch_size, num_heads, length, head_dim = heads.shape
+    return heads.new_empty(batch_size, length, num_heads, head_dim).transpose(1, 2)
+
+
+def _softmax_shape(query: Tensor) -> tuple[int, ...]:
+    batch_size, num_heads, length, _ = query.shape
+    return batch_size, num_heads, 2, -(-length // SIDE) * SIDE

@@ -1,0 +1,44 @@
+"""All that belongs to a model's weights, in order: `swiftbatch train all`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from worker.training import defaults
+from worker.training.card import write_card
+from worker.training.draft.recipe import DraftRecipe, draft_recipe
+from worker.training.draft.training import train_draft
+from worker.training.griffin.features import FOLDER as FEATURES
+from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from worker.training.griffin.training import train_griffin
+from worker.training.heads.recipe import HeadRecipe
+from worker.training.heads.training import train_heads
+from worker.training.target.recipe import TargetRecipe
+from worker.training.target.training import train_target
+
+EMBEDDED_HEADS = HeadRecipe(num_own_texts=512)
+
+
+def train_all(
+    data: Path,
+    output: Path,
+    target: TargetRecipe,
+    report: Callable[[str], None],
+    heads: HeadRecipe = EMBEDDED_HEADS,
+    draft: DraftRecipe | None = None,
+    griffin: GriffinRecipe = GRIFFIN_RECIPE,
+) -> None:
+    """Train a target model and every part that engines draft with, and write the card; what is finished stays.
+
+    Raises CorpusError and ModelError as each training does.
+    """
+    model, parts = str(output), output / PARTS_FOLDER
+    train_target(data, output, target, report)
+    train_heads(model, data, parts, heads, report)
+    train_draft(model, data, parts / DRAFT_FOLDER, draft or draft_recipe(defaults.DRAFT_STEPS, defaults.SEED), report)
+    train_griffin(model, data, parts, griffin, report)
+    shutil.rmtree(parts / FEATURES, ignore_errors=True)
+    write_card(output)

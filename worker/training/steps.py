@@ -1,0 +1,112 @@
+"""What trainings of whole models share: the optimizer's settings, its rate at a step, and the loop of steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from worker.target.finite import check_loss
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Muon (Jordan et al. 2024) takes the matrices of the layers, AdamW the embedding and the norms."""
+
+    num_steps: int
+    learning_rate: float = 5e-3
+    embedding_learning_rate: float = 3e-3
+    weight_decay: float = 0.01
+    num_warmup_steps: int = 100
+    decay_share: float = 0.2  # last share of all steps, over which the rate falls linearly
+    final_rate: float = 0.05  # of the peak rate
+    gradient_clip: float = 1.0
+    seed: int = 1
+
+    def rate(self, step: int) -> float:
+        """Share of the peak rate at a step (from 0): it warms up, stays, and falls."""
+        warm = min(1.0, (step + 1) / self.num_warmup_steps)
+        left = (self.num_steps - step) / max(1.0, self.decay_share * self.num_steps)
+        return warm * (self.final_rate + (1 - self.final_rate) * min(1.0, left))
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as a training log keeps it."""
+
+    step: int
+    kind: str  # of its windows
+    num_tokens: int  # of this step
+    loss: float  # nats per token
+    seconds: float  # since the training began
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """What a step's gradients were made of."""
+
+    kind: str
+    num_tokens: int
+    loss: float
+
+
+class Optimizers:
+    """Those of a model's parameters, as one."""
+
+    def __init__(self, model: torch.nn.Module, recipe: Recipe) -> None:
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+        self._all: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(
+                others, lr=recipe.embedding_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            ),
+        ]
+        self._peaks = [recipe.learning_rate, recipe.embedding_learning_rate]
+
+    def step(self, rate: float) -> None:
+        """Move the parameters by their gradients, at a share of the peak rates, and forget these."""
+        for optimizer, peak in zip(self._all, self._peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * peak
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, object]]:
+        return [optimizer.state_dict() for optimizer in self._all]
+
+    def load_state_dict(self, states: list[dict[str, object]]) -> None:
+        """Raises ValueError for those of other parameters."""
+        for optimizer, state in zip(self._all, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def run_steps(
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    recipe: Recipe,
+    add_gradients: Callable[[int], StepLoss],
+    first: int = 0,
+    seconds: float = 0.0,
+) -> Iterator[StepRecord]:
+    """Train from step `first` (0 at the beginning), `seconds` behind it, and yield every step when it is done.
+
+    `add_gradients` adds those of a step's batch (from 0) to the model's.
+    """
+    start = time.monotonic() - seconds
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task("training", total=recipe.num_steps, completed=first, loss=float("nan"))
+        for step in range(first, recipe.num_steps):
+            done = add_gradients(step)
+            check_loss(step + 1, done.loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
+            optimizers.step(recipe.rate(step))
+            progress.update(task, advance=1, loss=done.loss, description=done.kind)
+            passed = round(time.monotonic() - start, 2)
+            yield StepRecord(step + 1, done.kind, done.num_tokens, done.loss, passed)

@@ -1,0 +1,51 @@
+"""Attention for models in training, registered with `transformers`: `model.set_attn_implementation(ATTENTION_NAME)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from worker.kernels.causal import causal_attention, is_fast
+
+ATTENTION_NAME = "swiftbatch_training"
+UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what a layer may ask for that `causal_attention` has not
+
+
+def attend_in_training(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Whole sequences go to the compiled kernels, all else (masks, caches, dropout) to torch as under `sdpa`.
+
+    `query [batch, num_heads, length, head_dim]`, returns `[batch, length, num_heads, head_dim]`. Under autocast the
+    three are rounded to its dtype, as torch's own attention does.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_whole = attention_mask is None and causal and query.shape[2] == key.shape[2] and key.shape == value.shape
+    is_plain = dropout == 0.0 and all(kwargs.get(name) is None for name in UNKNOWN)
+    if is_whole and is_plain and is_fast(query):
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        return causal_attention(query, key, value, scaling).transpose(1, 2), None
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
+    )
+    return output, None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend_in_training)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -1,0 +1,79 @@
+"""What far text is worth to a model: losses with windows of several lengths, and passages that come back.
+
+Forwards are those that swiftbatch decodes with, so a figure holds for what a user gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from worker.target.target import TargetModel
+
+WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
+SCORED_FROM = 32_768  # the first position that is scored
+NUM_SCORED = 256  # tokens of one place
+NUM_PLACES = 24
+DISTANCES = (1024, 8192, 30_000)
+NUM_NEEDLES = 24  # for each distance
+NEEDLE = 16  # tokens of a passage that comes back
+CUE = 8  # of them that are said again, so that the others may follow
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """Figures on texts that were not trained on."""
+
+    loss_by_window: dict[str, float]  # nats per token with so many newest tokens in front
+    continued_by_distance: dict[str, float]  # share of a passage's tokens that are the likeliest when it comes back
+
+
+def measure_long_context(target: TargetModel, books: Sequence[np.ndarray], first_token_id: int) -> LongContext:
+    """On token ids of whole books, without their first token; each place and passage is drawn with a fixed seed."""
+    random = np.random.default_rng(0)
+    stream = np.concatenate(books).astype(np.int64)
+    places = random.integers(SCORED_FROM, len(stream) - NUM_SCORED, size=NUM_PLACES)
+    losses = {f"{window}": _loss(target, stream, places, window, first_token_id) for window in WINDOWS}
+    rates = {f"{distance}": _continued(target, stream, distance, first_token_id, random) for distance in DISTANCES}
+    return LongContext(losses, rates)
+
+
+def _loss(target: TargetModel, stream: np.ndarray, places: np.ndarray, window: int, first_token_id: int) -> float:
+    """Mean over the places, where at least `window` tokens are read in front of each token that is scored."""
+    losses = []
+    for place in places:
+        text = np.concatenate([[first_token_id], stream[place - window : place + NUM_SCORED]])
+        logits = logits_of_last(target, text[:-1].tolist(), NUM_SCORED)
+        losses.append(float(cross_entropy(logits, torch.from_numpy(text[-NUM_SCORED:]))))
+    return round(float(np.mean(losses)), 4)
+
+
+def _continued(
+    target: TargetModel, stream: np.ndarray, distance: int, first_token_id: int, random: np.random.Generator
+) -> float:
+    """A passage of another place stands `distance` tokens back; its beginning is said again."""
+    right = 0
+    for _ in range(NUM_NEEDLES):
+        start = int(random.integers(0, len(stream) - distance))
+        elsewhere = int(random.integers(0, len(stream) - NEEDLE))
+        needle = stream[elsewhere : elsewhere + NEEDLE]
+        text = np.concatenate([[first_token_id], needle, stream[start : start + distance - NEEDLE], needle])
+        logits = logits_of_last(target, text[:-1].tolist(), NEEDLE - CUE)
+        right += int((logits.argmax(dim=-1).numpy() == needle[CUE:]).sum())
+    return round(right / (NUM_NEEDLES * (NEEDLE - CUE)), 4)
+
+
+def logits_of_last(target: TargetModel, token_ids: list[int], num_rows: int) -> torch.Tensor:
+    """Logits `[num_rows, vocab] float32` behind the last rows of a text."""
+    cache = target.new_cache(len(token_ids))
+    rows: list[torch.Tensor] = []
+    while cache.length < len(token_ids):
+        start = cache.length
+        hidden = target.read(cache, token_ids[start:])
+        kept = max(0, len(token_ids) - num_rows - start)
+        rows.append(hidden[kept:])
+    return target.logits(torch.cat(rows)[-num_rows:]).cpu()
