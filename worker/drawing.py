@@ -22,15 +22,12 @@ UNLIKELY = -1e4  # as a log-probability
 
 
 class Sampler(Protocol):
-    """Draws one sequence's tokens. It looks at the sequence itself, which only grows."""
+    """What a `Drawing` draws one sequence's tokens by. It looks at the sequence itself, which only grows."""
 
     sequence: Sequence
 
     def fork(self, sequence: Sequence) -> Self:
         """A sampler for a fork of the sequence, to be extended by a draft."""
-
-    def draw(self, logits: torch.Tensor) -> int:
-        """Draw the token behind the sequence from logits `[vocab] float32`."""
 
     def seen(self) -> torch.Tensor | None:
         """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
@@ -93,9 +90,6 @@ class TorchSampler:
 
     def fork(self, sequence: Sequence) -> TorchSampler:
         return TorchSampler(sequence, self.behind_the_sequence())
-
-    def draw(self, logits: torch.Tensor) -> int:
-        return self.behind_the_sequence().draw(logits)
 
     def seen(self) -> torch.Tensor | None:
         return self.behind_the_sequence().seen

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from metrics.counters import EngineCounters, timed
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
-from worker.drafters.base import Drafter, DraftRequest, ReadRows
-from worker.drawing import Drawing, Sampler
+from worker.drafters.base import Drafter, DraftRequest
+from worker.reading import Reader, Rider
 from worker.sequence import Sequence
+from worker.slot import Slot
 from worker.stopping import ERROR, StopRule
 from worker.target.finite import NotFiniteError, check_finite
-from worker.target.forwards import MOST_READ
 from worker.target.target import RowOutputs, TargetModel
 from worker.target.tiles import max_tree_depth, tree_rows
 from worker.tree import DraftTree
 from worker.verification import Verification, Walk
 
 Decode = Callable[[list[int]], str]
-
-READ_SECONDS = 0.2  # per sequence and step
-
-
-@dataclass
-class Slot:
-    """A sequence on the device: its cache holds every token but the last, which the next step's root row adds."""
-
-    sequence: Sequence
-    cache: FullKVCache
-    sampler: Sampler
-    stop_rule: StopRule
-
-    def up_to_its_end(self, walk: Walk) -> Walk:
-        """What of a walk comes before the sequence's end; sets its finish reason."""
-        for num_tokens, token_id in enumerate(walk.drawn, 1):
-            self.sequence.finish_reason = self.stop_rule.after(token_id)
-            if self.sequence.finish_reason is not None:
-                return walk.until(num_tokens)
-        return walk
 
 
 class Engine:
@@ -60,6 +38,7 @@ class Engine:
         self.counters = counters or EngineCounters()
         self._decode = decode
         self._drawing = target.forwards.new_drawing()
+        self._reader = Reader(target, drafter, self._drawing, self.counters)
         self._slots: dict[str, Slot] = {}
 
     @property
@@ -92,29 +71,17 @@ class Engine:
 
         A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
         """
-        ready = self._read()
+        unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
+        self._reader.read_ahead(unfinished)
+        ready = [slot for slot in unfinished if not slot.num_unread]
         if not ready:
             return []
         trees = self._propose(ready)
-        outputs, walks = self._verify(ready, trees)
+        riders = self._reader.riders(unfinished, sum(1 + len(tree) for tree in trees), len(ready))
+        outputs, walks = self._verify(ready, trees, riders)
         results = self._commit(ready, trees, outputs, walks)
         self._update(results)
         return results
-
-    def _read(self) -> list[Slot]:
-        """Read what sequences have in front of their last tokens; returns the slots that are done with it."""
-        unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
-        for slot in unfinished:
-            self._read_slot(slot)
-        return [slot for slot in unfinished if _num_missing(slot) == 1]
-
-    def _read_slot(self, slot: Slot) -> None:
-        """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
-        deadline, num_before = time.perf_counter() + READ_SECONDS, slot.cache.length
-        while _num_missing(slot) > 1 and time.perf_counter() < deadline:
-            read_tile(self.target, slot.cache, slot.sequence.token_ids[:-1], [self.drafter], self._drawing)
-            self.target.synchronize()
-        self.counters.num_read_tokens += slot.cache.length - num_before
 
     def _propose(self, ready: list[Slot]) -> list[DraftTree]:
         with timed(self.counters.step_seconds, "propose"):
@@ -128,15 +95,18 @@ class Engine:
         """Seconds that a step takes beside its forward and its drafts, so far."""
         return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
-    def _verify(self, ready: list[Slot], trees: list[DraftTree]) -> tuple[list[RowOutputs], list[Walk]]:
-        """Run all rows and draw from them: the drawn tokens are what a step waits for."""
+    def _verify(
+        self, ready: list[Slot], trees: list[DraftTree], riders: list[Rider]
+    ) -> tuple[list[RowOutputs], list[Walk]]:
+        """Run all rows and draw from those of trees: the drawn tokens are what a step waits for."""
         with timed(self.counters.step_seconds, "verify"):
             pairs = zip(ready, trees, strict=True)
-            outputs = self.target.verify(
-                [tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree) for slot, tree in pairs]
-            )
+            rows = [tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), tree) for slot, tree in pairs]
+            outputs = self.target.verify(rows + [part for rider in riders for part in rider.rows])
+            outputs, read = outputs[: len(ready)], outputs[len(ready) :]
             samplers, logits = [slot.sampler for slot in ready], [rows.logits for rows in outputs]
             walks = self._drawing.walks(samplers, trees, logits, self.drafter.needs_top_k)
+            self._reader.take(riders, read)
         return outputs, walks
 
     def _commit(
@@ -177,26 +147,6 @@ class Engine:
         self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
 
 
-def read_tile(
-    target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: Drawing
-) -> None:
-    """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there."""
-    start = cache.length
-    hidden = target.read(cache, token_ids[start : start + MOST_READ].tolist())
-    learners = [drafter for drafter in drafters if drafter.needs_top_k]
-    if learners:
-        positions = np.arange(start, cache.length)
-        previous_ids = token_ids[np.maximum(positions - 1, 0)]
-        rows = ReadRows(previous_ids, token_ids[positions], *drawing.top_candidates(target.logits(hidden)))
-        for drafter in learners:
-            drafter.learn(rows)
-
-
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
     """Those of the root and the accepted nodes, `[1 + num_accepted, hidden]`, without a list that a GPU waits for."""
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])
-
-
-def _num_missing(slot: Slot) -> int:
-    """Tokens of the sequence that its cache does not hold."""
-    return len(slot.sequence) - slot.cache.length

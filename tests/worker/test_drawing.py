@@ -7,7 +7,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.drawing import Drawing, NativeDrawing, TorchDrawing, penalised
+from worker.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
@@ -22,6 +22,12 @@ def drawing(request: pytest.FixtureRequest) -> Drawing:
     return NativeDrawing() if request.param == "native" else TorchDrawing(VOCAB, torch.device("cpu"))
 
 
+def drawn_by(drawing: Drawing, sampler: Sampler, logits: torch.Tensor) -> int:
+    """The token behind the sampler's sequence."""
+    [token_id] = drawing.walks([sampler], [DraftTree()], [logits[None]])[0].drawn
+    return token_id
+
+
 def sequence_with(params: dict[str, float]) -> Sequence:
     return Sequence("a", [3, 1, 4, 1], SamplingParams(max_tokens=200, seed=5, **params), VOCAB)  # type: ignore[arg-type]
 
@@ -33,7 +39,7 @@ def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawi
     for logits in torch.randn(20, 3, VOCAB, generator=torch.Generator().manual_seed(1)) * 2:
         fresh = TokenSampler(sequence, VOCAB)
         assert torch.equal(penalised(sampler, logits), fresh.penalised(logits))
-        drawn = [sampler.draw(logits[0]) for _ in range(2)]
+        drawn = [drawn_by(drawing, sampler, logits[0]) for _ in range(2)]
         assert drawn == [fresh.draw(logits[0])] * 2
         sequence.extend([drawn[0], 7])
 
@@ -51,7 +57,7 @@ def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict
         fork_of_fork = fork.fork(further)
         further.extend([8, 8, 5])
         for each, its in ((fork_of_fork, further), (fork, draft), (sampler, sequence)):
-            assert each.draw(logits) == TokenSampler(its, VOCAB).draw(logits)
+            assert drawn_by(drawing, each, logits) == TokenSampler(its, VOCAB).draw(logits)
         sequence.extend([int(logits.argmax())])
 
 
@@ -59,7 +65,7 @@ def test_walks_leave_samplers_as_they_are(drawing: Drawing) -> None:
     sequence = sequence_with(PENALISED)
     sampler = drawing.sampler(sequence)
     rows = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
-    tree = DraftTree([sampler.draw(rows[0]), 5, 6], [ROOT, 0, 0])
+    tree = DraftTree([drawn_by(drawing, sampler, rows[0]), 5, 6], [ROOT, 0, 0])
     walks = [drawing.walks([sampler], [tree], [rows]) for _ in range(2)]
     assert walks[0] == walks[1]
     assert walks[0][0].path[0] == 0

@@ -13,7 +13,7 @@ from scheduler.cli import main
 from tests.worker.drafters.drafter_parts import free_rows
 from worker.drafters.catalogue import ENGINES, check_parts, create_drafter
 from worker.drafters.tokenswift.heads import save_heads
-from worker.model.files import DRAFT_FOLDER, HEADS_FILE, ModelError, locate_model
+from worker.model.files import DRAFT_FOLDER, HEADS_FILE, PARTS_FOLDER, ModelError, locate_model
 from worker.target.target import TargetModel
 
 
@@ -38,23 +38,34 @@ def test_a_part_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) ->
         check_parts("tokenswift", str(tiny_model), locate_model(str(tiny_model)).fingerprint, str(tmp_path))
 
 
-def test_a_draft_model_beside_the_weights_or_in_a_named_folder_is_taken(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_among_the_parts_or_in_a_named_folder_is_taken(tiny_model: Path, tmp_path: Path) -> None:
     check_parts("triforce", str(tiny_model), "", None)
-    check_parts("triforce", str(tiny_model), "", str(tiny_model / DRAFT_FOLDER))
-    check_parts("triforce", str(tiny_model), "", str(tiny_model))
+    check_parts("triforce", str(tiny_model), "", str(tiny_model / PARTS_FOLDER / DRAFT_FOLDER))
+    check_parts("triforce", str(tiny_model), "", str(tiny_model / PARTS_FOLDER))
+
+
+@pytest.mark.parametrize(("engine", "name"), [("tokenswift", HEADS_FILE), ("triforce", DRAFT_FOLDER)])
+def test_a_part_beside_the_weights_is_told_where_to_go(
+    tiny_model: Path, tmp_path: Path, engine: str, name: str
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(tiny_model, old)
+    (old / PARTS_FOLDER / name).rename(old / name)
+    with pytest.raises(ModelError, match=f"; move {old / name} into {old / PARTS_FOLDER}"):
+        check_parts(engine, str(old), locate_model(str(old)).fingerprint, None)
 
 
 def test_a_missing_draft_model_says_how_to_train_it(tiny_model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
-    with pytest.raises(ModelError, match=r"engine triforce: no draft model in .*bare/draft; train it .*train draft"):
+    with pytest.raises(ModelError, match=r"no draft model in .*bare/parts/draft; train it .*train draft"):
         check_parts("triforce", str(bare), "", None)
 
 
 @pytest.mark.parametrize("change", ["size", "tokens"])
 def test_a_draft_model_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path, change: str) -> None:
     other = tmp_path / "other"
-    shutil.copytree(tiny_model / DRAFT_FOLDER, other)
+    shutil.copytree(tiny_model / PARTS_FOLDER / DRAFT_FOLDER, other)
     name, old, new = {
         "size": ("config.json", '"vocab_size": 289', '"vocab_size": 288'),
         "tokens": ("tokenizer.json", '"the"', '"eht"'),
@@ -69,7 +80,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tiny_model: Path, tmp_
 @pytest.mark.parametrize("content", ["{", "[]", '{"model": {}}', '{"model": null}'])
 def test_a_draft_model_s_tokenizer_that_is_damaged_is_named(tiny_model: Path, tmp_path: Path, content: str) -> None:
     other = tmp_path / "other"
-    shutil.copytree(tiny_model / DRAFT_FOLDER, other)
+    shutil.copytree(tiny_model / PARTS_FOLDER / DRAFT_FOLDER, other)
     (other / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"other/tokenizer.json has no vocabulary that can be read"):
         check_parts("triforce", str(tiny_model), "", str(other))
@@ -84,7 +95,7 @@ def test_a_damaged_part_is_named(tiny_model: Path, tmp_path: Path, content: byte
 
 def test_a_draft_model_s_folder_is_used(tiny_model: Path, tmp_path: Path) -> None:
     target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
-    shutil.copy(tiny_model / HEADS_FILE, tmp_path)
+    shutil.copy(tiny_model / PARTS_FOLDER / HEADS_FILE, tmp_path)
     create_drafter("tokenswift", target, free_rows, tmp_path)
     with pytest.raises(ModelError, match="engine tokenswift: no file"):
         create_drafter("tokenswift", target, free_rows, tmp_path / "elsewhere")

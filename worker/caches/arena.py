@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from worker.caches.copies import Staging
 from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from worker.caches.room import GB, KVRoomError
+from worker.caches.room import GB, KVRoomError, TooLongError
 from worker.memory.plan import slot_capacity
 
 MoveRows = Callable[[int, int, Sequence[int]], None]
@@ -29,8 +29,7 @@ class KVArena:
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
         self.shape, self.num_slots, self.capacity = shape, num_slots, slot_capacity(max_length)
-        size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, self.capacity, shape.head_dim)
-        self.buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.buffer = self._allocate()
         self._staging = staging
         self.move_rows: MoveRows | None = None  # set where there is a better way than the tensors' own
         self._free = list(reversed(range(num_slots)))
@@ -48,13 +47,14 @@ class KVArena:
     def new_cache(self, max_length: int) -> ArenaKVCache:
         """An empty cache in a slot, which comes back when the cache and all views of it are gone.
 
-        Raises KVRoomError for a sequence that is longer than a slot, or where all slots are taken.
+        Raises TooLongError for a sequence that is longer than a slot, KVRoomError where all slots are taken.
         """
         if max_length > self.longest_job:
-            raise KVRoomError(
+            raise TooLongError(
                 f"max_tokens: a job of {max_length:,} positions is longer than a slot of this worker's GPU, "
                 f"{self.longest_job:,} positions in {self.capacity * self.shape.bytes_per_position() / GB:,.2f} GB; "
-                "use fewer max_tokens, or a run of its own, whose slots are made for its longest job"
+                "use fewer max_tokens, or once the run has ended resume --retry-failed, which makes slots for its "
+                "longest job"
             )
         if not self._free:
             gc.collect()  # a cache may hang in a circle of references, as a traceback makes them
@@ -65,7 +65,16 @@ class KVArena:
             )
         lease = SlotLease(self._free.pop())
         weakref.finalize(lease, self._free.append, lease.slot)
-        return ArenaKVCache(self, lease, max_length, self._staging)
+        return self._cache(lease, max_length)
+
+    def _allocate(self) -> torch.Tensor:
+        shape = self.shape
+        size = (shape.num_layers, 2, self.num_slots, shape.num_kv_heads, self.capacity, shape.head_dim)
+        return torch.empty(size, dtype=shape.dtype, device=shape.device)
+
+    def _cache(self, lease: SlotLease, max_length: int) -> ArenaKVCache:
+        rows = self.buffer[:, :, lease.slot, :, : max_length + MAX_TREE_NODES]
+        return ArenaKVCache(self, lease, max_length, rows, self._staging)
 
 
 class SlotLease:
@@ -78,16 +87,23 @@ class SlotLease:
 class ArenaKVCache(FullKVCache):
     """A `FullKVCache` over one slot; views made by `prefix` and `replayed` share the slot with it."""
 
-    def __init__(self, arena: KVArena, lease: SlotLease, max_length: int, staging: Staging | None) -> None:
+    def __init__(
+        self, arena: KVArena, lease: SlotLease, max_length: int, rows: torch.Tensor, staging: Staging | None
+    ) -> None:
+        """`rows [num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`, wherever they are kept."""
         self._lease, self._staging = lease, staging
         self._arena = arena
-        rows = arena.buffer[:, :, lease.slot, :, : max_length + MAX_TREE_NODES]
         super().__init__(arena.shape, max_length, rows)
 
     @property
     def slot(self) -> int:
         """Its number in the arena's buffer."""
         return self._lease.slot
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Its entries, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`: a part of the buffer."""
+        return self._buffer
 
     def commit(self, path: list[int]) -> None:
         if self._arena.move_rows is None:

@@ -6,7 +6,8 @@ from typing import Literal
 
 import torch
 
-from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.entries import Entries
+from worker.caches.full import FullKVCache
 from worker.caches.partial import NUM_PINNED
 
 PARTS = {"keys": 0, "values": 1}
@@ -15,22 +16,18 @@ PARTS = {"keys": 0, "values": 1}
 class ChunkMeans:
     """Means over the chunks behind the pinned positions; on the device, wherever the cache itself lives."""
 
-    def __init__(self, shape: CacheShape, max_length: int, chunk_size: int, part: Literal["keys", "values"]) -> None:
-        self._part = PARTS[part]
+    def __init__(self, entries: Entries, max_length: int, chunk_size: int, part: Literal["keys", "values"]) -> None:
+        self._entries, self._part = entries, PARTS[part]
         self._chunk_size = chunk_size
         self._num_chunks = 0
-        size = (shape.num_layers, shape.num_kv_heads, max_length // chunk_size, shape.head_dim)
-        self._means = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self._means = entries.new_means(self._part, max_length // chunk_size)
 
     def extend(self, full: FullKVCache, num_chunks: int) -> torch.Tensor:
         """Take in what is new up to `num_chunks` chunks; returns `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
         if num_chunks > self._num_chunks:
             first = NUM_PINNED + self._num_chunks * self._chunk_size
             positions = slice(first, NUM_PINNED + num_chunks * self._chunk_size)
-            for layer, means in enumerate(self._means):
-                rows = full.stored(layer)[self._part][:, positions].to(means.device)
-                chunks = rows.unflatten(1, (-1, self._chunk_size))  # [num_kv_heads, num_new, chunk_size, head_dim]
-                means[:, self._num_chunks : num_chunks] = chunks.float().mean(dim=2).to(means.dtype)
+            self._entries.average(full, self._part, positions, self._means[:, :, self._num_chunks : num_chunks])
             self._num_chunks = num_chunks
         return self._means[:, :, :num_chunks]
 

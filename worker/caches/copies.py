@@ -93,7 +93,7 @@ class Staging:
     """Brings positions of a cache on the device to the host and back, in pieces; any thread may ask."""
 
     def __init__(self, lane: CopyLane, computation: Computation, num_bytes: int = STAGING_BYTES) -> None:
-        """`computation` is the stream that writes and reads the cache."""
+        """`computation` is the stream that writes and reads the cache, whichever thread asks for copies."""
         self._lane, self._computation, self._num_bytes = lane, computation, num_bytes
         self._sides = [_Side(*lane.buffers(num_bytes)) for _ in range(2)]
         self._lock = threading.Lock()

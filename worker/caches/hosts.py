@@ -21,7 +21,8 @@ import torch
 
 from worker.caches.copies import CudaLane
 from worker.caches.full import CacheShape
-from worker.caches.room import KVRoomError
+from worker.caches.huge_pages import ask_for_huge_pages
+from worker.caches.room import GB, KVRoomError
 
 BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct reads ask for, whatever its size
 
@@ -131,3 +132,36 @@ class PinnedHost:
         for run, source in zip(target.flatten(0, 1), self.rows[layer].flatten(0, 1), strict=True):
             self._lane.copy(run[:end], source[:end])
         self._lane.mark().synchronize()
+
+
+class PinnedMemory:
+    """Memory of the host that a GPU reads and writes by itself, as large as asked for.
+
+    torch's own pinned tensors take the next power of two: up to twice as much of what is scarce here.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Pinned for `device`; a CPU needs no such thing. Raises KVRoomError where the system does not give it."""
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]
+        ask_for_huge_pages(self.bytes)
+        self._is_pinned = False
+        if device.type == "cuda":
+            self._pin(device)
+
+    def release(self) -> None:
+        """Pinned no more; no copy may be under way. The memory goes with the last tensor that shows it."""
+        if self._is_pinned:
+            self._is_pinned = False
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
+
+    def _pin(self, device: torch.device) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
+        if int(error) != 0:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # else the next launch would raise what CUDA remembers
+            raise KVRoomError(
+                f"no pinned memory for a cache of {self.bytes.nbytes / GB:,.2f} GB: CUDA error {int(error)}; "
+                "use fewer --slots or max_tokens, or a machine with more memory"
+            )
+        self._is_pinned = True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, keep_path
+from worker.caches.entries import Entries, NewEntries
+from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
 from worker.sequence import Sequence
 from worker.target.tiles import BLOCK
 
@@ -28,15 +30,24 @@ class PartialCache(ABC):
 
     comes_by_layer = False  # as `FullKVCache` says it
 
-    def __init__(self, shape: CacheShape, num_entries: int) -> None:
-        """Make room for `num_entries` entries of the sequence and a chain."""
+    def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
+        """Make room for `num_entries` entries of the sequence and a chain. Raises KVRoomError as `new_entries` does."""
         self.shape = shape
-        self.bias: np.ndarray | None = None  # [some first entries] float32, added to their scores; None for no bias
+        self.entries = new_entries(shape, capacity_for(num_entries))
+        self.bias = None
         self._num_sequence_entries = 0
         self._num_drawn = 0
-        size = (shape.num_layers, 2, shape.num_kv_heads, capacity_for(num_entries), shape.head_dim)
-        # whole blocks are read, with weights of next to nothing for what was not written: that has to be numbers
-        self._buffer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self._buffer = self.entries.buffer
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """`[some first entries] float32`, added to their scores; None for no bias."""
+        return self._bias
+
+    @bias.setter
+    def bias(self, bias: np.ndarray | None) -> None:
+        self._bias = bias
+        self.entries.set_bias(bias)
 
     @property
     def num_entries(self) -> int:
@@ -67,21 +78,7 @@ class PartialCache(ABC):
 
     def keep(self, path: list[int]) -> None:
         """Keep the chain's newest token and the nodes `path` below it, forget its other nodes."""
-        self._num_drawn = keep_path(self._buffer, self.num_entries, path) - self._num_sequence_entries
-
-    def _copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
-        """Copy consecutive positions to consecutive entries, in all layers."""
-        entries = slice(first_entry, first_entry + positions.stop - positions.start)
-        for layer in range(self.shape.num_layers):
-            for part, source in enumerate(full.stored(layer)):
-                self._buffer[layer, part, :, entries] = source[:, positions]
-
-    def _gather(self, full: FullKVCache, layer: int, positions: torch.Tensor, first_entry: int) -> None:
-        """Copy each head's own `positions [num_kv_heads, num_rows]` of one layer to consecutive entries."""
-        rows = positions[..., None].expand(-1, -1, self.shape.head_dim)
-        entries = slice(first_entry, first_entry + positions.shape[1])
-        for part, source in enumerate(full.stored(layer)):
-            self._buffer[layer, part, :, entries] = source.gather(1, rows.to(source.device))
+        self._num_drawn = self.entries.keep_path(self.num_entries, path) - self._num_sequence_entries
 
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
         """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
@@ -93,5 +90,9 @@ def capacity_for(num_entries: int) -> int:
     return -(-(num_entries + CHAIN_ROOM) // BLOCK) * BLOCK
 
 
-PartialCacheFactory = Callable[[CacheShape, int, Sequence], PartialCache]
-"""Makes a sequence's partial cache with a budget of entries."""
+class PartialCacheFactory(Protocol):
+    """Makes a sequence's partial cache with a budget of entries. Raises KVRoomError as `new_entries` does."""
+
+    def __call__(
+        self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = ..., /
+    ) -> PartialCache: ...

@@ -15,12 +15,20 @@ from jobs.errors import UserError
 MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
+RING_LAYERS = 2  # of caches outside a GPU that are on it at a time: one is used while the next comes
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
 
+TOO_LONG = "longer_than_slot"  # the error code of a job that no slot of its worker has room for
+
+
 class KVRoomError(UserError):
     """A key-value cache has no place."""
+
+
+class TooLongError(KVRoomError):
+    """A sequence is longer than any slot that a worker has: it has no place there however often it is tried."""
 
 
 def check_folder(kv_offload: str | None) -> None:

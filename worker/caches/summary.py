@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
+from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED, PartialCache, Queries, capacity_for
 from worker.sequence import Sequence
@@ -25,14 +26,16 @@ PERIOD = 256  # positions from one build to the next
 class SummaryKVCache(PartialCache):
     """Pinned positions, chosen chunks, summaries of the others, newest positions. It is built at fixed positions."""
 
-    def __init__(self, shape: CacheShape, budget: int, sequence: Sequence) -> None:
+    def __init__(
+        self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
+    ) -> None:
         """`budget` counts the entries that hold whole positions; there is one more for every chunk left out."""
         max_length = sequence.max_length
         self._num_chosen = _num_chosen(budget)
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
-        super().__init__(shape, _num_entries(budget, max_length))
-        self._mean_keys = ChunkMeans(shape, max_length, CHUNK_SIZE, "keys")
-        self._mean_values = ChunkMeans(shape, max_length, CHUNK_SIZE, "values")
+        super().__init__(shape, _num_entries(budget, max_length), new_entries)
+        self._mean_keys = ChunkMeans(self.entries, max_length, CHUNK_SIZE, "keys")
+        self._mean_values = ChunkMeans(self.entries, max_length, CHUNK_SIZE, "values")
         self._built_at: int | None = None
         self._num_fed = 0
 
@@ -41,7 +44,7 @@ class SummaryKVCache(PartialCache):
             built_at = self._first_build + (full.length - self._first_build) // PERIOD * PERIOD
             if built_at != self._built_at:
                 self._build(full, built_at, queries(built_at))
-        self._copy(full, slice(self._num_fed, full.length), self._num_sequence_entries)
+        self.entries.copy(full, slice(self._num_fed, full.length), self._num_sequence_entries)
         self._num_sequence_entries += full.length - self._num_fed
         self._num_fed = full.length
 
@@ -50,25 +53,24 @@ class SummaryKVCache(PartialCache):
         num_chunks = (length - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE
         scores = chunk_scores(self._mean_keys.extend(full, num_chunks), queries)
         mean_values = self._mean_values.extend(full, num_chunks)
-        for layer, order in enumerate(scores.argsort(dim=-1, descending=True)):
-            self._build_layer(full, layer, order, mean_values[layer])
+        self._fill(full, scores.argsort(dim=-1, descending=True), mean_values)
         num_whole = NUM_PINNED + self._num_chosen * CHUNK_SIZE
         self._num_sequence_entries = num_whole + num_chunks - self._num_chosen
-        self.bias = np.zeros(self._num_sequence_entries, dtype=np.float32)
-        self.bias[num_whole:] = math.log(CHUNK_SIZE)
+        bias = np.zeros(self._num_sequence_entries, dtype=np.float32)
+        bias[num_whole:] = math.log(CHUNK_SIZE)
+        self.bias = bias
         self._num_fed = NUM_PINNED + num_chunks * CHUNK_SIZE
         self._built_at = length
 
-    def _build_layer(self, full: FullKVCache, layer: int, order: torch.Tensor, mean_values: torch.Tensor) -> None:
-        """Write one layer's entries from its chunks in falling order of importance, `[num_kv_heads, num_chunks]`."""
-        chosen, others = order[:, : self._num_chosen], order[:, self._num_chosen :]
-        first = torch.arange(NUM_PINNED, device=self.shape.device).expand(len(order), -1)
+    def _fill(self, full: FullKVCache, order: torch.Tensor, mean_values: torch.Tensor) -> None:
+        """Write all entries from chunks in falling order of importance, `[num_layers, num_kv_heads, num_chunks]`."""
+        chosen, others = order[..., : self._num_chosen], order[..., self._num_chosen :]
+        first = torch.arange(NUM_PINNED, device=self.shape.device).expand(*order.shape[:2], -1)
         inside = torch.arange(CHUNK_SIZE, device=self.shape.device)
-        whole = torch.cat([first, (NUM_PINNED + chosen[..., None] * CHUNK_SIZE + inside).flatten(1)], dim=1)
+        whole = torch.cat([first, (NUM_PINNED + chosen[..., None] * CHUNK_SIZE + inside).flatten(2)], dim=2)
         middles = NUM_PINNED + others * CHUNK_SIZE + CHUNK_SIZE // 2
-        self._gather(full, layer, torch.cat([whole, middles], dim=1), 0)
-        means = mean_values.gather(1, others[..., None].expand(-1, -1, self.shape.head_dim))
-        self._buffer[layer, 1, :, whole.shape[1] : whole.shape[1] + others.shape[1]] = means
+        self.entries.gather(full, torch.cat([whole, middles], dim=2), 0)
+        self.entries.gather_values(mean_values, others, whole.shape[2])
 
 
 def summary_positions(budget: int, max_length: int) -> int:

@@ -122,7 +122,8 @@ class NodeBudget:
 
         Proposing anything takes `proposing`, and `node_seconds` for every node of every sequence, in seconds.
         """
-        room = max(1, min(max_nodes, TILE_ROWS // num_sequences - 1))
+        num_rows = max(TILE_ROWS, self._costs.rows_per_forward)
+        room = max(1, min(max_nodes, num_rows // num_sequences - 1))
         choices = tuple(nodes for nodes in self._choices if nodes <= room) or (room,)
         rates = []
         for nodes, tokens in zip(choices, self._acceptance.tokens(choices), strict=True):

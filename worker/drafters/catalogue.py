@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -15,6 +16,7 @@ from worker.model.files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
     HEADS_FILE,
+    PARTS_FOLDER,
     ModelError,
     locate_model,
     model_folder,
@@ -23,18 +25,19 @@ from worker.model.files import (
 
 if TYPE_CHECKING:
     from worker.drafters.base import Drafter
+    from worker.memory.plan import DraftMemoryOf
     from worker.target.step_costs import Costs
     from worker.target.target import TargetModel
 
 FINGERPRINT = "model_fingerprint"  # in the header of a part's file: of the model that it was trained for
 
 DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
-"""Makes a drafter for a target with its costs, and a folder of trained parts, or None for those beside its weights."""
+"""Makes a drafter for a target with its costs, and a folder of trained parts, or None for the target's own."""
 
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A file of weights that an engine drafts with, beside the target's own or in the folder of `--draft-model`."""
+    """A file of weights that an engine drafts with, in the target's folder `parts` or that of `--draft-model`."""
 
     engine: str
     training: str  # as in `swiftbatch train`
@@ -42,9 +45,9 @@ class TrainedPart:
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
         """Where it lies. Raises ModelError, with what to do, where it is missing or was trained for another model."""
-        path = (parts_folder or model_path) / self.name
+        path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
-            raise ModelError(f"engine {self.engine}: no file {path}; {self.advice(model)}")
+            raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
         try:
             with safe_open(path, framework="numpy") as file:
                 found = file.metadata()[FINGERPRINT]
@@ -58,6 +61,11 @@ class TrainedPart:
             )
         return path
 
+    def _moved(self, model_path: Path) -> str:
+        """What to do where it lies beside the weights, as it once had to."""
+        found = model_path / self.name
+        return f"move {found} into {model_path / PARTS_FOLDER}" if found.exists() else ""
+
     def advice(self, model: str) -> str:
         """What to do where it does not fit."""
         return (
@@ -67,13 +75,15 @@ class TrainedPart:
 
 
 class DraftModelPart(TrainedPart):
-    """A small model with the target's vocabulary, in a folder beside the target's weights or in any that is named."""
+    """A small model with the target's vocabulary, in a folder among the target's parts or in any that is named."""
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        inside = (parts_folder or model_path) / self.name
+        inside = (parts_folder or model_path / PARTS_FOLDER) / self.name
         path = inside if parts_folder is None or inside.is_dir() else parts_folder
         if not (path / "config.json").is_file():
-            raise ModelError(f"engine {self.engine}: no draft model in {path}; {self.advice(model)}")
+            raise ModelError(
+                f"engine {self.engine}: no draft model in {path}; {self._moved(model_path) or self.advice(model)}"
+            )
         found, expected = locate_model(str(path)).vocab_size, read_config(model, model_path)["vocab_size"]
         if found != expected or _tokens(path) not in (None, _tokens(model_path)):
             raise ModelError(
@@ -105,11 +115,21 @@ class EngineEntry:
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
     partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
+    draft_length: int = 0  # positions of the cache that its draft model has for each sequence
+    memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
 
     def factory(self) -> DrafterFactory:
         """Imports what it needs, torch among it."""
-        module, function = self.place.split(":")
-        return getattr(importlib.import_module(f"worker.drafters.{module}"), function)  # type: ignore[no-any-return]
+        return _function(self.place)  # type: ignore[no-any-return]
+
+    def memory_of(self, path: Path) -> DraftMemoryOf | None:
+        """What it takes of a GPU with the part at `path`; None where that is no more than the part."""
+        return None if self.memory is None else functools.partial(_function(self.memory), path)
+
+
+def _function(place: str) -> Any:
+    module, function = place.split(":")
+    return getattr(importlib.import_module(f"worker.drafters.{module}"), function)
 
 
 ENGINES = {
@@ -129,8 +149,14 @@ ENGINES = {
         "a small draft model: for long texts without trained heads",
         DRAFT_MODEL,
         partial_budget=1024,
+        draft_length=592,
     ),
-    "griffin": EngineEntry("griffin.griffin:griffin", "one trained layer over the target's features", GRIFFIN),
+    "griffin": EngineEntry(
+        "griffin.griffin:griffin",
+        "one trained layer over the target's features",
+        GRIFFIN,
+        memory="griffin.memory:griffin_memory",
+    ),
 }
 DEFAULT_ENGINE = "token-recycling"
 

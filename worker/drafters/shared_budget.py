@@ -43,9 +43,9 @@ def best_shares(
     rates = [rate(chosen) for chosen in alike]
     best = alike[int(np.argmax(rates))]
     for _ in range(NUM_PASSES):
-        shared = costs.shared_row_seconds(int(NUM_ROWS[best].sum()))
-        chosen = (tokens - rate(best) * (own + shared * NUM_ROWS)).argmax(axis=1)
-        best = max(best, chosen, key=rate)
+        prices = costs.row_prices(int(NUM_ROWS[best].sum()))
+        priced = [(tokens - rate(best) * (own + price * NUM_ROWS)).argmax(axis=1) for price in prices]
+        best = max([best, *priced], key=rate)
     return best
 
 
@@ -62,6 +62,8 @@ class SharedBudget:
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
         """How many nodes pay for each of the sequences that share the coming forward."""
+        if not requests:
+            return []
         names = [request.sequence.sequence_id for request in requests]
         if self._num_observed >= PLAN_EVERY * len(names) or self._plan.keys() != set(names):
             self._plan, self._num_observed = dict(zip(names, self._shares(requests), strict=True)), 0

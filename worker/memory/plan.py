@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from jobs.run.dtypes import AttentionName
 from worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/spee
 CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
 NUM_ROWS = 64  # of every forward, padding included
 LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
+DECODED_BYTES = 4  # of a logit that nobody draws from where it lies
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, the allocator's rounding: not measured yet
 
 
@@ -22,16 +25,31 @@ def slot_capacity(max_length: int) -> int:
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
 
 
+# Rows of tiles that those of a slot, in two blocks at most, may leave empty, by query heads a KV head.
+PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
+    "triton": lambda heads_per_kv: 0,
+    "flash": lambda heads_per_kv: 2 * (NUM_ROWS // heads_per_kv - 1),
+}
+
+
 @dataclass(frozen=True)
 class GPUMemory:
     """A GPU as a plan sees it."""
 
     free_bytes: int  # once its context is there
     num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
+    attention: AttentionName = "triton"
 
     def scratch_bytes(self, sizes: ModelSizes) -> int:
         """Partial sums of attention: outputs and their log-sum-exp of every split, row and head, in float32."""
-        return self.num_splits * NUM_ROWS * sizes.num_heads * (sizes.head_dim + 1) * 4
+        return NUM_ROWS * self._bytes_per_row(sizes)
+
+    def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
+        """What a slot adds to that."""
+        return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
+
+    def _bytes_per_row(self, sizes: ModelSizes) -> int:
+        return self.num_splits * sizes.num_heads * (sizes.head_dim + 1) * 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,8 @@ class DraftMemory:
 
 
 NO_DRAFTS = DraftMemory()
+DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
+"""What an engine takes for a target of these sizes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,12 @@ class SlotsWanted:
 
     longest_job: int  # positions
     partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
+    num_slots: int | None = None  # None: as many as fit
+    part_bytes: int = 0  # of what an engine drafts with, once
+    draft: ModelSizes | None = None  # of a draft model, which has a cache of `draft_length` positions for each slot
+    draft_length: int = 0
+    engine: DraftMemoryOf | None = None  # what the engine takes beside that
+    host_bytes: int | None = None  # of the host's memory that caches may lie in; None: they lie on the GPU
 
 
 @dataclass(frozen=True)
@@ -66,6 +92,7 @@ class MemoryPlan:
     drafts: DraftMemory
     scratch_bytes: int
     row_bytes: int  # activations and logits
+    slot_scratch_bytes: int = 0  # of attention, for each slot
     reserve_bytes: int = GRAPH_RESERVE
 
     @property
@@ -75,12 +102,12 @@ class MemoryPlan:
 
     @property
     def used_bytes(self) -> int:
-        return self._fixed_bytes + self.num_slots * (self.slot_bytes + self.drafts.slot_bytes)
+        return self._fixed_bytes + self.num_slots * self._bytes_per_slot
 
     @property
     def num_fitting(self) -> int:
         """Slots that there is room for; 0 also where the weights do not fit."""
-        return max(0, (self.free_bytes - self._fixed_bytes) // (self.slot_bytes + self.drafts.slot_bytes))
+        return max(0, (self.free_bytes - self._fixed_bytes) // self._bytes_per_slot)
 
     def rows(self) -> list[tuple[str, int]]:
         """The plan as a table: what it is for, and bytes."""
@@ -88,12 +115,16 @@ class MemoryPlan:
             ("weights", self.weight_bytes),
             (f"keys and values, {self.num_slots} x {self.capacity:,} positions", self.num_slots * self.slot_bytes),
             ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
-            ("scratch of attention", self.scratch_bytes),
+            ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
             ("activations and logits", self.row_bytes),
             ("graphs and workspaces", self.reserve_bytes),
             ("in all", self.used_bytes),
             ("free before", self.free_bytes),
         ]
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
 
     @property
     def _fixed_bytes(self) -> int:
@@ -138,19 +169,33 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         drafts=drafts,
         scratch_bytes=gpu.scratch_bytes(sizes),
         row_bytes=_row_bytes(sizes),
+        slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
     )
 
 
-def _row_bytes(sizes: ModelSizes) -> int:
-    """Static buffers of a forward: residual, its change, normed; queries, keys, values; attended; MLP; logits."""
+def draft_model_memory(sizes: ModelSizes, length: int) -> DraftMemory:
+    """A small model beside the target, with one slot more than that; its tokens are drawn in the target's buffers."""
+    plan = one_slot(sizes, GPUMemory(0, draft_splits(length)), length)
+    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, DECODED_BYTES) + plan.slot_bytes
+    return DraftMemory(once, plan.slot_bytes)
+
+
+def draft_splits(length: int) -> int:
+    """Parts that a draft model's prefixes are attended to in: no more than they have blocks."""
+    return slot_capacity(length) // CAPACITY_BLOCK
+
+
+def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
+    """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    widths = 3 * sizes.hidden + (query + 2 * key) + query + 3 * sizes.intermediate
-    return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * LOGIT_BYTES)
+    widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
+    return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
 
 
 def _none_fits(plan: MemoryPlan) -> str:
     drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
-    parts = (plan.weight_bytes, plan.slot_bytes, drafts, plan.work_bytes)
+    work_bytes = plan.work_bytes + plan.slot_scratch_bytes
+    parts = (plan.weight_bytes, plan.slot_bytes, drafts, work_bytes)
     weights, slot, drafting, work = (f"{part / GB:,.1f}" for part in parts)
     return (
         f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "

@@ -41,7 +41,7 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
     return ModelSizes(
-        num_parameters=_num_parameters(weight_files(files.path)),
+        num_parameters=num_parameters(weight_files(files.path)),
         bytes_per_position=num_bytes,
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
@@ -53,7 +53,7 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     )
 
 
-def _num_parameters(files: list[Path]) -> int:
+def num_parameters(files: list[Path]) -> int:
     """Numbers in the tensors of these files; a tied head is in them once, as on the device."""
     total = 0
     for file in files:

@@ -18,13 +18,14 @@ from jobs.storage.store import StoreError
 from metrics.counters import EngineCounters
 from metrics.endpoint import serve
 from metrics.exporter import EngineCollector, Labels, registry_of
-from worker.caches.room import check_folder
+from worker.caches.room import TOO_LONG, TooLongError, check_folder
 from worker.config import EngineConfig
-from worker.drafters.catalogue import create_drafter, engine_entry
+from worker.drafters.catalogue import create_drafter
+from worker.drafters.gpu_room import slots_wanted
 from worker.engine import Engine
 from worker.exactness.numerics import exactness_of
 from worker.memory.plan import SlotsWanted
-from worker.model.files import locate_model
+from worker.model.files import ModelFiles, locate_model
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.session.checkpointing import Checkpointing
@@ -55,7 +56,9 @@ class WorkerSession:
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         self._checkpoints = CheckpointStore(self._run.store)
         self._codec = TextCodec(files)
-        target = TargetModel.load(files, config.dtype, config.device, config.kv_offload, self._slots_wanted())
+        target = TargetModel.load(
+            files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
+        )
         self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
         self.num_free_positions = target.num_free_positions()
         costs = step_costs_of(target)
@@ -70,13 +73,14 @@ class WorkerSession:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
             self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), metrics_port)
 
-    def _slots_wanted(self) -> SlotsWanted | None:
+    def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
         """A GPU is shared out for the run's longest job; on a CPU caches come one by one."""
         jobs = [] if resolve_device(self._config.device).type == "cpu" else self._run.jobs()
         if not jobs:
             return None
         longest_job = max(record.max_length for record in jobs)
-        return SlotsWanted(longest_job, engine_entry(self._config.engine).partial_budget)
+        config = self._config
+        return slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""
@@ -84,9 +88,11 @@ class WorkerSession:
         num_before = self.engine.counters.num_generation_tokens
         self._drop(orders.cancelled)
         released = self._release(orders.released, self._config.grace_seconds)
-        failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
         finished: list[JobProgress] = []
+        failed: list[tuple[str, str]] = []
         refused: list[tuple[str, str, str]] = []
+        for assignment in orders.assignments:
+            self._take_in(assignment, failed, refused)
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline and not self._must_drain:
             self._step()
@@ -121,20 +127,24 @@ class WorkerSession:
         """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
         self._must_drain = True
 
-    def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
-        """Start a job where its checkpoints end; returns (job_id, reason) where that fails."""
+    def _take_in(
+        self, assignment: Assignment, failed: list[tuple[str, str]], refused: list[tuple[str, str, str]]
+    ) -> None:
+        """Start a job where its checkpoints end."""
         record = assignment.record
         try:
             job = self._start(assignment)
         except StoreError:
             raise
+        except TooLongError as error:  # of this worker, and of all that started when it did
+            refused.append((record.job_id, TOO_LONG, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", record.job_id)
-            return record.job_id, f"{type(error).__name__}: {error}"
-        self._running[job.job_id] = job
-        self._checkpointing.open(job)
-        self.engine.counters.note_work(True)
-        return None
+            failed.append((record.job_id, f"{type(error).__name__}: {error}"))
+        else:
+            self._running[job.job_id] = job
+            self._checkpointing.open(job)
+            self.engine.counters.note_work(True)
 
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from worker.caches.entries import NewEntries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import PartialCacheFactory
 from worker.target.partial_rows import PartialRows
 from worker.target.tiles import SequenceRows
 
@@ -26,6 +28,8 @@ class Forwards(Protocol):
     hidden_size: int
     eos_token_ids: frozenset[int]
     cache_shape: CacheShape
+    rows_per_forward: int
+    """Forwards have multiples of so many rows, padding included; 1: every row takes time of its own."""
 
     @property
     def arena(self) -> KVArena | None:
@@ -53,10 +57,13 @@ class Forwards(Protocol):
     def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, of rows behind partial caches: good guesses of what `run` would say, in no way exact."""
 
+    def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
+        """Where the partial caches lie that a drafter makes with a budget of entries."""
+
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
 
-        What stands in the entry behind the committed ones is overwritten.
+        What stands in the entry behind the committed ones is overwritten. They may hold only until the next call.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from worker.kernels.variants import chosen_variant
 from worker.kernels.weights import DecoderWeights, decoder_weights
 from worker.model.dense import dense_weights
@@ -35,17 +36,23 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_forwards(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, slots: SlotsWanted | None = None
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    slots: SlotsWanted | None = None,
+    kernels: CudaKernels = DEFAULT_KERNELS,
 ) -> Forwards:
     """The fastest exact forwards of a model here. Raises ModelError as `load_transformers` does, and KernelError.
 
-    A GPU is shared out for `slots`, where these are said. Raises KVRoomError.
+    A GPU is shared out for `slots`, where these are said, and runs `kernels`. Raises KVRoomError, and ModelError where
+    others were chosen than would run.
     """
     if slots is not None:
         from worker.target.cuda.loading import load_cuda_forwards
 
-        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files)):
+        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels):
             return on_gpu
+        kernels.refuse_unused(f"they do not know the model {files.name}")
     variant = chosen_variant() if device.type == "cpu" else None
     if variant is None:
         return load_transformers(files, dtype, device)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import PartialCacheFactory
 from worker.drawing import Drawing, create_drawing
 from worker.kernels.native import NativeDecoder
 from worker.kernels.variants import numerics_of
@@ -19,6 +21,7 @@ class NativeForwards:
     """`Forwards` whose rows are exact by construction, however many share a call."""
 
     arena = None
+    rows_per_forward = 1
 
     def __init__(self, weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> None:
         """Raises ValueError for weights that do not fit together."""
@@ -50,6 +53,9 @@ class NativeForwards:
         assert hidden is not None
         assert logits is not None
         return hidden, logits
+
+    def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
+        return Entries
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         sizes = self.sizes

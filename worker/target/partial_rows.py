@@ -6,7 +6,7 @@ whole blocks with entries that a bias leaves out; a row's tail is the root, the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,17 @@ class PartialRows:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def part(self, start: int, end: int) -> PartialRows:
+        """Rows `start` to `end`, for a forward that has no room for all."""
+        return replace(
+            self,
+            token_ids=self.token_ids[start:end],
+            positions=self.positions[start:end],
+            first_entry=self.first_entry + start,
+            tail_entries=self.tail_entries[start:end],
+            tail_lengths=self.tail_lengths[start:end],
+        )
 
 
 def partial_rows(cache: PartialCache, token_id: int, position: int, tree: DraftTree) -> PartialRows:

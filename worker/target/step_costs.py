@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
+from worker.target.cuda.clock import clock_of
 from worker.target.target import TargetModel
 from worker.target.tiles import BLOCK, TILE_ROWS, tree_rows
 from worker.tree import DraftTree
@@ -20,22 +20,29 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # of cache, at most
 PROBE_REPEATS = 3
+ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
 FEWEST_REPEATS = 2  # one time alone may be that of memory which is touched first, or of another program
+LEAST_SECONDS = 1e-9  # that a clock may be too coarse to see
 LONG_SECONDS = 0.3  # of all of a forward's times: one that takes longer is timed no more often than that
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond."""
+    """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond.
+
+    Where forwards have multiples of `rows_per_forward` rows in any case, what all rows share takes as long for one as
+    for so many, those of all sequences together; the next row costs another forward.
+    """
 
     lengths: tuple[int, ...]
     seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
+    rows_per_forward: int = 1
 
     def at(self, num_rows: int, length: int) -> float:
         """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
         i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
         seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
-        return max(0.0, seconds + slope * (length - self.lengths[i]))
+        return max(LEAST_SECONDS, seconds + slope * (length - self.lengths[i]))
 
     def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
         """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached."""
@@ -44,11 +51,22 @@ class StepCosts:
 
     def shared_seconds(self, num_rows: int) -> float:
         """Seconds of what all rows of a forward share, its linear layers: those behind an empty cache."""
+        if self.rows_per_forward > 1:
+            return -(-num_rows // self.rows_per_forward) * self._empty[0]
         beyond = max(0, num_rows - ROW_COUNTS[-1])
-        return self._empty[num_rows - beyond] + beyond * self.shared_row_seconds(num_rows)
+        return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows)
 
-    def shared_row_seconds(self, num_rows: int) -> float:
-        """What one row more takes of them."""
+    def row_prices(self, num_rows: int) -> tuple[float, ...]:
+        """What one row more may be taken to cost of them beside `num_rows`, to find how rows are best shared out.
+
+        One price where every row takes its time. Where rows are free up to the next forward, the right price is the
+        one at which just as many are asked for: several to try.
+        """
+        if self.rows_per_forward > 1:
+            return tuple(price * self._empty[0] / self.rows_per_forward for price in ROW_PRICES)
+        return (self._row_seconds(num_rows),)
+
+    def _row_seconds(self, num_rows: int) -> float:
         most = ROW_COUNTS[-1]
         few = min(num_rows, most // 2)
         return (self._empty[most] - self._empty[few]) / (most - few)
@@ -85,13 +103,15 @@ class StepCosts:
 
     @functools.cached_property
     def _empty(self) -> list[float]:
-        """Seconds for every number of rows behind an empty cache."""
-        return [self.at(number, 0) for number in range(ROW_COUNTS[-1] + 1)]
+        """Seconds of what is shared for every number of rows up to the most that was measured."""
+        shares_all = self.rows_per_forward > 1
+        return [self.at(1 if shares_all else number, 0) for number in range(ROW_COUNTS[-1] + 1)]
 
     def replay_seconds(self, start: int, end: int) -> float:
         """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
-        num_tiles = max(0, end - start) / TILE_ROWS
-        return num_tiles * (self.at(TILE_ROWS, start) + self.at(TILE_ROWS, end)) / 2
+        num_parts = max(1, self.rows_per_forward // TILE_ROWS)  # of a forward, each as large as was measured
+        num_forwards = max(0, end - start) / (num_parts * TILE_ROWS)
+        return num_forwards * sum(self.forward_seconds(TILE_ROWS, length, num_parts) for length in (start, end)) / 2
 
 
 Costs = Callable[[], StepCosts]
@@ -120,16 +140,13 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
                 times.append(seconds_of(target, functools.partial(target.verify, [rows])))
             seconds[i, j] = min(times)
     # whatever disturbs makes a time longer: fewer rows never take more than the best time of more rows
-    return StepCosts(lengths, np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1])
+    rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
+    return StepCosts(lengths, rising, target.forwards.rows_per_forward)
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
-    """Seconds of one forward, until the device is done."""
-    target.synchronize()
-    started = time.perf_counter()
-    forward()
-    target.synchronize()
-    return time.perf_counter() - started
+    """Seconds of one forward, until the device is done: by its own clock."""
+    return clock_of(target.device).seconds(forward)
 
 
 def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:

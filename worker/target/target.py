@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from worker.caches.full import FullKVCache
 from worker.caches.offloaded import OffloadedKVCache
-from worker.caches.room import KVRoom, place_of_caches
+from worker.caches.room import MEMORY, KVRoom, place_of_caches
+from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from worker.model.files import ModelFiles
 from worker.target.finite import check_model
 from worker.target.forwards import Forwards
@@ -45,18 +46,42 @@ class TargetModel:
 
     @classmethod
     def load(
-        cls, files: ModelFiles, dtype: str, device: str, kv_offload: str | None = None, slots: SlotsWanted | None = None
+        cls,
+        files: ModelFiles,
+        dtype: str,
+        device: str,
+        kv_offload: str | None = None,
+        slots: SlotsWanted | None = None,
+        kernels: CudaKernels = DEFAULT_KERNELS,
     ) -> TargetModel:
-        """Load a model from its folder; on a GPU shared out for `slots`, where these are said.
+        """Load a model from its folder; on a GPU shared out for `slots`, where these are said, with `kernels`.
 
         Raises ModelError for one that is not whole or needs what we can't give, and for no finite logits; KVRoomError
         where a GPU has no room.
         """
         place = resolve_device(device)
-        wanted = slots if kv_offload is None and place.type == "cuda" else None
-        target = cls(load_forwards(files, DTYPES[dtype], place, wanted), files, kv_offload)
+        wanted = slots if place.type == "cuda" else None
+        if wanted is None:
+            kernels.refuse_unused(_what_runs(place))
+        elif kv_offload is not None:
+            wanted = replace(wanted, host_bytes=int(KVRoom(MEMORY, 1).free_bytes()))
+        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels), files, kv_offload)
         check_model(target)
         return target
+
+    def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
+        """A small model for drafts on the same device in the same dtype, for texts of `longest_job` tokens.
+
+        Where this one's caches lie in slots, it has as many, and one more to be measured in. Raises ModelError.
+        """
+        if self.forwards.arena is not None:
+            from worker.target.cuda.loading import forwards_beside
+
+            if forwards := forwards_beside(self.forwards, files, longest_job, self.forwards.arena.num_slots + 1):
+                target = TargetModel(forwards, files)
+                check_model(target)
+                return target
+        return TargetModel.load(files, str(self.dtype).removeprefix("torch."), self.device.type)
 
     @functools.cached_property
     def transformers(self) -> TransformersForwards:
@@ -130,6 +155,11 @@ class TargetModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
         return self.forwards.logits(hidden)
+
+
+def _what_runs(device: torch.device) -> str:
+    """Why kernels for GPUs do not."""
+    return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
 
 
 def _of_each(groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> list[RowOutputs]:

@@ -99,8 +99,9 @@ def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
         boundary = start // BLOCK * BLOCK
         stop = min(end, boundary + BLOCK)
         positions = list(range(start, stop))
-        entries = np.broadcast_to(np.arange(boundary, boundary + BLOCK), (len(positions), BLOCK))
         lengths = [position - boundary + 1 for position in positions]
+        places = np.arange(BLOCK)
+        entries = boundary + np.where(places < np.array(lengths)[:, None], places, 0)  # as `tails` has them
         ids = token_ids[start - cache.length : stop - cache.length]
         groups.append(SequenceRows(cache, ids, positions, start, boundary, entries, lengths))
         start = stop

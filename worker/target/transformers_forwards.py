@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import PartialCacheFactory
 from worker.drawing import Drawing, create_drawing
 from worker.model.causal_lm import Head, decoder_of
 from worker.model.files import ModelFiles
@@ -18,7 +20,7 @@ from worker.target.hardware import hardware_of
 from worker.target.kernel_attention import attends_of, attention_numerics
 from worker.target.partial_attention import PartialAttention
 from worker.target.partial_rows import PartialRows
-from worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
+from worker.target.tiles import TILE_ROWS, SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 from worker.tree import DraftTree
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
@@ -49,6 +51,7 @@ class TransformersForwards:
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype)
+        self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
 
     def new_drawing(self) -> Drawing:
         return create_drawing(self.vocab_size, self.device)
@@ -99,6 +102,9 @@ class TransformersForwards:
         positions = [position for group in groups for position in group.positions]
         hidden = self.states(token_ids, positions, [PartialAttention(group) for group in groups])
         return hidden, self.logits(hidden)
+
+    def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
+        return Entries
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         [tile] = pack_tiles([tree_rows(cache, token_id, DraftTree())], self._pads_rows)

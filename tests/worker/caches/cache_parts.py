@@ -45,7 +45,7 @@ class EverythingCache(PartialCache):
 
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
         known = self._num_sequence_entries
-        self._copy(full, slice(known, full.length), known)
+        self.entries.copy(full, slice(known, full.length), known)
         self._num_sequence_entries = full.length
 
 

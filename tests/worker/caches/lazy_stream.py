@@ -17,6 +17,10 @@ class LazyEvent:
         self._stream.run(self._num_queued)
 
 
+def _nothing() -> None:
+    """Work that is done and holds on to nothing."""
+
+
 class LazyStream:
     """Computes, and copies, when an event behind that is waited for, and not before."""
 
@@ -25,13 +29,19 @@ class LazyStream:
         self._num_done = 0
         self.most_copied = 0  # bytes in one copy
 
+    @property
+    def num_waiting(self) -> int:
+        """What it was given and has not done."""
+        return len(self._queued) - self._num_done
+
     def submit(self, work: Callable[[], object]) -> None:
         self._queued.append(work)
 
     def run(self, end: int) -> None:
         while self._num_done < end:
             self._num_done += 1
-            self._queued[self._num_done - 1]()
+            work, self._queued[self._num_done - 1] = self._queued[self._num_done - 1], _nothing
+            work()
 
     def record_event(self) -> LazyEvent:
         return LazyEvent(self, len(self._queued))

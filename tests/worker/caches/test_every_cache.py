@@ -17,15 +17,23 @@ from worker.caches import hosts as cache_hosts
 from worker.caches.arena import KVArena
 from worker.caches.copies import CudaLane, Staging
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.layer_ring import Streams
 from worker.caches.offloaded import OffloadedKVCache
+from worker.caches.offloaded_arena import OffloadedArena
+from worker.caches.streams import computing_stream
 
 NewCache = Callable[[CacheShape], FullKVCache]
-ON_GPU = ("pinned", "arena on a gpu")
+ON_CPU = ("device", "arena", "staged", "file", "offloaded arena")
+ON_GPU = ("pinned", "arena on a gpu", "offloaded arena on a gpu")
 PIECE_BYTES = 1 << 15  # so that checkpoints go in many pieces
 STAGING: dict[str, Callable[[CacheShape], Staging | None]] = {  # of arenas
     "arena": lambda shape: None,
     "staged": lambda shape: Staging(EagerLane(), LazyStream(), PIECE_BYTES),
-    "arena on a gpu": lambda shape: Staging(CudaLane(shape.device), torch.cuda.current_stream(), PIECE_BYTES),
+    "arena on a gpu": lambda shape: Staging(CudaLane(shape.device), computing_stream(shape.device), PIECE_BYTES),
+}
+STREAMS: dict[str, Callable[[torch.device], Streams]] = {  # of offloaded arenas
+    "offloaded arena": lambda device: Streams(computing_stream(device), LazyStream(), LazyStream()),
+    "offloaded arena on a gpu": lambda device: Streams(computing_stream(device), CudaLane(device), CudaLane(device)),
 }
 
 
@@ -48,9 +56,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 class TestEveryCache:
-    @pytest.fixture(
-        params=["device", "arena", "staged", "file", *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPU)]
-    )
+    @pytest.fixture(params=[*ON_CPU, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPU)])
     def kind(self, request: pytest.FixtureRequest) -> str:
         if request.param in ON_GPU and not torch.cuda.is_available():
             pytest.skip("no CUDA device on this machine")
@@ -68,6 +74,10 @@ class TestEveryCache:
             arena = KVArena(shape, 3, MAX_LENGTH + 100, STAGING[kind](shape))
             arena.buffer.fill_(math.nan)
             return lambda shape: arena.new_cache(MAX_LENGTH)
+        if kind in STREAMS:
+            offloaded = OffloadedArena(shape, 3, MAX_LENGTH + 100, STREAMS[kind](shape.device))
+            offloaded.buffer.fill_(math.nan)
+            return lambda shape: offloaded.new_cache(MAX_LENGTH)
         return lambda shape: OffloadedKVCache(shape, MAX_LENGTH, str(tmp_path))
 
     @pytest.fixture
@@ -163,12 +173,23 @@ class TestEveryCache:
                 assert stored[:, :300].cpu().equal(on_device[:, :300].cpu())
 
 
+def in_a_file(sizes: CacheShape, folder: Path) -> FullKVCache:
+    return OffloadedKVCache(sizes, MAX_LENGTH, str(folder))
+
+
+def in_pinned_memory(sizes: CacheShape, folder: Path) -> FullKVCache:
+    return OffloadedArena(sizes, 1, MAX_LENGTH, STREAMS["offloaded arena"](sizes.device)).new_cache(MAX_LENGTH)
+
+
+@pytest.mark.parametrize("kept", [in_a_file, in_pinned_memory])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path: Path, num_layers: int, seed: int) -> None:
+def test_any_use_gives_the_rows_of_a_cache_on_the_device(
+    tmp_path: Path, num_layers: int, seed: int, kept: Callable[[CacheShape, Path], FullKVCache]
+) -> None:
     """Trees, chains, steps back, views that run ahead and layers in any order, on both caches side by side."""
     rng, sizes = random.Random(seed), shape(num_layers)
-    ours: FullKVCache = OffloadedKVCache(sizes, MAX_LENGTH, str(tmp_path))
+    ours = kept(sizes, tmp_path)
     theirs = FullKVCache(sizes, MAX_LENGTH)
 
     def forward(ours: FullKVCache, theirs: FullKVCache, num_rows: int) -> None:
@@ -204,4 +225,4 @@ def test_a_file_system_without_direct_reads_does_as_well(monkeypatch: pytest.Mon
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(cache_hosts.fcntl, "fcntl", refuse)
-    test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path, 3, 0)
+    test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path, 3, 0, in_a_file)

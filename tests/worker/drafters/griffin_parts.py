@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,34 +13,91 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from jobs.sampling import SamplingParams
+from tests.worker.kernels.kernel_parts import random_tree
 from worker.caches.full import FullKVCache
+from worker.drafters.griffin.features import regressed_place
+from worker.drafters.griffin.level import Candidates, DraftRows
 from worker.drafters.griffin.model import GriffinConfig, GriffinModel
 from worker.drafters.griffin.rows import GriffinRows, NativeRows, TiledRows
+from worker.drafters.griffin.torch_ranking import SPREAD
 from worker.model.files import locate_model
 from worker.sequence import Sequence
 from worker.target.native_forwards import NativeForwards
 from worker.target.target import TargetModel
+from worker.target.tiles import tree_rows
 
-Way = Callable[[GriffinModel, TargetModel], GriffinRows]
+GREEDY = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
+NUM_CANDIDATES = 10
+Way = Callable[..., GriffinRows]
 
 
-def by_kernels(model: GriffinModel, target: TargetModel) -> GriffinRows:
+def by_kernels(model: GriffinModel, target: TargetModel, num_candidates: int = NUM_CANDIDATES) -> GriffinRows:
     if not isinstance(target.forwards, NativeForwards):
         pytest.skip("no kernels were compiled: no C compiler at install")
-    return NativeRows(model, target.forwards)
+    return NativeRows(model, target.forwards, num_candidates)
 
 
-WAYS: dict[str, Way] = {"kernels": by_kernels, "tiles": TiledRows}
+def by_tiles(model: GriffinModel, target: TargetModel, num_candidates: int = NUM_CANDIDATES) -> GriffinRows:
+    return TiledRows(model, target, num_candidates)
+
+
+WAYS: dict[str, Way] = {"kernels": by_kernels, "tiles": by_tiles}
 
 
 def load(folder: Path, dtype: str = "bfloat16") -> TargetModel:
     return TargetModel.load(locate_model(str(folder)), dtype, "cpu")
 
 
+def by_token(candidates: Candidates) -> torch.Tensor:
+    """Log-confidences `[num_candidates]` of one row in the order of their tokens."""
+    return torch.tensor([score for score, _ in sorted(candidates, key=lambda pair: pair[1])])
+
+
+def guess(logits: torch.Tensor) -> torch.Tensor:
+    """What a row's candidates are to say of guessed logits `[vocab]` where nothing is drawn."""
+    return torch.log_softmax(logits / SPREAD, dim=-1)
+
+
 def random_draft_model(target: TargetModel) -> GriffinModel:
     torch.manual_seed(1)
     model = GriffinModel(GriffinConfig.for_target(target.model.config))
     return model.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def noisy_draft_model(target: TargetModel, config: GriffinConfig) -> GriffinModel:
+    """Random weights, norms and head included: at their initial ones and zeros a mistake in them would not show."""
+    torch.manual_seed(2)
+    model = GriffinModel(config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter += (0.2 if parameter.ndim == 1 else 0.05) * torch.randn_like(parameter)
+    return model.to(target.dtype).eval()
+
+
+def random_rows(
+    numbers: random.Random,
+    rows: GriffinRows,
+    length: int,
+    target: TargetModel,
+    params: SamplingParams = GREEDY,
+    most_rows: int = 21,
+) -> DraftRows:
+    """A tree behind `length` entries of noise, in front of all its rows features of the text."""
+    vocab = target.vocab_size
+    sequence = Sequence("a", [numbers.randrange(vocab) for _ in range(12)], params, vocab)
+    room, generator = rows.new_room(sequence), torch.Generator().manual_seed(length)
+    known = room.cache._buffer[..., :length, :]
+    known.copy_(torch.randn(known.shape, generator=generator).to(known.dtype))
+    room.cache.advance(length)
+    tree = random_tree(numbers, most_rows - 1, length, vocab)
+    placed = tree_rows(room.cache, numbers.randrange(vocab), tree)
+    room.features.put(0, torch.randn(len(placed), target.hidden_size, generator=generator).to(target.dtype))
+    paths = [[], *([token_id] * depth for token_id, depth in zip(tree.token_ids, tree.depths(), strict=True))]
+    return DraftRows(room, placed, room.features.places(0, len(placed)), paths)
+
+
+def regressed(part: DraftRows) -> torch.Tensor:
+    return part.room.features.rows([regressed_place(part.first + row) for row in range(len(part))])
 
 
 def read_sequence(

@@ -106,6 +106,10 @@ def test_trees_are_as_large_as_pays_for_sequences_that_share_a_forward(num_seque
     assert len(Chains(None).propose([DraftRequest(sequence, 127, 63)])[0]) == 63
 
 
+def test_no_sequences_get_no_trees() -> None:
+    assert Chains(lambda: FREE_ROWS).propose([]) == Chains(None).propose([]) == []
+
+
 def shares(acceptance: list[float], lengths: list[int], costs: StepCosts = DEAR_ROWS) -> list[int]:
     """Nodes of sequences whose every node is accepted in such a share of steps in which its parent was."""
     tokens = [[1.0 + sum(share**i for i in range(1, nodes + 1)) for nodes in NODE_CHOICES] for share in acceptance]

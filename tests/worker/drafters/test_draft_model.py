@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from worker.drafters.catalogue import ENGINES
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from worker.drafters.triforce.proposer import DraftModelProposer
 from worker.drafters.two_level.chain import Chain, RoundPlan
 from worker.drawing import create_drawing
-from worker.model.files import DRAFT_FOLDER, ModelError, locate_model
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError, locate_model
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
+from worker.target.tiles import BLOCK
 from worker.tree import ROOT, DraftTree
 
 VOCAB = 289  # of the tiny model
@@ -32,7 +34,7 @@ def target(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> TargetModel:
-    return TargetModel.load(locate_model(str(tiny_model / DRAFT_FOLDER)), "bfloat16", "cpu")
+    return TargetModel.load(locate_model(str(tiny_model / PARTS_FOLDER / DRAFT_FOLDER)), "bfloat16", "cpu")
 
 
 def sequence_of(length: int, name: str = "a", params: SamplingParams = PARAMS) -> Sequence:
@@ -56,6 +58,10 @@ def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int
     return token_ids[len(sequence) :].tolist()
 
 
+def proposer_of(model: TargetModel, width: int = 1) -> DraftModelProposer:
+    return DraftModelProposer(DraftModel(model), width, create_drawing(VOCAB, torch.device("cpu")))
+
+
 def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6) -> DraftTree:
     return proposer.propose([chain_of(sequence)], [(num_nodes, 20)])[0]
 
@@ -64,7 +70,7 @@ def propose(proposer: DraftModelProposer, sequence: Sequence, num_nodes: int = 6
 @pytest.mark.parametrize("params", [PARAMS, PARAMS.model_copy(update={"temperature": 0.0})], ids=["T=1", "T=0"])
 def test_a_chain_is_what_the_draft_model_would_draw(model: TargetModel, length: int, params: SamplingParams) -> None:
     sequence = sequence_of(length, params=params)
-    proposer = DraftModelProposer(DraftModel(model), width=1)
+    proposer = proposer_of(model)
     proposer.start(sequence)
     tree = propose(proposer, sequence)
     assert tree.parents == [-1, 0, 1, 2, 3, 4]
@@ -74,11 +80,11 @@ def test_a_chain_is_what_the_draft_model_would_draw(model: TargetModel, length: 
 def test_drafts_are_the_same_whatever_was_drafted_before(model: TargetModel) -> None:
     """Tokens that were not accepted leave nothing behind; so a resumed job drafts the same."""
     sequence = sequence_of(2 * WINDOW - 20)
-    proposer = DraftModelProposer(DraftModel(model), width=1)
+    proposer = proposer_of(model)
     proposer.start(sequence)
     for step in range(12):
         drafted = propose(proposer, sequence).token_ids
-        resumed = DraftModelProposer(DraftModel(model), width=1)
+        resumed = proposer_of(model)
         resumed.start(sequence)
         assert propose(resumed, sequence).token_ids == drafted
         sequence.extend([*drafted[: step % 4], (drafted[step % 4] + 1) % VOCAB])
@@ -101,10 +107,10 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
     sequences = [sequence_of(length, name) for length, name in ((40, "a"), (333, "b"), (900, "c"))]
     alone = []
     for sequence in sequences:
-        proposer = DraftModelProposer(DraftModel(model), width=1)
+        proposer = proposer_of(model)
         proposer.start(sequence)
         alone.append(propose(proposer, sequence))
-    together = DraftModelProposer(DraftModel(model), width=1)
+    together = proposer_of(model)
     for sequence in sequences:
         together.start(sequence)
     group_counts: list[int] = []
@@ -117,7 +123,7 @@ def test_sequences_share_the_forwards_and_draft_what_each_drafts_alone(
 
 def test_siblings_stand_beside_the_chain(model: TargetModel) -> None:
     sequence = sequence_of(50)
-    chain, wide = (DraftModelProposer(DraftModel(model), width=width) for width in (1, 3))
+    chain, wide = (proposer_of(model, width) for width in (1, 3))
     for proposer in (chain, wide):
         proposer.start(sequence)
     tree = propose(wide, sequence, 12)
@@ -126,9 +132,16 @@ def test_siblings_stand_beside_the_chain(model: TargetModel) -> None:
     assert all(len(set(tree.token_ids[i : i + 3])) == 3 for i in range(0, 12, 3))
 
 
+def test_a_damaged_draft_model_drafts_something_and_ends_no_job(model: TargetModel) -> None:
+    sequence, proposer = sequence_of(50), proposer_of(model)
+    proposer.start(sequence)
+    proposer._draft_model.logits = lambda windows: [torch.full((VOCAB,), torch.nan)] * len(windows)  # type: ignore[method-assign]
+    assert propose(proposer, sequence, 3).token_ids == [0, 0, 0]
+
+
 def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
     sequence = sequence_of(50)
-    proposer = DraftModelProposer(DraftModel(model), width=2)
+    proposer = proposer_of(model, 2)
     proposer.start(sequence)
     chain = chain_of(sequence)
     for max_nodes, max_depth in ((0, 5), (5, 0), (1, 3), (5, 2), (5, 9)):
@@ -139,13 +152,17 @@ def test_proposals_keep_to_their_limits(model: TargetModel) -> None:
 
 def test_a_model_with_too_few_positions_is_refused(tiny_model: Path, target: TargetModel, tmp_path: Path) -> None:
     short = tmp_path / "short"
-    shutil.copytree(tiny_model / DRAFT_FOLDER, short)
+    shutil.copytree(tiny_model / PARTS_FOLDER / DRAFT_FOLDER, short)
     config = (short / "config.json").read_text()
     (short / "config.json").write_text(
         config.replace('"max_position_embeddings": 4096', '"max_position_embeddings": 99')
     )
     with pytest.raises(ModelError, match="it has 99 positions; 592 are needed"):
         DraftModel.load(short, target)
+
+
+def test_its_cache_has_room_for_a_window_and_a_draft() -> None:
+    assert ENGINES["triforce"].draft_length == NUM_SINKS + 2 * WINDOW + BLOCK
 
 
 def test_the_measured_time_of_a_token_is_a_time(model: TargetModel) -> None:

@@ -160,11 +160,15 @@ def test_the_most_recent_row_of_a_token_stays() -> None:
         lambda state: state.update(recycling_ids=state["recycling_ids"][:-1]),
         lambda state: state.update(recycling_logprobs=state["recycling_logprobs"].astype(np.float64)),
         lambda state: state.update(recycling_ids=state["recycling_ids"] + VOCAB),
+        lambda state: state["recycling_logprobs"].__setitem__((3, 0), np.nan),
+        lambda state: state["recycling_logprobs"].__setitem__((3, 0), 5.0),
+        lambda state: state["recycling_logprobs"].__setitem__((slice(None), 1), 0.0),
     ],
-    ids=["missing", "short", "wrong type", "outside the vocabulary"],
+    ids=["missing", "short", "wrong type", "outside the vocabulary", "NaN", "above 0", "not the best first"],
 )
-def test_unfit_state_is_refused_and_changes_nothing(damage) -> None:  # type: ignore[no-untyped-def]
-    drafter, sequence = warm("token-recycling")
+@pytest.mark.parametrize("engine_name", ["token-recycling", "token-recycling-static"])
+def test_unfit_state_is_refused_and_changes_nothing(damage, engine_name: str) -> None:  # type: ignore[no-untyped-def]
+    drafter, sequence = warm(engine_name)
     expected = proposed(drafter, sequence, 15, 6)
     state = drafter.state(sequence)
     damage(state)

@@ -12,7 +12,9 @@ from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import (
     WAYS,
     Way,
+    by_token,
     defined_outputs,
+    guess,
     load,
     random_draft_model,
     random_tokens,
@@ -20,7 +22,8 @@ from tests.worker.drafters.griffin_parts import (
 )
 from worker.bench.variants import GRIFFIN_PAPER
 from worker.drafters.base import DraftRequest
-from worker.drafters.griffin.forwards import GriffinForwards
+from worker.drafters.griffin.features import regressed_place
+from worker.drafters.griffin.forwards import GriffinForwards, Level
 from worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
 from worker.drafters.griffin.window import entry_of, window_start
 from worker.engine import Engine
@@ -28,6 +31,7 @@ from worker.target.target import TargetModel
 from worker.tree import ROOT, DraftTree
 
 PARAMS = SamplingParams(max_tokens=600, temperature=1.0, seed=5, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
 LENGTHS = [1, 2, 40, 63, 64, 65, 70, 511, 512, 513, 800]
 
 
@@ -48,47 +52,52 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 def new_drafter(way: Way, target: TargetModel, options: GriffinOptions = GRIFFIN_PAPER) -> GriffinDrafter:
-    return GriffinDrafter(target, GriffinForwards(way(random_draft_model(target), target), target), None, options)
+    rows = way(random_draft_model(target), target, options.num_expanded)
+    return GriffinDrafter(GriffinForwards(rows, target), None, options)
+
+
+def regressed(forwards: GriffinForwards, row: int) -> torch.Tensor:
+    """What was kept of a row of the tree of sequence "a"."""
+    return forwards._contexts["a"].room.features.rows([regressed_place(row)])[0]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_logits_and_features_of_a_draft_are_those_of_its_definition(
+def test_candidates_and_features_of_a_draft_are_those_of_its_definition(
     way: Way, exact_target: TargetModel, length: int
 ) -> None:
     model = random_draft_model(exact_target)
     token_ids, chain = random_tokens(exact_target, length), [7, 8, 9]
-    sequence, cache = read_sequence(exact_target, token_ids, PARAMS)
-    forwards = GriffinForwards(way(model, exact_target), exact_target)
-    forwards.start("a", cache)
-    [outputs] = forwards.follow([sequence])
+    sequence, cache = read_sequence(exact_target, token_ids, GREEDY)
+    forwards = GriffinForwards(way(model, exact_target, exact_target.vocab_size), exact_target)
+    forwards.start(sequence, cache)
+    [candidates] = forwards.follow([sequence])
     exact_target.model.set_attn_implementation("sdpa")
     try:
         expected = [defined_outputs(model, exact_target, token_ids, chain[:depth]) for depth in range(4)]
     finally:
         exact_target.model.set_attn_implementation("swiftbatch_row_groups")
-    torch.testing.assert_close(outputs.logits[0], expected[0][0], rtol=1e-3, atol=1e-3)
-    if length % 64 == 0:
-        return  # the root stands at the end of a block: nothing is drafted there
+    torch.testing.assert_close(by_token(candidates), guess(expected[0][0]), rtol=1e-3, atol=3e-3)
     tree = DraftTree()
     for depth, token_id in enumerate(chain, start=1):
+        if (length - 1) % 64 + depth > 63:  # the root stands at the end of a block, or near it
+            return
         tree.token_ids.append(token_id)
         tree.parents.append(depth - 2)
-        if (length - 1) % 64 + depth > 63:
-            return
-        [outputs] = forwards.expand([(sequence, tree, depth - 1, outputs.regressed)])
-        torch.testing.assert_close(outputs.logits[0], expected[depth][0], rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(outputs.regressed[0], expected[depth][1], rtol=1e-3, atol=1e-3)
+        [[candidates]] = forwards.expand([Level(sequence, tree, depth - 1)])
+        torch.testing.assert_close(by_token(candidates), guess(expected[depth][0]), rtol=1e-3, atol=3e-3)
+        torch.testing.assert_close(regressed(forwards, depth), expected[depth][1], rtol=1e-3, atol=1e-3)
 
 
 def test_siblings_do_not_see_each_other(way: Way, exact_target: TargetModel) -> None:
     sequence, cache = read_sequence(exact_target, random_tokens(exact_target, 30), PARAMS)
     forwards = GriffinForwards(way(random_draft_model(exact_target), exact_target), exact_target)
-    forwards.start("a", cache)
-    [root] = forwards.follow([sequence])
-    above = root.regressed.repeat(3, 1)
-    [together] = forwards.expand([(sequence, DraftTree([5, 6, 7], [ROOT] * 3), 0, above)])
-    [alone] = forwards.expand([(sequence, DraftTree([7], [ROOT]), 0, root.regressed)])
-    assert torch.equal(together.logits[2], alone.logits[0])
+    forwards.start(sequence, cache)
+    forwards.follow([sequence])
+    [together] = forwards.expand([Level(sequence, DraftTree([5, 6, 7], [ROOT] * 3), 0)])
+    feature = regressed(forwards, 3)
+    [alone] = forwards.expand([Level(sequence, DraftTree([7], [ROOT]), 0)])
+    assert together[2] == alone[0]
+    assert torch.equal(regressed(forwards, 1), feature)
 
 
 def test_the_window_begins_anew_and_entries_agree_with_blocks() -> None:
@@ -114,7 +123,7 @@ def test_a_resumed_sequence_has_the_very_same_drafts(
     fresh.start(resumed, cache)
     kept = cache.kv(0, cache.length).copy()
     assert proposed(fresh, resumed, 60, 3) == proposed(drafter, sequence, 60, 3)
-    expected, found = drafter._forwards._contexts["a"].cache, fresh._forwards._contexts["a"].cache
+    expected, found = drafter._forwards._contexts["a"].room.cache, fresh._forwards._contexts["a"].room.cache
     assert found.length == expected.length
     assert (found.kv(0, found.length) == expected.kv(0, found.length)).all()
     assert (cache.kv(0, cache.length) == kept).all()
@@ -163,7 +172,7 @@ def test_one_forward_serves_a_level_of_all_sequences(
     calls: list[int] = []
     rows = drafter._forwards._rows
     run = rows.run
-    monkeypatch.setattr(rows, "run", lambda groups, features: calls.append(len(groups)) or run(groups, features))
+    monkeypatch.setattr(rows, "run", lambda parts: calls.append(len(parts)) or run(parts))
     drafter.propose(requests)
     assert calls == [3] * 4  # the root's level, and three below it
 

@@ -7,24 +7,26 @@ import math
 import torch
 
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
-from worker.drafters.griffin.forwards import GriffinOutputs
+from worker.caches.full import CacheShape, FullKVCache
 from worker.drafters.griffin.plan import EVERYTHING_PAYS
+from worker.drafters.griffin.torch_ranking import TorchRoom
 from worker.drafters.griffin.tree import GrowingTree
-from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 
 # The draft model's guess of the target's logits: wrong by as much as they differ.
 GUESS = TABLE + torch.tensor([[math.cos(2.0 * row - 0.7 * column) for column in range(VOCAB)] for row in range(VOCAB)])
+NO_CACHE = FullKVCache(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), 0)
 PARAMS = PLAIN.model_copy(update={"temperature": 0.6, "top_p": 0.9})
 
 
 def dynamic_tree(sequence: Sequence) -> DraftTree:
-    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 2, 2, EVERYTHING_PAYS)
-    tree.add_root(GriffinOutputs(torch.zeros(1, 1), GUESS[[int(sequence.token_ids[-1])]]))
+    room = TorchRoom.of(sequence, NO_CACHE, torch.zeros(1))
+    tree = GrowingTree(sequence, 2, 2, EVERYTHING_PAYS)
+    tree.add_root(room.rank(GUESS[[int(sequence.token_ids[-1])]], [[]], 2)[0])
     while (level := tree.next_level()) is not None:
-        tokens = level[1].token_ids[level[2] :]
-        tree.add_level(GriffinOutputs(torch.zeros(len(tokens), 1), GUESS[tokens]))
+        tokens = level.tree.token_ids[level.first :]
+        tree.add_level(room.rank(GUESS[tokens], [[0]] * len(tokens), 2))
     return tree.best(4)[0]
 
 

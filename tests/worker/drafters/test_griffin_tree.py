@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.drafters.griffin.forwards import GriffinOutputs
+from worker.caches.full import CacheShape, FullKVCache
 from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, TreePrices
+from worker.drafters.griffin.torch_ranking import TorchRoom
 from worker.drafters.griffin.tree import GrowingTree
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -19,6 +20,7 @@ from worker.tree import DraftTree
 
 VOCAB = 8
 PARAMS = SamplingParams(max_tokens=100, temperature=1.0, seed=3)
+NO_CACHE = FullKVCache(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), 0)
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
 
@@ -27,20 +29,27 @@ def table(token_id: int) -> torch.Tensor:
     return torch.tensor([3.0 * math.sin(2.0 * token_id + 1.3 * other) for other in range(VOCAB)])
 
 
+def room_of(sequence: Sequence) -> TorchRoom:
+    return TorchRoom.of(sequence, NO_CACHE, torch.zeros(1))
+
+
+def paths_of(tree: DraftTree) -> list[list[int]]:
+    """Tokens down to each node."""
+    paths: list[list[int]] = []
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token_id])
+    return paths
+
+
 def grow(
     params: SamplingParams, max_depth: int = 4, width: int = 3, prices: TreePrices = EVERYTHING_PAYS
 ) -> GrowingTree:
     sequence = Sequence("a", [1], params, VOCAB)
-    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), max_depth, width, prices)
-    tree.add_root(GriffinOutputs(torch.tensor([[1.0]]), table(1)[None]))
+    tree, room = GrowingTree(sequence, max_depth, width, prices), room_of(sequence)
+    tree.add_root(room.rank(table(1)[None], [[]], width)[0])
     while (level := tree.next_level()) is not None:
-        _, expanded, first, features = level
-        tokens = expanded.token_ids[first:]
-        above = [1 if p < 0 else expanded.token_ids[p] for p in expanded.parents[first:]]
-        assert features[:, 0].tolist() == above, "a node's feature is not its parent's"
-        tree.add_level(
-            GriffinOutputs(torch.tensor([[float(t)] for t in tokens]), torch.stack([table(t) for t in tokens]))
-        )
+        tokens, paths = level.tree.token_ids[level.first :], paths_of(level.tree)[level.first :]
+        tree.add_level(room.rank(torch.stack([table(token_id) for token_id in tokens]), paths, width))
     return tree
 
 
@@ -67,8 +76,8 @@ def test_tokens_of_the_text_are_penalised_as_they_will_be() -> None:
     favourite = int(table(1).argmax())
     params = GREEDY.model_copy(update={"repetition_penalty": 4.0})
     sequence = Sequence("a", [favourite, 1], params, VOCAB)
-    tree = GrowingTree(sequence, TokenSampler(sequence, VOCAB), 1, 3, EVERYTHING_PAYS)
-    tree.add_root(GriffinOutputs(torch.zeros(1, 1), table(1)[None]))
+    tree = GrowingTree(sequence, 1, 3, EVERYTHING_PAYS)
+    tree.add_root(room_of(sequence).rank(table(1)[None], [[]], 3)[0])
     first = tree.best(1)[0].token_ids[0]
     assert first == TokenSampler(sequence, VOCAB).draw(table(1))
     assert first != favourite
@@ -141,6 +150,23 @@ def test_levels_of_a_slower_machine_are_not_dearer_here() -> None:
         slow.observe(4, 6, 3, 3.0)
     here.restore(slow.state())
     assert here.prices(64, 1).level < 1.0 < slow.prices(64, 1).level
+
+
+def test_drafting_of_a_slower_machine_does_not_end_drafting_here() -> None:
+    slow, here = PricePlanner(costs(1e-6), 0.001), PricePlanner(costs(1e-6), 0.001)
+    for _ in range(20):
+        slow.observe(4, 6, 3, 3.0, seconds=2.0)
+        here.observe(4, 6, 3, 3.0, seconds=0.002)
+    here.restore(slow.state())
+    assert here.pays([64], 0.0)
+    assert not slow.pays([64], 0.0)
+    fresh = PricePlanner(costs(1e-6), 0.001)
+    fresh.restore(slow.state())
+    assert not fresh.pays([64], 0.0)  # nothing else is known yet
+    fresh.observe(4, 6, 3, 3.0, seconds=0.002)
+    assert fresh.pays([64], 0.0)
+    slow.restore(here.state())
+    assert not slow.pays([64], 0.0)
 
 
 def test_probabilities_are_trusted_as_far_as_they_came_true() -> None:

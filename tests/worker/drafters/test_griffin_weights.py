@@ -14,7 +14,7 @@ from tests.worker.drafters.griffin_parts import load
 from worker.drafters.catalogue import FINGERPRINT, check_parts
 from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from worker.drafters.griffin.weights import CONFIG, load_griffin, save_griffin
-from worker.model.files import GRIFFIN_FILE, ModelError, locate_model
+from worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, ModelError, locate_model
 from worker.target.target import TargetModel
 
 
@@ -64,7 +64,7 @@ def test_the_fusion_is_the_papers_three_equations(config: GriffinConfig) -> None
 
 def test_weights_beside_the_target_are_no_part_of_it(tiny_model: Path) -> None:
     with_file = locate_model(str(tiny_model)).fingerprint
-    path = tiny_model / GRIFFIN_FILE
+    path = tiny_model / PARTS_FOLDER / GRIFFIN_FILE
     content = path.read_bytes()
     path.unlink()
     try:

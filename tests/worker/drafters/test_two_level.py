@@ -19,6 +19,9 @@ from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.bench.caches.catalogue import PARTIAL_CACHES
 from worker.bench.variants import TOKENSWIFT_PAPER
 from worker.caches import summary as summary_cache
+from worker.caches.entries import Entries
+from worker.caches.full import CacheShape
+from worker.caches.room import KVRoomError
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
@@ -91,6 +94,21 @@ def test_the_tokens_are_those_of_plain_decoding(
     sequence = new_sequence(target, sampler, NUM_TOKENS)
     run(target, tokenswift(target, free_rows, None, options), sequence)
     assert sequence.output_ids.tolist() == plain[sampler]
+
+
+def test_a_sequence_without_room_for_a_partial_cache_drafts_without_rounds(
+    target: TargetModel, plain: dict[str, list[int]]
+) -> None:
+    def no_room(shape: CacheShape, capacity: int) -> Entries:
+        raise KVRoomError("no slot for a partial cache: all 2 are taken")
+
+    drafter = always(target, 8, "summary", num_nodes=12)
+    drafter._new_entries = no_room
+    sequence = new_sequence(target, "T=0", NUM_TOKENS)
+    counters = run(target, drafter, sequence).counters
+    assert sequence.output_ids.tolist() == plain["T=0"]
+    assert drafter.counters.num_rounds == 0
+    assert counters.num_draft_tokens > 0
 
 
 def always(

@@ -26,6 +26,7 @@ from tests.worker.session.session_parts import (
     to_the_end,
     until,
 )
+from worker.model.files import ModelError
 from worker.session.work import Assignment, Orders
 
 HUGE = SamplingParams(max_tokens=2**31 - 1, seed=1)  # its cache would take terabytes
@@ -66,6 +67,11 @@ def test_one_job_s_fault_fails_that_job_alone(run: Run, tiny_model: Path) -> Non
     [(job_id, reason)] = report.failed
     assert job_id == "huge-1"
     assert "allocate" in reason
+
+
+def test_a_worker_refuses_kernels_that_it_would_not_run(run: Run, tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"^--linear triton: a choice of kernels on a GPU, but the device is a CPU"):
+        session(run, tiny_model, device="cpu", linear="triton")
 
 
 def test_cancelled_jobs_are_dropped_without_a_result(run: Run, tiny_model: Path) -> None:

@@ -68,12 +68,30 @@ def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(
     assert probe_rows(target, num_rows=120, seed=2).num_differing == 0
 
 
-def test_steps_are_timed_when_the_device_is_done(tiny: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    target, calls = tiny["float32"], []
-    monkeypatch.setattr(target, "verify", lambda _rows: calls.append("verify"))
-    monkeypatch.setattr(target, "synchronize", lambda: calls.append("wait"))
-    measure_step_costs(target)
-    assert calls == ["wait", "verify", "wait"] * (len(calls) // 3)
+class EventOfAGPU:
+    """Counts as done when the device has come so far; notes what is asked of it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def record(self) -> None:
+        self._calls.append("record")
+
+    def synchronize(self) -> None:
+        self._calls.append("wait for it")
+
+    def elapsed_time(self, end: EventOfAGPU) -> float:
+        assert end is not self
+        return 1500.0  # milliseconds
+
+
+def test_steps_are_timed_by_the_device_and_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("wait for all"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: EventOfAGPU(calls))
+    target = SimpleNamespace(device=torch.device("cuda"))
+    assert step_costs.seconds_of(target, lambda: calls.append("verify")) == 1.5  # type: ignore[arg-type]
+    assert calls == ["wait for all", "record", "verify", "record", "wait for it"]
 
 
 def test_large_caches_are_timed_at_all_lengths_in_the_memory_of_one_layer(

@@ -10,57 +10,34 @@ from __future__ import annotations
 
 import functools
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from jobs.sampling import SamplingParams
 from worker.caches.full import FullKVCache
+from worker.drafters.griffin.features import NOTHING, regressed_place
+from worker.drafters.griffin.level import Candidates, DraftRows, Room
 from worker.drafters.griffin.rows import GriffinRows
-from worker.drafters.griffin.window import NUM_ENTRIES, NUM_SINKS, WINDOW, entry_of, position_of, window_start
+from worker.drafters.griffin.window import NUM_SINKS, WINDOW, entry_of, position_of, window_start
 from worker.sequence import Sequence
 from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
-from worker.target.tiles import SequenceRows, chain_rows, tree_rows
-from worker.tree import DraftTree
+from worker.target.tiles import BLOCK, SequenceRows, tree_rows
+from worker.tree import ROOT, DraftTree
 
 PROBE_REPEATS = 5
 PROBE_NODES = 8
+PROBE_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
 
 
 @dataclass(frozen=True)
-class GriffinOutputs:
-    """What the draft model says of one sequence's rows."""
+class Level:
+    """The newest nodes of a tree below what `follow` took in."""
 
-    regressed: torch.Tensor  # [num_rows, hidden] to stand in for the target's features in the next rows
-    logits: torch.Tensor  # [num_rows, vocab] float32
-
-
-@dataclass
-class _Features:
-    """The target's final hidden states at consecutive positions of one sequence."""
-
-    first: int = 0
-    rows: list[torch.Tensor] = field(default_factory=list)  # each [hidden]
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.rows)
-
-    def put(self, position: int, hidden: torch.Tensor) -> None:
-        """Keep `hidden [num_rows, hidden]` of `position` and those behind it; what is not next to it is forgotten."""
-        if position != self.end:
-            self.first, self.rows = position, []
-        self.rows += hidden.unbind()
-        num_old = len(self.rows) - NUM_ENTRIES
-        if num_old > 0:
-            self.first, self.rows = self.first + num_old, self.rows[num_old:]
-
-    def holds(self, start: int, end: int) -> bool:
-        return self.first <= start and end <= self.end
-
-    def between(self, start: int, end: int) -> torch.Tensor:
-        """`[end - start, hidden]`."""
-        return torch.stack(self.rows[start - self.first : end - self.first])
+    sequence: Sequence
+    tree: DraftTree
+    first: int  # of the new nodes; their parents were in the level before
 
 
 @dataclass
@@ -68,9 +45,8 @@ class _Context:
     """One sequence as the draft model knows it."""
 
     target_cache: FullKVCache
-    cache: FullKVCache  # rows of the window but the newest token's, which every draft runs anew
+    room: Room
     start: int = NUM_SINKS  # position at which the window begins
-    features: _Features = field(default_factory=_Features)
 
 
 class GriffinForwards:
@@ -81,98 +57,90 @@ class GriffinForwards:
         self._target = target
         self._contexts: dict[str, _Context] = {}
 
-    def start(self, sequence_id: str, target_cache: FullKVCache) -> None:
+    def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
         """Make room for a sequence whose target cache this is."""
-        self._contexts[sequence_id] = _Context(target_cache, FullKVCache(self._rows.cache_shape, NUM_ENTRIES))
+        self._contexts[sequence.sequence_id] = _Context(target_cache, self._rows.new_room(sequence))
 
     def stop(self, sequence_id: str) -> None:
         del self._contexts[sequence_id]
 
     def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
         """Keep the target's features `[num_rows, hidden]` at a position and those behind it."""
-        self._contexts[sequence_id].features.put(position, hidden)
+        self._contexts[sequence_id].room.features.put(position, hidden)
 
-    def follow(self, sequences: list[Sequence]) -> list[GriffinOutputs]:
-        """Take in what was committed; returns the outputs at each sequence's newest token, one row each."""
+    def follow(self, sequences: list[Sequence]) -> list[Candidates]:
+        """Take in what was committed; returns what may follow each sequence's newest token."""
         for sequence in sequences:
             self._open_window(self._contexts[sequence.sequence_id], len(sequence))
-        found: dict[str, GriffinOutputs] = {}
+        found: dict[str, Candidates] = {}
         while waiting := [sequence for sequence in sequences if sequence.sequence_id not in found]:
-            rows = [self._missing_rows(sequence) for sequence in waiting]
-            features = [self._features(*pair) for pair in zip(waiting, rows, strict=True)]
-            for sequence, part, outputs in zip(waiting, rows, self._forward(rows, features), strict=True):
-                cache = self._contexts[sequence.sequence_id].cache
-                is_last = part.first_entry + len(part) == self._num_rows(sequence)
-                cache.advance(len(part) - is_last)  # the newest token's row stays a root, like the target's
-                if is_last:
-                    found[sequence.sequence_id] = GriffinOutputs(outputs.regressed[-1:], outputs.logits[-1:])
+            parts = [self._missing_rows(sequence) for sequence in waiting]
+            for sequence, part, candidates in zip(waiting, parts, self._rows.run(parts), strict=True):
+                part.room.cache.advance(part.num_known)  # the newest token's row stays a root, like the target's
+                if candidates:
+                    found[sequence.sequence_id] = candidates[0]
         return [found[sequence.sequence_id] for sequence in sequences]
 
-    def expand(self, levels: list[tuple[Sequence, DraftTree, int, torch.Tensor]]) -> list[GriffinOutputs]:
-        """Run the newest nodes of trees below what `follow` took in: each tree with its first new node's index.
-
-        The fourth of each is the regressed features of the new nodes' parents, `[num_new, hidden]`.
-        """
-        rows = []
-        for sequence, tree, first, _ in levels:
-            cache = self._contexts[sequence.sequence_id].cache
-            rows.append(tree_rows(cache, int(sequence.token_ids[-1]), tree).part(1 + first, 1 + len(tree)))
-        return self._forward(rows, [regressed for *_, regressed in levels])
+    def expand(self, levels: list[Level]) -> list[list[Candidates]]:
+        """What may follow each of the new nodes of some trees."""
+        return self._rows.run([self._level_rows(level) for level in levels])
 
     def level_seconds(self) -> float:
-        """Seconds of one forward over a few nodes, measured."""
-        cache = FullKVCache(self._rows.cache_shape, NUM_ENTRIES)
-        cache.clear()
-        cache.advance(NUM_SINKS + WINDOW)
-        rows = tree_rows(cache, 0, DraftTree([0] * PROBE_NODES, [-1] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
-        features = torch.zeros(PROBE_NODES, self._target.hidden_size, device=self._target.device)
-        forward = functools.partial(self._forward, [rows], [features.to(self._target.dtype)])
+        """Seconds of one level of a few nodes, measured."""
+        room = self._rows.new_room(Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device))
+        room.cache.clear()
+        room.cache.advance(NUM_SINKS + WINDOW)
+        rows = tree_rows(room.cache, 0, DraftTree([0] * PROBE_NODES, [ROOT] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
+        parts = [DraftRows(room, rows, [NOTHING] * PROBE_NODES, [[0]] * PROBE_NODES, 1)]
+        forward = functools.partial(self._rows.run, parts)
         return statistics.median(seconds_of(self._target, forward) for _ in range(PROBE_REPEATS))
 
     def _open_window(self, context: _Context, num_committed: int) -> None:
         start = window_start(num_committed)
         if start != context.start:
             context.start = start
-            context.cache.roll_back(min(context.cache.length, NUM_SINKS))
+            context.room.cache.roll_back(min(context.room.cache.length, NUM_SINKS))
 
-    def _num_rows(self, sequence: Sequence) -> int:
-        """Rows of a sequence's window, the newest token's included."""
-        return entry_of(len(sequence) - 1, self._contexts[sequence.sequence_id].start) + 1
-
-    def _missing_rows(self, sequence: Sequence) -> SequenceRows:
-        """The next rows that are not in the draft model's cache: at most a tile, sinks and window apart."""
+    def _missing_rows(self, sequence: Sequence) -> DraftRows:
+        """The next rows that are not in the draft model's cache: at most a block, sinks and window apart."""
         context = self._contexts[sequence.sequence_id]
-        first = position_of(context.cache.length, context.start)
+        room, last = context.room, len(sequence) - 1
+        first = position_of(room.cache.length, context.start)
         end = NUM_SINKS if first < NUM_SINKS else len(sequence)
-        return chain_rows(context.cache, sequence.token_ids[first:end].tolist())
+        token_ids = sequence.token_ids[first:end][: BLOCK - room.cache.length % BLOCK].tolist()
+        rows = tree_rows(room.cache, token_ids[0], DraftTree.chain(token_ids[1:]))
+        is_last = rows.first_entry + len(rows) == entry_of(last, context.start) + 1
+        return DraftRows(room, rows, self._known_places(sequence, rows), [[]] if is_last else [])
 
-    def _features(self, sequence: Sequence, rows: SequenceRows) -> torch.Tensor:
-        """Features in front of the rows' tokens, `[num_rows, hidden]`; the text's first token has none: zeros."""
+    def _known_places(self, sequence: Sequence, rows: SequenceRows) -> list[int]:
+        """Of the features in front of tokens of the text."""
         context = self._contexts[sequence.sequence_id]
-        position = position_of(rows.first_entry, context.start)
+        features, position = context.room.features, position_of(rows.first_entry, context.start)
         start, end = max(0, position - 1), position - 1 + len(rows)
-        if not context.features.holds(start, end):
+        if not features.holds(start, end):
             last = min(NUM_SINKS, len(sequence)) - 1 if position < NUM_SINKS else len(sequence) - 1
-            context.features.put(start, self._replay(sequence, context.target_cache, start, last))
-        found = context.features.between(start, end) if end > start else self._nothing(0)
-        return torch.cat([self._nothing(1), found]) if position == 0 else found
-
-    def _nothing(self, num_rows: int) -> torch.Tensor:
-        size = self._target.hidden_size
-        return torch.zeros(num_rows, size, dtype=self._target.dtype, device=self._target.device)
+            features.put(start, self._replay(sequence, context.target_cache, start, last))
+        return [NOTHING] * (position == 0) + features.places(start, end)
 
     def _replay(self, sequence: Sequence, cache: FullKVCache, start: int, end: int) -> torch.Tensor:
         """The target's final hidden states at positions `[start, end)`: `[end - start, hidden]`."""
-        token_ids = sequence.token_ids
-        hidden = [self._nothing(0)]
+        size, token_ids = self._target.hidden_size, sequence.token_ids
+        hidden = [torch.zeros(0, size, dtype=self._target.dtype, device=self._target.device)]
         with cache.replayed(start, end - start) as before:
             while before.length < end:
                 hidden.append(self._target.read(before, token_ids[before.length : end].tolist()))
         return torch.cat(hidden)
 
-    def _forward(self, groups: list[SequenceRows], features: list[torch.Tensor]) -> list[GriffinOutputs]:
-        """Run rows of several sequences with the features in front of them, each `[num_rows, hidden]`."""
-        regressed, logits = self._rows.run(groups, torch.cat(features))
-        sizes = [len(group) for group in groups]
-        split = zip(regressed.split(sizes), logits.split(sizes), strict=True)
-        return [GriffinOutputs(*outputs) for outputs in split]
+    def _level_rows(self, level: Level) -> DraftRows:
+        room, tree = self._contexts[level.sequence.sequence_id].room, level.tree
+        rows = tree_rows(room.cache, int(level.sequence.token_ids[-1]), tree).part(1 + level.first, 1 + len(tree))
+        places = [regressed_place(1 + parent) for parent in tree.parents[level.first :]]  # ROOT is the row in front
+        return DraftRows(room, rows, places, _paths(tree)[level.first :], 1 + level.first)
+
+
+def _paths(tree: DraftTree) -> list[list[int]]:
+    """Tokens from the root, which is not among them, down to each node."""
+    paths: list[list[int]] = []
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append([*([] if parent == ROOT else paths[parent]), token_id])
+    return paths

@@ -17,7 +17,6 @@ from worker.drafters.griffin.rows import rows_of
 from worker.drafters.griffin.tree import GrowingTree
 from worker.drafters.griffin.weights import load_griffin
 from worker.drafters.looks import LookRhythm
-from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
@@ -46,7 +45,6 @@ class _Tracked:
     """One sequence, and what was drafted for it last."""
 
     cache: FullKVCache
-    sampler: TokenSampler  # has taken in what is committed
     num_levels: int = 0
     num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
     seconds: float = 0.0  # its part of the time that drafting took
@@ -57,9 +55,10 @@ def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
-    forwards = GriffinForwards(rows_of(load_griffin(parts_folder, target), target), target)
+    rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
+    forwards = GriffinForwards(rows, target)
     planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
-    return GriffinDrafter(target, forwards, planner, options)
+    return GriffinDrafter(forwards, planner, options)
 
 
 class GriffinDrafter(Drafter):
@@ -68,20 +67,16 @@ class GriffinDrafter(Drafter):
     needs_hidden = True
     phases = ("follow", "grow")
 
-    def __init__(
-        self, target: TargetModel, forwards: GriffinForwards, planner: PricePlanner | None, options: GriffinOptions
-    ) -> None:
+    def __init__(self, forwards: GriffinForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
         """Without `planner` trees are as large as their limits (the paper's setting)."""
-        self._target = target
         self._forwards = forwards
         self._planner = planner
         self._options = options
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        sampler = TokenSampler(sequence, self._target.vocab_size, self._target.device)
-        self._tracked[sequence.sequence_id] = _Tracked(cache, sampler)
-        self._forwards.start(sequence.sequence_id, cache)
+        self._forwards.start(sequence, cache)  # first, since it may fail
+        self._tracked[sequence.sequence_id] = _Tracked(cache)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
@@ -90,8 +85,9 @@ class GriffinDrafter(Drafter):
         started = time.perf_counter()
         trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
         with timed(self.counters.seconds, "follow"):
-            for tree, outputs in zip(trees.values(), self._forwards.follow([r.sequence for r in wanted]), strict=True):
-                tree.add_root(outputs)
+            followed = self._forwards.follow([request.sequence for request in wanted])
+            for tree, candidates in zip(trees.values(), followed, strict=True):
+                tree.add_root(candidates)
         with timed(self.counters.seconds, "grow"):
             self._grow(list(trees.values()))
         for request in wanted:
@@ -101,8 +97,6 @@ class GriffinDrafter(Drafter):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         tracked, num_new = self._tracked[sequence.sequence_id], len(verification.committed_ids)
-        for token_id in verification.committed_ids:
-            tracked.sampler.push(token_id)
         if verification.hidden is not None:
             self._forwards.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
         tracked.looks.observe(tracked.num_levels > 0, len(verification.path))
@@ -138,14 +132,14 @@ class GriffinDrafter(Drafter):
         tracked = self._tracked[request.sequence.sequence_id]
         depth = min(request.max_depth, self._options.max_depth, 1 + max_tree_depth(tracked.cache.length))
         prices = self._planner.prices(tracked.cache.length, num_sequences) if self._planner else EVERYTHING_PAYS
-        return GrowingTree(request.sequence, tracked.sampler, depth, self._options.num_expanded, prices)
+        return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:
         """Level by level, one forward for all trees that go on."""
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
         while levels:
-            for (tree, _), outputs in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):
-                tree.add_level(outputs)
+            for (tree, _), ranked in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):
+                tree.add_level(ranked)
             levels = [(tree, level) for tree, _ in levels if (level := tree.next_level()) is not None]
 
     def _close(self, request: DraftRequest, tree: GrowingTree | None) -> DraftTree:

@@ -53,7 +53,8 @@ class PricePlanner:
         self._level_seconds = level_seconds
         self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
         self._num_steps = 0
-        self._drafting = 0.0  # seconds that drafting takes for each sequence; 0 before it was done
+        self._drafting = 0.0  # seconds that drafting takes here for each sequence; 0 before it was done
+        self._told_drafting = 0.0  # the same where the state came from; counts until it was done here
 
     def pays(self, lengths: list[int], overhead: float) -> bool:
         """Whether trees bring more than plain decoding to sequences of so many cached positions that share a forward.
@@ -65,7 +66,8 @@ class PricePlanner:
         tokens, nodes, *_ = self._means.tolist()
         mean = sum(lengths) // len(lengths)
         plain, drafted = (self._costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
-        return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * self._drafting)
+        drafting = self._drafting or self._told_drafting
+        return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
 
     def prices(self, length: int, num_sequences: int) -> TreePrices:
         """Prices for a sequence of `length` cached positions that shares its forwards with others."""
@@ -92,7 +94,8 @@ class PricePlanner:
 
     def state(self) -> dict[str, np.ndarray]:
         """What it has learned."""
-        return {"griffin_plan": np.array([*self._means, self._level_seconds, self._drafting, self._num_steps])}
+        drafting = self._drafting or self._told_drafting
+        return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
@@ -100,4 +103,4 @@ class PricePlanner:
         if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
         # what a level takes was measured on this machine and is not learned again
-        self._means, self._drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])
+        self._means, self._told_drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])

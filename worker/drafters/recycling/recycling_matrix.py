@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+MOST_ROUNDED = 1e-3  # above 0 that averaged log-probabilities may come to
 UNKNOWN = -np.inf  # the log-probabilities of a row that was never written
 
 
@@ -52,6 +53,8 @@ class RecyclingMatrix:
                 )
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise ValueError(f"recycling matrix: ids outside the vocabulary of {vocab_size} tokens")
+        if np.isnan(logprobs).any() or logprobs.max() > MOST_ROUNDED or (logprobs[:, 1:] > logprobs[:, :-1]).any():
+            raise ValueError("recycling matrix: found log-probabilities that are none, or not the best first")
 
     def load(self, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Take over the known rows of another matrix, keep the rest; returns which were known, `[num_rows] bool`."""

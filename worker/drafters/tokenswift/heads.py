@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +17,9 @@ from torch.nn.functional import linear
 from worker.drafters.catalogue import FINGERPRINT, HEADS
 from worker.drafters.trained_part import read_part
 from worker.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from worker.drafters.tokenswift.cuda_heads import HeadsGraph
 
 TENSOR = "heads.weight"  # [num_heads, hidden, hidden]
 
@@ -34,6 +38,7 @@ class DecodingHeads:
         self.num_heads = len(weight)
         self._weight = weight.to(target.device, target.dtype)  # [num_heads, hidden, hidden]
         self._target = target
+        self._graph = self._on_gpu()
 
     @classmethod
     def load(cls, parts_folder: Path | None, target: TargetModel) -> DecodingHeads:
@@ -42,6 +47,16 @@ class DecodingHeads:
         part = read_part(HEADS, target, parts_folder)
         return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
 
+    def _on_gpu(self) -> HeadsGraph | None:
+        """Where the target's caches lie in slots, its kernels run the heads, too."""
+        if self._target.forwards.arena is None:
+            return None
+        from worker.drafters.tokenswift.cuda_heads import HeadsGraph
+        from worker.target.cuda.forwards import CudaForwards
+
+        forwards = self._target.forwards
+        return HeadsGraph(self._weight, forwards) if isinstance(forwards, CudaForwards) else None
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_heads, vocab] float32` from one row's final hidden state `[hidden]`.
@@ -49,6 +64,8 @@ class DecodingHeads:
         Head i (from 0) predicts the token i + 2 places behind the row's own; the language model head predicts the
         one place behind it.
         """
+        if self._graph is not None:
+            return self._graph.logits(hidden)
         return self._target.logits(torch.stack(list(head_states(self._weight, hidden))))
 
 

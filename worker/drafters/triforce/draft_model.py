@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from worker.caches.full import FullKVCache
-from worker.drafters.catalogue import DRAFT_MODEL
+from worker.drafters.catalogue import DRAFT_MODEL, ENGINES
 from worker.model.files import ModelError, locate_model
 from worker.target.step_costs import seconds_of
 from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK, SequenceRows, chain_rows
+from worker.target.tiles import SequenceRows, chain_rows
 
 NUM_SINKS = 16
 WINDOW = 256  # newest tokens that are always read; before it begins anew, up to twice as many
@@ -50,15 +50,14 @@ class DraftModel:
         """
         folder = DRAFT_MODEL.find(target.files.name, target.files.path, target.files.fingerprint, parts_folder)
         files = locate_model(str(folder))
-        longest = NUM_SINKS + 2 * WINDOW + BLOCK
+        longest = ENGINES["triforce"].draft_length
         if files.max_positions < longest:
             raise ModelError(f"draft model {folder}: it has {files.max_positions} positions; {longest} are needed")
-        dtype = "bfloat16" if target.dtype == torch.bfloat16 else "float32"
-        return cls(TargetModel.load(files, dtype, target.device.type))
+        return cls(target.load_beside(files, longest))
 
     def start(self, sequence_id: str) -> None:
         """Make room for a sequence."""
-        cache = self._model.new_cache(NUM_SINKS + 2 * WINDOW + BLOCK)
+        cache = self._model.new_cache(ENGINES["triforce"].draft_length)
         self._contexts[sequence_id] = _Context(cache, np.zeros(0, dtype=np.int64))
 
     def stop(self, sequence_id: str) -> None:
@@ -76,7 +75,7 @@ class DraftModel:
                 context.cache.advance(len(part))
                 if context.cache.length == len(requests[name]):
                     context.token_ids = requests[name]
-                    found[name] = outputs.logits[-1]
+                    found[name] = outputs.logits[-1].clone()  # those of a forward hold until the next one
         return [found[name] for name in requests]
 
     def token_seconds(self) -> float:

@@ -9,7 +9,7 @@ from worker.drafters.ranking import CandidateRanker
 from worker.drafters.triforce.draft_model import DraftModel, window_of
 from worker.drafters.two_level.chain import Chain
 from worker.drafters.two_level.proposer import Proposer
-from worker.drawing import penalised
+from worker.drawing import Drawing, penalised
 from worker.sequence import Sequence
 from worker.tree import ROOT, DraftTree
 
@@ -17,11 +17,15 @@ from worker.tree import ROOT, DraftTree
 class DraftModelProposer(Proposer):
     """Draws with the coupled noise, as the target will; sequences of a batch share the draft model's forwards."""
 
-    def __init__(self, draft_model: DraftModel, width: int) -> None:
-        """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children."""
+    def __init__(self, draft_model: DraftModel, width: int, drawing: Drawing) -> None:
+        """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children.
+
+        Chains' samplers are of `drawing`.
+        """
         self.node_seconds = draft_model.token_seconds() / width  # that every proposed node takes
         self._draft_model = draft_model
         self._width = width
+        self._drawing = drawing
 
     def start(self, sequence: Sequence) -> None:
         self._draft_model.start(sequence.sequence_id)
@@ -30,8 +34,11 @@ class DraftModelProposer(Proposer):
         trees = [_Tree(chain, *limit, self._width) for chain, limit in zip(chains, limits, strict=True)]
         while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
             windows = {name: tree.window() for name, tree in growing.items()}
-            for tree, logits in zip(growing.values(), self._draft_model.logits(windows), strict=True):
-                tree.grow(logits)
+            found = self._draft_model.logits(windows)
+            roots, samplers = [DraftTree()] * len(found), [tree.sampler for tree in growing.values()]
+            walks = self._drawing.walks(samplers, roots, [logits[None] for logits in found])
+            for tree, logits, walk in zip(growing.values(), found, walks, strict=True):
+                tree.grow(logits, walk.drawn[0] if walk.drawn else 0)  # a damaged draft model ends no job
         return [tree.tree for tree in trees]
 
     def stop(self, sequence: Sequence) -> None:
@@ -44,10 +51,10 @@ class _Tree:
     def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
         self.tree = DraftTree()
         self.sequence_id = chain.sequence.sequence_id
-        self._sequence, self._sampler = chain.sequence, chain.sampler
+        self._sequence, self.sampler = chain.sequence, chain.sampler
         if max_nodes > 0 and max_depth > 0:
             self._sequence = chain.sequence.fork()
-            self._sampler = chain.sampler.fork(self._sequence)
+            self.sampler = chain.sampler.fork(self._sequence)
         self._num_committed = len(chain.sequence) - chain.num_tokens
         self._max_nodes = max_nodes
         self._depth_left = max_depth
@@ -61,11 +68,10 @@ class _Tree:
     def window(self) -> np.ndarray:
         return window_of(self._sequence.token_ids, self._num_committed)
 
-    def grow(self, logits: torch.Tensor) -> None:
-        """Draw the chain's next token from the draft model's logits `[vocab]`, and add the next best beside it."""
+    def grow(self, logits: torch.Tensor, token_id: int) -> None:
+        """Add the chain's next token, drawn from the draft model's logits `[vocab]`, and the next best beside it."""
         candidates = self._siblings(logits) if self._width > 1 else []
-        parent, token_id = self._newest, self._sampler.draw(logits)
-        self._newest = len(self.tree)
+        parent, self._newest = self._newest, len(self.tree)
         others = [other for other in candidates if other != token_id][: self._width - 1]
         for candidate in [token_id, *others][: self._max_nodes - len(self.tree)]:
             self.tree.token_ids.append(candidate)
@@ -74,5 +80,5 @@ class _Tree:
         self._depth_left -= 1
 
     def _siblings(self, logits: torch.Tensor) -> list[int]:
-        [ranked] = CandidateRanker(self._sequence).rank_logits(penalised(self._sampler, logits)[None], [1], self._width)
+        [ranked] = CandidateRanker(self._sequence).rank_logits(penalised(self.sampler, logits)[None], [1], self._width)
         return [token_id for _, token_id in ranked]

@@ -37,7 +37,8 @@ def triforce(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
 ) -> TwoLevelDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
-    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), options.width)
+    draft_model = DraftModel.load(parts_folder, target)
+    proposer = DraftModelProposer(draft_model, options.width, target.forwards.new_drawing())
     plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)
     planner = planner_of(plan, costs, options.budget, proposer.node_seconds)
     return TwoLevelDrafter(target, proposer, planner, options.cache, options.budget)

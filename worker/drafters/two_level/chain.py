@@ -42,7 +42,7 @@ class Chain:
         self,
         sequence: Sequence,
         sampler: Sampler,
-        cache: PartialCache,
+        cache: PartialCache | None,
         hidden: torch.Tensor | None,
         plan: RoundPlan,
         max_nodes: int,
@@ -95,10 +95,12 @@ class Chain:
 
     def rows(self, tree: DraftTree) -> PartialRows:
         """Rows that check a tree below the newest token."""
+        assert self._cache is not None
         return partial_rows(self._cache, self.newest, len(self.sequence) - 1, tree)
 
     def advance(self, walk: Walk, outputs: RowOutputs) -> None:
         """Keep what was drawn from a round's outputs."""
+        assert self._cache is not None
         last_row = walk.path[-1] + 1 if walk.path else 0
         self._cache.keep(walk.path)
         self.hidden = outputs.hidden[last_row]

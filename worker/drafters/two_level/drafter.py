@@ -8,7 +8,7 @@ and compares, so nothing can be biased.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from metrics.counters import timed
 from worker.caches.full import FullKVCache
 from worker.caches.partial import PartialCache, PartialCacheFactory
+from worker.caches.room import KVRoomError
 from worker.drafters.base import Drafter, DraftRequest, ReadRows
 from worker.drafters.two_level.chain import Chain, Round
 from worker.drafters.two_level.chain_tree import ChainTree, assemble
@@ -34,7 +35,7 @@ class _Tracked:
     """One sequence on its two levels."""
 
     cache: FullKVCache
-    partial: PartialCache
+    partial: PartialCache | None  # None: there was no room for one, and no round is planned
     sampler: Sampler
     hidden: torch.Tensor | None = None  # [hidden] of the last verified row
     proposed: ChainTree = field(default_factory=ChainTree)
@@ -62,11 +63,12 @@ class TwoLevelDrafter(Drafter):
         self._proposer = proposer
         self._planner = planner
         self._new_cache, self._budget = new_cache, budget
+        self._new_entries = target.forwards.room_for(new_cache, budget)
         self._num_alternatives = num_alternatives
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        partial = self._new_cache(self._target.cache_shape, min(self._budget, sequence.max_length), sequence)
+        partial = self._new_partial(sequence)
         self._proposer.start(sequence)
         self._tracked[sequence.sequence_id] = _Tracked(cache, partial, self._drawing.sampler(sequence))
 
@@ -110,13 +112,22 @@ class TwoLevelDrafter(Drafter):
         """A chain without tokens; its partial cache follows the full one where rounds are to come."""
         sequence, tracked = request.sequence, self._tracked[request.sequence.sequence_id]
         plan = self._planner.plan(tracked.cache.length, num_sequences, request.max_depth)
-        if plan.num_rounds:
+        if tracked.partial is None:
+            plan = replace(plan, num_rounds=0)
+        elif plan.num_rounds:
             with timed(self.counters.seconds, "follow"):
                 tracked.partial.follow(tracked.cache, lambda position: self._queries(sequence, position))
         if self.needs_hidden and tracked.hidden is None and tracked.cache.length > 0:
             tracked.hidden = self._last_hidden(sequence, tracked.cache)
         max_nodes = min(request.max_nodes, self._planner.max_nodes)
         return Chain(sequence, tracked.sampler, tracked.partial, tracked.hidden, plan, max_nodes, request.max_depth)
+
+    def _new_partial(self, sequence: Sequence) -> PartialCache | None:
+        budget = min(self._budget, sequence.max_length)
+        try:
+            return self._new_cache(self._target.cache_shape, budget, sequence, self._new_entries)
+        except KVRoomError:  # a draft less is no reason to refuse a job
+            return None
 
     def _round(self, chains: list[Chain]) -> None:
         """Propose below every chain's newest token and let the target with the partial caches draw there."""

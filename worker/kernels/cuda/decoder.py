@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from worker.caches.room import RING_LAYERS
 from worker.kernels.angles import angles
-from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from worker.kernels.cuda.attention import AttentionShape
+from worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from worker.kernels.cuda.layers import add_norm, embed, silu_mul
 from worker.kernels.cuda.linear import LinearKernel
 from worker.kernels.cuda.rotary import rope_store
 from worker.kernels.cuda.stacked import StackedLayer, StackedWeights
-from worker.kernels.cuda.table import NUM_ROWS, TableLayout
+from worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
 
 
 class CudaDecoder:
@@ -33,9 +37,11 @@ class CudaDecoder:
         linear: LinearKernel,
         bias: Tensor | None = None,
         reduce: Callable[[Tensor], None] | None = None,
+        attention: AttentionKernel = TritonAttention,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`, on its device.
 
+        It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
         outputs `[NUM_ROWS, hidden]` over devices that hold the others, in place. Raises ValueError.
         """
@@ -43,38 +49,67 @@ class CudaDecoder:
         _check_arena(arena, weights)
         num_slots, capacity = arena.shape[2], arena.shape[4]
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
-        self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_positions, sizes.vocab)
+        shape = self._shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
+        step = BLOCK if bias is None else 1
+        self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_positions, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
         self._linear, self._reduce = linear, reduce
         self._angles = angles(weights.rotary, np.arange(num_positions), sizes.dtype).to(sizes.dtype).to(arena.device)
-        self._allocate(num_splits, arena.device)
+        self._allocate(arena.device)
+        self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
+
+    def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
+        """The same over another arena, with biases. All but the tables is shared: one of the two runs at a time."""
+        _check_arena(arena, self._weights)
+        other = copy.copy(self)
+        other._arena, other._bias = arena, bias
+        other.layout = replace(self.layout, num_slots=arena.shape[2], capacity=arena.shape[4], boundary_step=1)
+        other._allocate_table(arena.device)
+        if not isinstance(self.attention, TritonAttention):  # flash-attn adds no biases
+            other.attention = TritonAttention(self._shape, other.layout, self.sizes.scale, arena.device)
+        return other
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run the rows that `table_buffer` tells of, as `layout` fills one: into the arena, `hidden` and `logits`.
 
-        `tap` is shown every layer's queries `[NUM_ROWS, num_heads, head_dim]` as they meet the keys.
+        `tap` is shown every layer's queries `[:, num_kv_heads, heads_per_kv, head_dim]` as they met the keys, those of
+        the first row first.
         """
-        weights, epsilon = self._weights, self.sizes.epsilon
-        embed(self._table.rows, self._table.token_ids, weights.embedding, self._state)
-        delta = None
-        for number, layer in enumerate(weights.layers):
-            keys, values = self._arena[number]
-            add_norm(self._table.rows, self._state, delta, layer.input_norm, epsilon, self._normed)
-            self._mix(layer, keys, values)
-            if tap is not None:
-                tap(number, self._query)
-            add_norm(self._table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
-            self._run_mlp(layer)
-            delta = self._delta
-        add_norm(self._table.rows, self._state, delta, weights.final_norm, epsilon, self.hidden)
+        self.begin()
+        for number in range(self.sizes.num_layers):
+            self.run_layer(number, tap)
+        self.end()
+
+    def begin(self) -> None:
+        """What comes before the layers."""
+        embed(self._table.rows, self._table.token_ids, self._weights.embedding, self._state)
+
+    def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
+        """One layer, behind those before it."""
+        layer, epsilon = self._weights.layers[number], self.sizes.epsilon
+        keys, values = self._arena[number % len(self._arena)]
+        delta = self._delta if number else None
+        add_norm(self._table.rows, self._state, delta, layer.input_norm, epsilon, self._normed)
+        self._mix(layer, keys, values)
+        if tap is not None:
+            tap(number, self.attention.heads())
+        add_norm(self._table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
+        self._run_mlp(layer)
+
+    def end(self) -> None:
+        """What comes behind the layers."""
+        weights = self._weights
+        add_norm(self._table.rows, self._state, self._delta, weights.final_norm, self.sizes.epsilon, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
 
     def _mix(self, layer: StackedLayer, keys: Tensor, values: Tensor) -> None:
-        table, sizes = self._table, self.sizes
+        table, attention = self._table, self.attention
         self._linear(self._normed, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
-        rope_store(self._qkv, self._angles, layer.head_norms, sizes.epsilon, table.rows, self._query, keys, values)
-        attend(self._query, keys, values, self._bias, table, self._scratch, self._mixed, sizes.scale)
+        rope_store(
+            self._qkv, self._angles, layer.head_norms, self.sizes.epsilon, table.rows,
+            attention.query, keys, values, attention.places(table),
+        )  # fmt: skip
+        attention.attend(keys, values, self._bias, table, self._mixed)
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)
@@ -86,27 +121,30 @@ class CudaDecoder:
         if self._reduce is not None:
             self._reduce(self._delta)
 
-    def _allocate(self, num_splits: int, device: torch.device) -> None:
+    def _allocate(self, device: torch.device) -> None:
         """Static buffers, of zeros: what padding rows have never written are numbers, too."""
         sizes = self.sizes
-        heads = (sizes.num_heads, sizes.head_dim)
 
         def rows(*shape: int) -> Tensor:
             return torch.zeros(NUM_ROWS, *shape, dtype=sizes.dtype, device=device)
 
-        self.table_buffer = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
-        self._table = self.layout.table(self.table_buffer)
+        self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
         self._qkv = rows((sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim)
-        self._query, self._mixed = (rows(*heads) for _ in range(2))
+        self._mixed = rows(sizes.num_heads, sizes.head_dim)
         self._gate_up, self._gated = rows(2 * sizes.intermediate), rows(sizes.intermediate)
-        self._scratch = Scratch.empty(num_splits, *heads, device)
         self.hidden = rows(sizes.hidden)
         self.logits = torch.zeros(NUM_ROWS, sizes.vocab, device=device)
+
+    def _allocate_table(self, device: torch.device) -> None:
+        self.table_buffer = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
+        self._table = self.layout.table(self.table_buffer)
 
 
 def _check_arena(arena: Tensor, weights: StackedWeights) -> None:
     sizes = weights.sizes
-    expected = (len(weights.layers), 2, arena.shape[2], sizes.num_kv_heads, arena.shape[4], sizes.head_dim)
-    if arena.shape != expected or arena.dtype != sizes.dtype or arena.stride(-1) != 1:
+    num_layers = len(weights.layers)
+    expected = (num_layers, 2, arena.shape[2], sizes.num_kv_heads, arena.shape[4], sizes.head_dim)
+    is_layers = len(arena) in (num_layers, min(num_layers, RING_LAYERS))
+    if not is_layers or arena.shape[1:] != expected[1:] or arena.dtype != sizes.dtype or arena.stride(-1) != 1:
         raise ValueError(f"found an arena of {arena.dtype} {list(arena.shape)}, expected {sizes.dtype} {expected}")

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jobs.run.dtypes import LinearName
 from worker.kernels.cuda.rounding import dot, rounded
 from worker.kernels.cuda.table import NUM_ROWS
 
@@ -89,4 +90,4 @@ def multiply_constants(depth: int, has_bias: bool) -> dict[str, int]:
     }
 
 
-LINEAR_KERNELS: dict[str, LinearKernel] = {"cublas": cublas_linear, "triton": triton_linear}
+LINEAR_KERNELS: dict[LinearName, LinearKernel] = {"cublas": cublas_linear, "triton": triton_linear}

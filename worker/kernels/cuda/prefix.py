@@ -60,7 +60,8 @@ def prefix_split(
     slot = tl.load(group_ptr).to(tl.int64)
     first_row = tl.load(group_ptr + 1)
     num_rows = tl.load(group_ptr + 2)
-    num_blocks = tl.load(group_ptr + 3) // BLOCK
+    boundary = tl.load(group_ptr + 3)
+    num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
     blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # a function of the rows' own boundary
     start = split * blocks_per_split
     end = tl.minimum(start + blocks_per_split, num_blocks)
@@ -85,7 +86,7 @@ def prefix_split(
         places = cache + entries.to(tl.int64)[:, None] * stride_entry
         bias = tl.zeros([BLOCK], tl.float32)
         if HAS_BIAS:
-            bias = tl.load(bias_ptr + slot * stride_bias + entries)
+            bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))
         highest, total, acc_first, acc_second = attend_block(
             query, key_ptr, value_ptr, places, bias, scale_log2, highest, total, acc_first, acc_second,
             HEAD_DIM, HALF, HAS_BIAS,

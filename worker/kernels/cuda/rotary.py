@@ -27,11 +27,17 @@ def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
+    """Where heads lie among those of all groups: the heads of a KV head are rows of it, as flash-attn takes them."""
+    return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
+
+
+@triton.jit
 def rope_store_heads(
-    qkv_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, query_ptr, keys_ptr, values_ptr,
+    qkv_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, packed_ptr, query_ptr, keys_ptr, values_ptr,
     epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    IS_PACKED: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
     row = tl.program_id(0)
@@ -63,7 +69,10 @@ def rope_store_heads(
     turned_first = rounded(tl.where(is_value, given_first, first * cosines - second * sines), dtype)
     turned_second = rounded(tl.where(is_value, given_second, second * cosines + first * sines), dtype)
 
-    query_ptr += (row * num_heads + query_head)[:, None] * HEAD_DIM + columns
+    place = row * num_heads + query_head
+    if IS_PACKED:
+        place = packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS, HEADS_PER_KV)
+    query_ptr += place[:, None] * HEAD_DIM + columns
     store_halves(query_ptr, turned_first, turned_second, is_query & is_real, HEAD_DIM)
     place = tl.load(row_ptr).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * stride_head
     place += tl.load(row_ptr + 4).to(tl.int64) * stride_entry
@@ -79,17 +88,19 @@ def rope_store(
     norms: tuple[Tensor, Tensor] | None,  # weights [head_dim] of queries and of keys
     epsilon: float,
     rows: Tensor,  # of a row table
-    query: Tensor,  # [NUM_ROWS, num_heads, head_dim]
+    query: Tensor,  # [NUM_ROWS, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
     values: Tensor,  # as keys, with the same strides
+    packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
 ) -> None:
     """Write turned queries, and turned keys and values to the entries of their rows; of padding rows nothing."""
     _, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     query_norm, key_norm = (None, None) if norms is None else norms
     rope_store_heads[(NUM_ROWS, num_kv_heads)](
-        qkv, angles, query_norm, key_norm, rows, query, keys, values, epsilon, *keys.stride()[:3],
-        HAS_NORM=norms is not None, **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
+        qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, epsilon, *keys.stride()[:3],
+        HAS_NORM=norms is not None, IS_PACKED=packed is not None,
+        **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 
 

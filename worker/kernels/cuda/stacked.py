@@ -56,40 +56,15 @@ def stacked_weights(
     return StackedWeights(
         weights.sizes,
         embedding,
-        [_stacked_layer(layer, device) for layer in (weights.layers if layers is None else layers)],
+        [stacked_layer(layer, device) for layer in (weights.layers if layers is None else layers)],
         _moved(weights.final_norm, device),
         _stacked([head], device),
         weights.rotary,
     )
 
 
-def unstacked(weights: StackedWeights) -> DecoderWeights:
-    """The same by their roles, without a copy."""
-    return DecoderWeights(
-        weights.sizes,
-        weights.embedding,
-        [_unstacked_layer(layer, weights.sizes) for layer in weights.layers],
-        weights.final_norm,
-        weights.head,
-        weights.rotary,
-    )
-
-
-def _unstacked_layer(layer: StackedLayer, sizes: DecoderSizes) -> LayerWeights:
-    keys = sizes.num_kv_heads * sizes.head_dim
-    query, key, value = _split(layer.query_key_value, [sizes.num_heads * sizes.head_dim, keys, keys])
-    gate, up = _split(layer.gate_up, [sizes.intermediate] * 2)
-    norms = layer.head_norms or (None, None)
-    others = (layer.output, layer.mlp_norm, gate, up, layer.down)
-    return LayerWeights(layer.input_norm, query, key, value, *others, *norms)
-
-
-def _split(linear: Linear, sizes: list[int]) -> list[Linear]:
-    biases: Iterable[Tensor | None] = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
-    return [Linear(*parts) for parts in zip(linear.weight.split(sizes), biases, strict=True)]
-
-
-def _stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
+def stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
+    """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
     norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
     return StackedLayer(
         _moved(layer.input_norm, device),

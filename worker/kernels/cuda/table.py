@@ -33,6 +33,8 @@ class RowTable(Generic[Ints]):
     rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the tail (0: padding), position, entry to write
     tail_slots: Ints  # [NUM_ROWS, BLOCK]: entries of the keys from the boundary on, in position order
     token_ids: Ints  # [NUM_ROWS]
+    prefixes: Ints  # [2, num_groups]: slots and boundaries of the groups, once more, since flash-attn takes no strides
+    packed: Ints  # [NUM_ROWS]: places of the rows where every group has room for `rows_per_group`
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,12 @@ class TableLayout:
     rows_per_group: int
     num_positions: int
     vocab: int
+    boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
 
     @property
     def num_groups(self) -> int:
-        """As many as `NUM_ROWS` rows of `num_slots` sequences can need."""
-        most = (NUM_ROWS + self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
+        """As many as `NUM_ROWS` rows of `num_slots` sequences can need, each of which stand in two blocks at most."""
+        most = (NUM_ROWS + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
         return min(NUM_ROWS, most)
 
     @property
@@ -82,12 +85,16 @@ class TableLayout:
             table.tail_slots[row:end] = rows.tail_entries
             table.token_ids[row:end] = rows.token_ids
             for first in range(row, end, self.rows_per_group):
-                table.groups[group] = slot, first, min(self.rows_per_group, end - first), rows.boundary
+                num_rows = min(self.rows_per_group, end - first)
+                table.groups[group] = slot, first, num_rows, rows.boundary
+                table.prefixes[:, group] = slot, rows.boundary
+                table.packed[first : first + num_rows] = group * self.rows_per_group + np.arange(num_rows)
                 group += 1
             row = end
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.num_groups, 4), (NUM_ROWS, 5), (NUM_ROWS, BLOCK), (NUM_ROWS,)
+        groups = self.num_groups
+        return (groups, 4), (NUM_ROWS, 5), (NUM_ROWS, BLOCK), (NUM_ROWS,), (2, groups), (NUM_ROWS,)
 
     def _check(self, sequences: Sequence[tuple[Rows, int]]) -> None:
         num_rows = sum(len(rows) for rows, _ in sequences)
@@ -104,9 +111,10 @@ class TableLayout:
             raise ValueError("found rows that write the same entries")
 
     def _check_rows(self, rows: Rows) -> None:
-        if rows.boundary % BLOCK or not 0 <= rows.boundary <= self.capacity:
+        if rows.boundary % self.boundary_step or not 0 <= rows.boundary <= self.capacity:
             raise ValueError(
-                f"found a boundary at {rows.boundary}, expected a multiple of {BLOCK} up to {self.capacity}"
+                f"found a boundary at {rows.boundary}, expected a multiple of {self.boundary_step} up to "
+                f"{self.capacity}"
             )
         if rows.tail_entries.shape != (len(rows), BLOCK):
             raise ValueError(f"found tails {list(rows.tail_entries.shape)}, expected {[len(rows), BLOCK]}")

@@ -14,10 +14,36 @@ def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, col
     """Fold in the output and LSE of one split, at the places of the row's heads."""
     part = load_rows(output_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     lse = tl.load(lse_ptr + row_head, mask=is_real, other=0.0)
+    return merge_part(part, lse, highest, total, acc)
+
+
+@triton.jit
+def merge_part(part, lse, highest, total, acc):
+    """Fold in a normalised output `[rows, columns]` and its LSE `[rows]`, base 2."""
     new_highest = tl.maximum(highest, lse)
     weight = tl.exp2(lse - new_highest)
     decay = tl.exp2(highest - new_highest)
     return new_highest, total * decay + weight, acc * decay[:, None] + part * weight[:, None]
+
+
+@triton.jit
+def attend_tail(
+    query, key_ptr, value_ptr, tail_slots_ptr, tail_length, columns, scale_log2, stride_entry,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the tail of a row's heads: their highest scores, totals, and mixed values, not yet divided."""
+    n = tl.arange(0, BLOCK)
+    seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
+    places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
+    keys = load_rows(key_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * scale_log2
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    highest = tl.max(scores, 1)
+    probabilities = tl.exp2(scores - highest[:, None])
+    total = tl.sum(probabilities, 1)
+    values = load_rows(value_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
+    probabilities = rounded(probabilities, values.dtype).to(values.dtype)
+    return highest, total, dot(probabilities, values, tl.zeros([query.shape[0], columns.shape[0]], tl.float32))
 
 
 @triton.jit
@@ -31,7 +57,7 @@ def tail_merge(
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
-    num_blocks = tl.load(rows_ptr + row * 5 + 1) // BLOCK
+    num_blocks = tl.cdiv(tl.load(rows_ptr + row * 5 + 1), BLOCK)
     tail_length = tl.load(rows_ptr + row * 5 + 2)
     if tail_length == 0:
         return
@@ -43,19 +69,11 @@ def tail_merge(
     columns = tl.arange(0, WIDTH)
     offsets = row_head[:, None] * HEAD_DIM + columns[None, :]
     query = load_rows(query_ptr + offsets, is_real, columns, HEAD_DIM, True)
-    n = tl.arange(0, BLOCK)
-    seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
-    entries = tl.load(tail_slots_ptr + row * BLOCK + n).to(tl.int64)
-    places = slot * stride_slot + kv_head.to(tl.int64) * stride_head + entries[:, None] * stride_entry
-    keys = load_rows(key_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
-    scores = dot(query, tl.trans(keys), tl.zeros([TILE_ROWS, BLOCK], tl.float32)) * scale_log2
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    highest = tl.max(scores, 1)
-    probabilities = tl.exp2(scores - highest[:, None])
-    total = tl.sum(probabilities, 1)
-    values = load_rows(value_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
-    probabilities = rounded(probabilities, values.dtype).to(values.dtype)
-    acc = dot(probabilities, values, tl.zeros([TILE_ROWS, WIDTH], tl.float32))
+    cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
+    highest, total, acc = attend_tail(
+        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
+        stride_entry, HEAD_DIM, BLOCK,
+    )  # fmt: skip
 
     blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # as in `prefix_split`
     for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,11 @@ class DrawLayout:
             start = end
         return parts
 
-    def fill(self, buffer: NDArray[np.int32], rows: list[DrawRow], news: dict[int, tuple[Any, Any]]) -> None:
-        """At most `NUM_ROWS` rows; `news` has for slots the tokens that came into and left their windows since."""
+    def fill(self, buffer: NDArray[np.int32], rows: Many[DrawRow | None], news: dict[int, tuple[Any, Any]]) -> None:
+        """At most `NUM_ROWS` rows, of which None is one that nothing is asked of.
+
+        `news` has for slots the tokens that came into and left their windows since.
+        """
         words, ancestors, leaving, arriving, gone = self.parts(buffer)
         table = words.reshape(-1).view(ROW)
         table[:] = np.zeros((), dtype=ROW)
@@ -63,6 +67,8 @@ class DrawLayout:
         arriving[:] = gone[:] = PADDING
         windows: dict[int, Sequence] = {}
         for index, row in enumerate(rows):
+            if row is None:
+                continue
             position = len(row.sequence) + len(row.path)
             fill_row(table, index, row.sequence.sampling, row.slot, position, len(row.path))
             ancestors[index, : len(row.path)] = row.path

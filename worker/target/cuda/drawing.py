@@ -35,6 +35,20 @@ class Counts:
         self.slot = slot
         self.num_counted: int | None = None  # tokens that the device knows; None: the place holds another one's
 
+    def news(self, counts: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that came into and left the window since `counts [num_slots, vocab] int32` heard of it.
+
+        Where these are too many, the place is written anew.
+        """
+        sequence, window = self.sequence, self.sequence.sampling.penalty_window
+        num_new = None if self.num_counted is None else len(sequence) - self.num_counted
+        self.num_counted = len(sequence)
+        if num_new is not None and num_new <= NUM_DRAFTED:
+            return committed_tokens(sequence.token_ids, num_new, window)
+        fresh = np.bincount(sequence.token_ids[-window:], minlength=counts.shape[1]).astype(np.int32)
+        counts[self.slot] = torch.from_numpy(fresh).to(counts.device)
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
 
 class CudaSampler:
     """Draws one sequence's tokens, or those of its forks, by the drawing that made it."""
@@ -46,11 +60,6 @@ class CudaSampler:
 
     def fork(self, sequence: Sequence) -> CudaSampler:
         return CudaSampler(self._drawing, sequence, self.counts)
-
-    def draw(self, logits: torch.Tensor) -> int:
-        """As `Sampler` has it; some token where the logits are not finite, as in C: a draft model may give such."""
-        drawn = self._drawing.walks([self], [DraftTree()], [logits[None]])[0].drawn
-        return drawn[0] if drawn else 0
 
     def seen(self) -> torch.Tensor | None:
         sampling = self.sequence.sampling
@@ -77,15 +86,19 @@ class CudaDrawing:
         self._free = list(range(MOST_SLOTS, NO_SLOT, -1))
         self._graphs = DrawGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
+        self._counts = weakref.WeakValueDictionary[int, Counts]()  # by sequences, which counts keep alive
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
-        """Raises RuntimeError where more sequences with a penalty are there than a worker takes."""
+        """Engine and drafter share a sequence's counts. Raises RuntimeError for more of them than a worker takes."""
         if sequence.sampling.repetition_penalty == 1.0:
             return CudaSampler(self, sequence, Counts(sequence, NO_SLOT))
+        if known := self._counts.get(id(sequence)):
+            return CudaSampler(self, sequence, known)
         if not self._free:
             raise RuntimeError(f"more than {MOST_SLOTS} sequences with a repetition penalty at a time")
         counts = Counts(sequence, self._free.pop())
         weakref.finalize(counts, self._free.append, counts.slot)
+        self._counts[id(sequence)] = counts
         return CudaSampler(self, sequence, counts)
 
     def walks(
@@ -99,7 +112,7 @@ class CudaDrawing:
         if not rows:
             return []
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
-        news = {slot: self._news(counts) for slot, counts in counted.items()}
+        news = {slot: counts.news(self._graphs.counts) for slot, counts in counted.items()}
         tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
         walks, start = [], 0
         for tree in trees:
@@ -129,17 +142,6 @@ class CudaDrawing:
         parts = ([getattr(each, name) for each in found] for name in ("tokens", "top_ids", "top_logprobs"))
         tokens, ids, logprobs = (np.concatenate(part)[: len(rows)] for part in parts)
         return tokens, ids.astype(np.int64), logprobs
-
-    def _news(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that came into and left a window since the device heard of it."""
-        sequence, window = counts.sequence, counts.sequence.sampling.penalty_window
-        num_new = None if counts.num_counted is None else len(sequence) - counts.num_counted
-        counts.num_counted = len(sequence)
-        if num_new is not None and num_new <= NUM_DRAFTED:
-            return committed_tokens(sequence.token_ids, num_new, window)
-        fresh = np.bincount(sequence.token_ids[-window:], minlength=self._vocab_size).astype(np.int32)
-        self._graphs.counts[counts.slot] = torch.from_numpy(fresh).to(self.device)
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 def _walk(tree: DraftTree, tokens: list[int]) -> Walk:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import cast
 
 import torch
 
 from worker.caches.arena import ArenaKVCache, KVArena
+from worker.caches.entries import NewEntries
 from worker.caches.full import FullKVCache
+from worker.caches.partial import PartialCacheFactory
+from worker.caches.streams import computing_stream
+from worker.kernels.choice import CudaKernels
+from worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from worker.kernels.cuda.decoder import CudaDecoder
+from worker.kernels.cuda.griffin.model import Surroundings
 from worker.kernels.cuda.linear import LINEAR_KERNELS
-from worker.kernels.cuda.stacked import StackedWeights, unstacked
+from worker.kernels.cuda.stacked import StackedWeights
 from worker.kernels.cuda.table import NUM_ROWS
-from worker.kernels.reference import ReferenceDecoder
 from worker.target.cuda.drawing import CudaDrawing
 from worker.target.cuda.graph import Capture, capture
+from worker.target.cuda.partial_arena import PartialArena, arena_for
+from worker.target.cuda.query_tap import QueryTap
+from worker.target.cuda.rounds import Rounds, entries_of
 from worker.target.cuda.row_mover import RowMover
 from worker.target.cuda.upload import Upload
 from worker.target.hardware import hardware_of
@@ -30,16 +39,18 @@ class CudaForwards:
     Logits that `run` returns hold until the next forward.
     """
 
+    rows_per_forward = NUM_ROWS
+
     def __init__(
         self,
         weights: StackedWeights,
         arena: KVArena,
         eos_token_ids: frozenset[int],
         num_splits: int,
-        linear: str,
+        kernels: CudaKernels,
         capture: Capture = capture,
     ) -> None:
-        """Prefixes are attended to in `num_splits` parts; `linear` is one of `LINEAR_KERNELS`.
+        """Prefixes are attended to in `num_splits` parts, or as many as the kernel for them takes.
 
         Raises ValueError for weights that do not fit the arena.
         """
@@ -48,22 +59,24 @@ class CudaForwards:
         self.device, self.dtype = arena.shape.device, sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.cache_shape = arena.shape
-        self._weights, self._num_splits, self._linear = weights, num_splits, linear
-        self._decoder = CudaDecoder(weights, arena.buffer, arena.capacity, num_splits, LINEAR_KERNELS[linear])
+        self._weights = weights
+        self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
+        attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
+        self._decoder = CudaDecoder(weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention)
         self._table = Upload(self._decoder.table_buffer)
-        self._capture = capture
-        arena.move_rows = RowMover(arena.buffer)
-        self._graph = capture(self._decoder.forward, self.device)
+        self.surroundings = Surroundings(weights.embedding, weights.head, linear)
+        self._rounds = weakref.WeakKeyDictionary[PartialArena, Rounds]()  # as long as a drafter has the arena
+        self._prepare()
 
     def new_drawing(self) -> CudaDrawing:
-        return CudaDrawing(self.vocab_size, self.device, self._capture)
+        return self._drawing  # one for all: its buffers are large, and draws come one after the other
 
     @property
     def numerics(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"cuda {hardware_of('cuda')}, {dtype}, torch {torch.__version__}, triton kernels 1, "
-            f"{self._num_splits} splits, {self._linear}"
+            f"{self._decoder.attention.numerics}, {self.kernels.linear}"
         )
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,21 +96,17 @@ class CudaForwards:
         return hidden
 
     def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, logits = self._torch.forward(groups)
-        assert hidden is not None
-        assert logits is not None
-        return hidden, logits
+        return self._rounds[entries_of(groups[0]).arena].check(groups)
+
+    def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
+        self._rounds[arena] = Rounds(self._decoder, arena, self.capture)
+        self._prepare_queries()
+        return arena.new_entries
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        sizes = self.sizes
-        queries = torch.empty(sizes.num_layers, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=self.device)
         self._send([tree_rows(cache, token_id, DraftTree())])
-
-        def keep(layer: int, query: torch.Tensor) -> None:
-            queries[layer] = query[0]
-
-        self._decoder.forward(keep)
-        return queries.view(sizes.num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
+        return self._tap.replay()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._weights.embedding[token_ids]
@@ -107,17 +116,34 @@ class CudaForwards:
         return torch.nn.functional.linear(hidden, head.weight, head.bias).float()
 
     @functools.cached_property
-    def _torch(self) -> ReferenceDecoder:
-        """For what only steers drafts: any caches, any number of rows."""
-        return ReferenceDecoder(unstacked(self._weights))
+    def _tap(self) -> QueryTap:
+        return QueryTap(self._decoder, self.device, self.capture)
+
+    @functools.cached_property
+    def _drawing(self) -> CudaDrawing:
+        return CudaDrawing(self.vocab_size, self.device, self.capture)
 
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
         """Final hidden states of at most `NUM_ROWS` rows, `[num_rows, hidden]`, until the next forward."""
-        self._send(groups)
-        self._graph.replay()
+        self._pass(groups)
         return self._decoder.hidden[: sum(len(group) for group in groups)]
 
+    def _prepare(self) -> None:
+        """Capture what `_pass` replays."""
+        self.arena.move_rows = RowMover(self.arena.buffer)
+        self._graph = self.capture(self._decoder.forward, self.device)
+
+    def _prepare_queries(self) -> None:
+        """Capture what `queries` replays now: copies of other threads would disturb it later."""
+        self._tap  # noqa: B018
+
+    def _pass(self, groups: list[SequenceRows]) -> None:
+        """Run at most `NUM_ROWS` rows through all layers."""
+        self._send(groups)
+        self._graph.replay()
+
     def _send(self, groups: list[SequenceRows]) -> None:
+        computing_stream(self.device).join()
         slots = [(group, cast(ArenaKVCache, group.cache).slot) for group in groups]
         self._decoder.layout.fill(self._table.buffer(), slots)
         self._table.send()

@@ -5,6 +5,7 @@ Whatever is captured may neither allocate nor ask for a number on the host, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class CudaGraph:
     """On a GPU."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        stream = torch.cuda.Stream(device)  # one for both: cuBLAS keeps a workspace for each
+        stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work()  # compiles kernels and makes cuBLAS its workspace, neither of which may happen in a capture
@@ -38,6 +39,12 @@ class CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 class Repeated:

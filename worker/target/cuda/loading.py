@@ -3,37 +3,74 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
 from worker.caches.arena import KVArena
 from worker.caches.copies import CudaLane, Staging
-from worker.caches.full import CacheShape
-from worker.caches.summary import summary_positions
+from worker.caches.full import MAX_TREE_NODES, CacheShape
+from worker.caches.layer_ring import Streams
+from worker.caches.offloaded_arena import OffloadedArena
+from worker.caches.streams import computing_stream
+from worker.caches.summary import CHUNK_SIZE, summary_positions
+from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from worker.kernels.cuda.stacked import handed_over, stacked_weights
-from worker.memory.plan import NO_DRAFTS, DraftMemory, GPUMemory, MemoryPlan, SlotsWanted, plan_memory
+from worker.memory.offload import plan_offload
+from worker.memory.plan import (
+    NO_DRAFTS,
+    DraftMemory,
+    GPUMemory,
+    MemoryPlan,
+    SlotsWanted,
+    draft_model_memory,
+    draft_splits,
+    plan_memory,
+    slot_capacity,
+)
 from worker.memory.sizes import ModelSizes, read_sizes
 from worker.model.dense import dense_weights
 from worker.model.files import ModelFiles
 from worker.target.cuda.forwards import CudaForwards
+from worker.target.cuda.offloaded import OffloadedForwards
+from worker.target.forwards import Forwards
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of attention: two waves of two, as their shared memory allows
-LINEAR = "cublas"
 
 
 def load_cuda_forwards(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, wanted: SlotsWanted, eos_token_ids: frozenset[int]
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: SlotsWanted,
+    eos_token_ids: frozenset[int],
+    kernels: CudaKernels,
 ) -> CudaForwards | None:
-    """Forwards with as many slots as fit; None for a model that the kernels do not take. Raises KVRoomError."""
-    sizes = read_sizes(files, str(dtype).removeprefix("torch."))
+    """Forwards with as many slots as fit; None for a model that the kernels do not take.
+
+    Raises KVRoomError, and ModelError where the chosen kernels are not here or do not take it.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    sizes = read_sizes(files, dtype_name)
     if sizes is None:
         return None
+    kernels.refuse_absent()
+    kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
     num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
-    gpu = GPUMemory(torch.cuda.mem_get_info(device)[0], num_splits)
-    plan = plan_memory(sizes, gpu, wanted.longest_job, drafts=drafts_of(wanted, sizes))
-    staging = Staging(CudaLane(device), torch.cuda.current_stream(device))
-    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, staging)
+    gpu = GPUMemory(torch.cuda.mem_get_info(device)[0], num_splits, kernels.attention)
+    drafts = drafts_of(wanted, sizes)
+    if wanted.partial_budget and kernels.attention == "flash":  # whose kernel adds no biases: rounds attend in ours
+        own = GPUMemory(gpu.free_bytes, num_splits)
+        drafts = replace(drafts, part_bytes=drafts.part_bytes + own.scratch_bytes(sizes))
+    copies: Staging | Streams
+    if wanted.host_bytes is not None:
+        plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
+        copies = Streams(computing_stream(device), CudaLane(device), CudaLane(device))
+    else:
+        plan = plan_memory(sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
+        copies = Staging(CudaLane(device), computing_stream(device))
+    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels)
 
 
 def planned_forwards(
@@ -43,18 +80,43 @@ def planned_forwards(
     plan: MemoryPlan,
     num_splits: int,
     eos_token_ids: frozenset[int],
-    staging: Staging | None,
+    copies: Staging | Streams | None,
+    kernels: CudaKernels = DEFAULT_KERNELS,
 ) -> CudaForwards | None:
-    """As the plan says; None for a model that the kernels do not take."""
+    """As the plan says; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
     sizes = weights.sizes
     stacked = stacked_weights(weights, device, handed_over(weights))
     shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype, device)
-    arena = KVArena(shape, plan.num_slots, plan.longest_job, staging)
     try:
-        return CudaForwards(stacked, arena, eos_token_ids, num_splits, LINEAR)
+        if isinstance(copies, Streams):
+            offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
+            return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
+        arena = KVArena(shape, plan.num_slots, plan.longest_job, copies)
+        return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
+    except ValueError:  # sizes that the kernels have no tiles for
+        return None
+
+
+def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:
+    """A small model through the target's kernels, in slots of its own; None where these do not take one of the two.
+
+    Its room was planned with the target's.
+    """
+    if not isinstance(target, CudaForwards):
+        return None
+    weights = dense_weights(files, target.dtype, target.device)
+    if weights is None:
+        return None
+    sizes = weights.sizes
+    stacked = stacked_weights(weights, target.device, handed_over(weights))
+    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, target.dtype, target.device)
+    arena = KVArena(shape, num_slots, longest_job)
+    try:
+        kernels = CudaKernels(linear=target.kernels.linear)
+        return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
 
@@ -67,11 +129,17 @@ def hold_products_steady() -> None:
 
 
 def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
-    """What drafts keep beside each slot."""
-    if not wanted.partial_budget:
-        return NO_DRAFTS
-    positions = summary_positions(wanted.partial_budget, wanted.longest_job)
-    return DraftMemory(slot_bytes=positions * sizes.bytes_per_position)
+    """What drafts take: once, and beside each slot."""
+    drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
+    part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
+    if wanted.partial_budget:
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # that has room in a slot
+        slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
+        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
+    if wanted.draft is not None:
+        model = draft_model_memory(wanted.draft, wanted.draft_length)
+        part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
+    return DraftMemory(part_bytes, slot_bytes)
 
 
 def splits_of(num_multiprocessors: int, num_kv_heads: int) -> int:

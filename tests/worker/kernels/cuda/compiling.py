@@ -19,15 +19,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker.kernels.cuda import layers, linear, prefix, probes, rotary, tail
+from worker.kernels.cuda import flash, layers, linear, prefix, probes, rotary, tail
 from worker.kernels.cuda.attention import AttentionShape
+from worker.kernels.cuda.griffin import layers as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32"}
-INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "numbers_ptr", "sums_ptr")
+INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
+READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("words_ptr", "places_ptr")
-SUMS = ("output_ptr", "lse_ptr", "noise_ptr")  # float32 whatever the model's dtype
+SUMS = ("lse_ptr", "noise_ptr")  # float32 whatever the model's dtype
 
 
 CAPABILITIES = (80, 90)  # of A100 and H100
@@ -53,17 +55,20 @@ def kernels(dtype: str) -> dict[str, Made]:
         plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr")
         found[f"prefix{name}"] = prefix.prefix_split, plain
         found[f"tail{name}"] = tail.tail_merge, constants.tail_constants()
+        found[f"packed tail{name}"] = flash.tail_merge_packed, flash.packed_constants(constants)
     found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True}
     return found | kernels_besides_attention()
 
 
 def kernels_besides_attention() -> dict[str, Made]:
     rope = rotary.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    in_order = without({}, "IS_PACKED", "packed_ptr")
     norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True}
     plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
     return {
-        "rope": (rotary.rope_store_heads, without(rope, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
-        "rope with norms": (rotary.rope_store_heads, rope | {"HAS_NORM": True}),
+        "rope": (rotary.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
+        "rope with norms": (rotary.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
+        "rope, packed": (rotary.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
         "embed": (layers.embed_row, {"HIDDEN": HIDDEN, "WIDTH": HIDDEN}),
         "norm": (layers.add_norm_row, without(norm, "HAS_DELTA", "delta_ptr")),
         "add and norm": (layers.add_norm_row, norm),
@@ -71,19 +76,32 @@ def kernels_besides_attention() -> dict[str, Made]:
         "linear": (linear.multiply_columns, plain_linear),
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),
+        **griffin_kernels(),
         "read": (probes.read_numbers, probes.READ_CONSTANTS),
         "noise": (probes.store_noise, {"BLOCK": probes.NOISE_BLOCK}),
+    }
+
+
+def griffin_kernels() -> dict[str, Made]:
+    sizes = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN}
+    return {
+        "griffin's pairs": (griffin.pair_row, sizes),
+        "griffin's norm": (griffin.layer_norm_row, sizes | {"num_warps": griffin.NORM_WARPS}),
+        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": layers.GATE_COLUMNS}),
+        "griffin's sum": (griffin.add_row, sizes),
+        "griffin's kept rows": (griffin.keep_row, sizes),
     }
 
 
 def type_of(name: str, argument: str, dtype: str) -> str:
     if not argument.endswith("_ptr"):
         return NUMBERS.get(argument, "i32")
-    if argument in INTEGERS:
+    if argument in INTEGERS + READ:
         return "*i32"
     if argument in LONG_INTEGERS:
         return "*i64"
     is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith("prefix"))
+    is_sum |= argument == "output_ptr" and not name.startswith("packed")  # which flash-attn wrote
     return "*fp32" if is_sum or (name, argument) == ("head", "out_ptr") else f"*{dtype}"
 
 

@@ -9,6 +9,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from tests.worker.library_calls import LibraryCall, Returned
+
 
 class Launches(TorchDispatchMode):
     """Names of kernels and of torch's operations in their order, without views of tensors that there are."""
@@ -25,7 +27,15 @@ class Launches(TorchDispatchMode):
             run(executor, *args, **kwargs)
             self._is_interpreting = False
 
+        def call_library(call: LibraryCall, *args: Any, **kwargs: Any) -> Returned:
+            self.names.append(call.name)
+            self._is_interpreting = True
+            returned = call.stub(*args, **kwargs)
+            self._is_interpreting = False
+            return returned
+
         patches.setattr(GridExecutor, "__call__", launch)
+        patches.setattr(LibraryCall, "__call__", call_library)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

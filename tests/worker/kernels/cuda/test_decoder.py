@@ -104,19 +104,34 @@ def test_a_text_read_block_by_block_is_as_in_the_reference() -> None:
 
 
 def test_rows_behind_partial_caches_are_as_in_the_reference() -> None:
+    """Their prefixes end anywhere: nothing is known of biases and entries behind them."""
     numbers = random.Random(5)
-    arena = arena_of(LLAMA, torch.full((2, 2, 2, 1, CAPACITY, 64), NAN), [0, 0])
-    bias = torch.full((2, CAPACITY), NAN)
-    parts = [random_partial_rows(numbers, LLAMA, num_entries, 5) for num_entries in (64, 200)]
+    arena = arena_of(LLAMA, torch.full((2, 2, 4, 1, CAPACITY, 64), NAN), [0] * 4)
+    bias = torch.full((4, CAPACITY), NAN)
+    parts = [random_partial_rows(numbers, LLAMA, num_entries, 5) for num_entries in (64, 200, 1, 63)]
     for slot, rows in enumerate(parts):
         for layer in range(2):
             for which, held in enumerate(rows.cache.layer(layer)):
                 arena.buffer[layer, which, slot, :, : rows.first_entry] = held[:, : rows.first_entry]
-        bias[slot, : rows.boundary] = 0 if rows.biases is None else torch.from_numpy(rows.biases)
-    found = run(decoder_of(arena, bias=bias), [(rows, slot) for slot, rows in enumerate(parts)])
+        bias[slot, : rows.first_entry] = 0 if rows.biases is None else torch.from_numpy(rows.biases)[: rows.first_entry]
+    placed = [(dataclasses.replace(rows, boundary=rows.first_entry), slot) for slot, rows in enumerate(parts)]
     expected = whole(ReferenceDecoder(random_weights(LLAMA)).forward(parts))
-    assert is_near(found[0], expected[0], FLOAT32)
-    assert is_near(found[1], expected[1], FLOAT32)
+    other = random_arena(LLAMA, (64, 10))
+    for decoder in (decoder_of(arena, bias=bias), decoder_of(other).over(arena.buffer, bias)):
+        found = run(decoder, placed)
+        assert is_near(found[0], expected[0], FLOAT32)
+        assert is_near(found[1], expected[1], FLOAT32)
+
+
+def test_two_decoders_that_share_their_buffers_do_not_disturb_each_other() -> None:
+    arena, partial = random_arena(LLAMA, (64, 10)), random_arena(LLAMA, (64, 10))
+    decoder, sequences = decoder_of(arena), random_rows(random.Random(6), arena, (3, 2))
+    hidden, logits = run(decoder, sequences)
+    other = decoder.over(partial.buffer, torch.zeros(2, CAPACITY))
+    run(other, random_rows(random.Random(7), partial, (2, 9)))
+    decoder.forward()  # its own table is as it was
+    assert torch.equal(decoder.hidden[:5], hidden)
+    assert torch.equal(decoder.logits[:5], logits)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from tests.worker.library_calls import LibraryCall, Returned
 from worker.target.cuda.graph import Work
 
 Launch = tuple[Any, ...]  # a kernel's or an operation's name and its arguments, tensors by their places
@@ -44,6 +46,7 @@ class CheckedGraph:
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._work = work
+        self._pool: dict[str, Returned] = {}  # by library call: what it returned, where its next one returns it, too
         work()  # as a warm-up does
         self.launches = self._run()
         self.num_replays = 0
@@ -65,12 +68,20 @@ class CheckedGraph:
             launch(executor, *args, **kwargs)
             recording.is_interpreting = False
 
-        GridExecutor.__call__ = noted
-        try:
-            with recording:
-                self._work()
-        finally:
-            GridExecutor.__call__ = launch
+        def returned_in_place(call: LibraryCall, *args: Any, **kwargs: Any) -> Returned:
+            recording.launches.append((call.name, *_places(args), *_places(kwargs.values())))
+            recording.is_interpreting = True
+            returned = call.stub(*args, **kwargs)
+            kept = self._pool.setdefault(call.name, returned)
+            for old, new in zip(kept, returned, strict=True):
+                old.copy_(new)
+            recording.is_interpreting = False
+            return kept
+
+        with pytest.MonkeyPatch.context() as patches, recording:
+            patches.setattr(GridExecutor, "__call__", noted)
+            patches.setattr(LibraryCall, "__call__", returned_in_place)
+            self._work()
         return recording.launches
 
 

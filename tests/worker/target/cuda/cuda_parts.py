@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from jobs.run.dtypes import AttentionName, LinearName
+from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.target.cuda.checked_graph import CheckedGraph
-from worker.caches.arena import KVArena
+from worker.caches.arena import KVArena, SlotLease
 from worker.caches.full import CacheShape
+from worker.caches.layer_ring import Streams
+from worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
+from worker.caches.streams import HostStream
+from worker.kernels.choice import CudaKernels
 from worker.kernels.cuda.stacked import stacked_weights
 from worker.model.dense import dense_weights
 from worker.model.files import ModelFiles
 from worker.target.cuda.forwards import CudaForwards
+from worker.target.cuda.offloaded import OffloadedForwards
 from worker.target.target import TargetModel
 
 CPU = torch.device("cpu")
@@ -18,7 +25,12 @@ NUM_SPLITS = 3
 
 
 def cuda_target(
-    files: ModelFiles, dtype: torch.dtype, num_slots: int = 2, longest_job: int = 200, linear: str = "triton"
+    files: ModelFiles,
+    dtype: torch.dtype,
+    num_slots: int = 2,
+    longest_job: int = 200,
+    linear: LinearName = "triton",
+    attention: AttentionName = "triton",
 ) -> TargetModel:
     """Caches are full of NaN where nothing was written."""
     weights = dense_weights(files, dtype)
@@ -28,5 +40,36 @@ def cuda_target(
     arena = KVArena(shape, num_slots, longest_job)
     arena.buffer.fill_(float("nan"))
     stacked = stacked_weights(weights, CPU)
-    forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, linear, capture=CheckedGraph)
+    kernels = CudaKernels(attention, linear)
+    forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
+    return TargetModel(forwards, files)
+
+
+class UnwrittenRows(OffloadedArena):
+    """Caches are full of NaN where nothing was written, on the host as well."""
+
+    def _cache(self, lease: SlotLease, max_length: int) -> OffloadedSlotCache:
+        cache = super()._cache(lease, max_length)
+        cache._rows.fill_(torch.nan)
+        return cache
+
+
+def offloaded_target(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    num_slots: int = 2,
+    longest_job: int = 200,
+    linear: LinearName = "triton",
+    attention: AttentionName = "triton",
+) -> TargetModel:
+    """As `cuda_target`, with caches outside the device, whose copies come as late as they may."""
+    weights = dense_weights(files, dtype)
+    assert weights is not None
+    sizes = weights.sizes
+    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype, CPU)
+    arena = UnwrittenRows(shape, num_slots, longest_job, Streams(HostStream(), LazyStream(), LazyStream()))
+    arena.buffer.fill_(torch.nan)
+    stacked = stacked_weights(weights, CPU)
+    kernels = CudaKernels(attention, linear)
+    forwards = OffloadedForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
     return TargetModel(forwards, files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from worker.drafters.catalogue import ENGINES, create_drafter
+from worker.drafters.gpu_room import slots_wanted
+from worker.drafters.triforce.draft_model import DraftModel
 from worker.engine import Engine
 from worker.memory.plan import SlotsWanted
 from worker.memory.sizes import read_sizes
@@ -23,7 +26,7 @@ from worker.target import step_costs
 from worker.target.cuda.loading import drafts_of
 from worker.target.cuda.upload import Download, Upload
 from worker.target.finite import check_model
-from worker.target.step_costs import step_costs_of
+from worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from worker.target.target import TargetModel
 
 LAUNCHES_PER_LAYER = 10
@@ -50,9 +53,14 @@ def sequences(vocab_size: int, num_tokens: int, num_sequences: int) -> list[Sequ
 
 
 def generated(
-    target: TargetModel, engine_name: str, num_tokens: int, num_sequences: int = 2, num_at_a_time: int = 3
+    target: TargetModel,
+    engine_name: str,
+    num_tokens: int,
+    num_sequences: int = 2,
+    num_at_a_time: int = 3,
+    costs: Costs = free_rows,
 ) -> list[list[int]]:
-    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
+    engine = Engine(target, create_bench_drafter(engine_name, target, costs))
     waiting = sequences(target.vocab_size, num_tokens, num_sequences)
     outputs = []
     while waiting:
@@ -137,12 +145,66 @@ def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name:
     assert bool(held) == bool(planned)
 
 
+@pytest.mark.parametrize("engine_name", ["tokenswift", "triforce"])
+def test_a_drafter_s_slots_take_what_was_planned_for_them(
+    files: ModelFiles, engine_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial caches with their means, the draft model with its slots, and heads: to the byte, but for small tables."""
+    monkeypatch.setattr(DraftModel, "token_seconds", lambda _: 0.001)
+    target = cuda_target(files, torch.float32, 2, 3000)
+    sizes, wanted = read_sizes(files, "float32"), slots_wanted(engine_name, files, "float32", 3000, None)
+    assert sizes is not None
+    planned = drafts_of(wanted, sizes)
+    drafter = create_drafter(engine_name, target, free_rows)
+    arena = drafter._new_entries.__self__  # type: ignore[attr-defined]
+    slot_bytes = (arena.buffer.nbytes + arena.means.nbytes) // 2
+    part_bytes = arena.means.nbytes // 4  # mean keys of one slot, when chunks are scored
+    if engine_name == "triforce":
+        model = drafter._proposer._draft_model._model.forwards  # type: ignore[attr-defined]
+        draft_slot = model.arena.buffer.nbytes // 3
+        slot_bytes += draft_slot
+        weights = {each.data_ptr(): each.nbytes for each in buffers_of(model._weights)}
+        work = {each.data_ptr(): each.nbytes for each in buffers_of(model._decoder) if each.dtype == torch.float32}
+        tables = model._decoder._angles
+        assert "_drawing" not in vars(model)  # it has the target's
+        outside = {model.arena.buffer.data_ptr(), tables.data_ptr(), *weights}
+        part_bytes += draft_slot + sum(weights.values())
+        part_bytes += sum(size for place, size in work.items() if place not in outside)
+    else:
+        heads = drafter._proposer._heads  # type: ignore[attr-defined]
+        part_bytes += heads._weight.nbytes + heads._graph._logits.nbytes
+    assert slot_bytes == planned.slot_bytes
+    assert part_bytes == planned.part_bytes
+
+
+def buffers_of(thing: object) -> list[torch.Tensor]:
+    """Every tensor that an object holds, however deep."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, (list, tuple)):
+        return [each for part in thing for each in buffers_of(part)]
+    if getattr(type(thing), "__module__", "").startswith("worker.kernels"):
+        return [each for part in vars(thing).values() for each in buffers_of(part)]
+    return []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine_name", BENCH_ENGINES)
-def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(embedded_files: ModelFiles, engine_name: str) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine_name", list(ENGINES))
+def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
+    embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch, engine_name: str
+) -> None:
+    """With small trees: each row takes the interpreter a quarter of a second."""
+    monkeypatch.setattr("worker.engine.MAX_TREE_NODES", 3)
     reference = TargetModel.load(embedded_files, "float32", "cpu")
     expected = generated(reference, "autoregressive", 200, 1)
-    assert generated(cuda_target(embedded_files, torch.float32, 1, 300, "cublas"), engine_name, 200, 1) == expected
+    target = cuda_target(embedded_files, torch.float32, 1, 300, "cublas")
+    assert generated(target, engine_name, 200, 1, costs=dear_rows) == expected
+
+
+def dear_rows() -> StepCosts:
+    """As the interpreter has them."""
+    return StepCosts((64, 8192), np.array([[1 + num_rows / 4 for num_rows in ROW_COUNTS]] * 2))
 
 
 def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:

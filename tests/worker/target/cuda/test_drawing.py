@@ -27,6 +27,30 @@ def test_forks_of_one_sequence_that_draw_together_all_know_its_newest_tokens() -
     assert [walk.drawn for walk in drawing.walks(forks, [DraftTree()] * 2, [logits] * 2)] == [[8], [8]]
 
 
-def test_a_draft_model_s_nan_draws_some_token() -> None:
-    sampler = CudaDrawing(20, torch.device("cpu"), CheckedGraph).sampler(Sequence("a", [1, 2, 3], PENALISED, 20))
-    assert 0 <= sampler.draw(torch.full((20,), float("nan"))) < 20
+def test_where_nothing_can_be_drawn_a_walk_says_so() -> None:
+    """As drawings elsewhere do: a draft model's NaN is theirs to pass over."""
+    drawing = CudaDrawing(20, torch.device("cpu"), CheckedGraph)
+    sampler = drawing.sampler(Sequence("a", [1, 2, 3], PENALISED, 20))
+    [walk] = drawing.walks([sampler], [DraftTree()], [torch.full((1, 20), float("nan"))])
+    assert (walk.drawn, walk.failed_row) == ([], 0)
+
+
+def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
+    """Engine and drafter both do, from one drawing: a place for each of them would halve the jobs that there may be."""
+    drawing = CudaDrawing(20, torch.device("cpu"), CheckedGraph)
+    num_free = len(drawing._free)
+    sequence, other = (Sequence(name, [1, 2, 3], PENALISED, 20) for name in "ab")
+    samplers = [drawing.sampler(sequence), drawing.sampler(sequence), drawing.sampler(other)]
+    assert len({sampler.counts.slot for sampler in samplers}) == 2
+    logits = torch.zeros(1, 20)
+    logits[0, 7], logits[0, 8] = 2.0, 1.5
+    drawn = []
+    for number in (0, 1, 0):
+        [walk] = drawing.walks([samplers[number]], [DraftTree()], [logits])
+        drawn += walk.drawn
+        sequence.extend(walk.drawn)
+    assert drawn == [7, 8, 7]  # what was drawn is penalised, whoever draws next: 2 and 1.5 become 1 and 0.75
+    samplers.pop(0)
+    assert len(drawing._free) == num_free - 2
+    samplers.clear()
+    assert len(drawing._free) == num_free

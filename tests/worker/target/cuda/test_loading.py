@@ -4,14 +4,61 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from worker.memory.plan import GPUMemory, plan_memory
-from worker.memory.sizes import read_sizes
-from worker.model.files import locate_model
+from tests.worker.caches.lazy_stream import LazyStream
+from tests.worker.kernels.cuda import flash_stub
+from worker.caches.layer_ring import Streams
+from worker.caches.room import KVRoom
+from worker.caches.streams import computing_stream
+from worker.kernels.choice import CudaKernels
+from worker.memory.plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
+from worker.memory.sizes import ModelSizes, read_sizes
+from worker.model.files import ModelFiles, locate_model
+from worker.target.cuda import loading
 from worker.target.cuda.loading import planned_forwards
+from worker.target.cuda.offloaded import OffloadedForwards
+from worker.target.loading import load_forwards
+from worker.target.target import TargetModel
+
+
+@pytest.fixture
+def files(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
+    flash_stub.install(monkeypatch)
+    return locate_model(str(tiny_model))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        (CudaKernels(linear="triton"), "12 splits, triton"),
+        (CudaKernels("flash", "triton"), "flash 2.8.3 prefixes in splits of 256, triton"),
+    ],
+)
+def test_a_gpu_runs_the_kernels_that_the_run_chose(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, kernels: CudaKernels, words: str
+) -> None:
+    planned: list[GPUMemory] = []
+
+    def plan(sizes: ModelSizes, gpu: GPUMemory, *_: object) -> MemoryPlan:
+        planned.append(gpu)
+        return plan_memory(sizes, gpu, 64, 1)
+
+    processors = SimpleNamespace(multi_processor_count=6)  # 4 programs each for 2 KV heads: 12 splits
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(loading, "CudaLane", lambda device: None)
+    monkeypatch.setattr(loading, "Staging", lambda *args: None)
+    monkeypatch.setattr(loading, "hold_products_steady", lambda: None)
+    monkeypatch.setattr(loading, "plan_memory", plan)
+    forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
+    assert forwards.numerics.endswith(f", triton kernels 1, {words}")
+    assert planned[0].attention == kernels.attention
 
 
 def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(tiny_model: Path, tmp_path: Path) -> None:
@@ -24,3 +71,35 @@ def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(tiny_mode
     assert sizes is not None
     plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 1)
     assert planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None) is None
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_dense_model_has_the_slots_of_its_plan_wherever_its_caches_lie(tiny_model: Path, is_offloaded: bool) -> None:
+    files, device = locate_model(str(tiny_model)), torch.device("cpu")
+    sizes = read_sizes(files, "float32")
+    assert sizes is not None
+    plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 3)
+    copies = Streams(computing_stream(device), LazyStream(), LazyStream()) if is_offloaded else None
+    forwards = planned_forwards(files, torch.float32, device, plan, 3, frozenset(), copies)
+    assert isinstance(forwards, OffloadedForwards) == is_offloaded
+    assert forwards is not None
+    assert forwards.arena.num_slots == 3
+    assert forwards.arena.longest_job >= 64
+
+
+@pytest.mark.parametrize(("kv_offload", "host_bytes"), [(None, None), ("/anywhere", 10**9)])
+def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kv_offload: str | None, host_bytes: int | None
+) -> None:
+    class LoadingError(Exception):
+        pass
+
+    def load_forwards(*arguments: object) -> None:
+        raise LoadingError(arguments[3])
+
+    monkeypatch.setattr("worker.target.target.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("worker.target.target.load_forwards", load_forwards)
+    monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1e9)
+    with pytest.raises(LoadingError) as told:
+        TargetModel.load(locate_model(str(tiny_model)), "float32", "cuda", kv_offload, SlotsWanted(64))
+    assert told.value.args == (SlotsWanted(64, host_bytes=host_bytes),)

@@ -21,23 +21,28 @@ def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
 
 
 @triton.jit
-def candidates_of_blocks(
-    rows_ptr, logits_ptr, logits_stride, ranks_ptr, peaks_ptr, sums_ptr, vocab, BLOCK: tl.constexpr, TOP: tl.constexpr
-):
-    """Each block's best ranks, its best order, and the sum of e^(logit - best) in the block's own fixed order."""
-    row, block = tl.program_id(0), tl.program_id(1)
-    if whole(rows_ptr, row, SLOT) < 0:
-        return
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < vocab
-    logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
-    place = row * tl.num_programs(1) + block
+def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, TOP: tl.constexpr):
+    """What is kept of a block: best ranks, best order, and the sum of e^(logit - best) in its own fixed order."""
     best_ranks(tl.where(inside, rank_of(logits, tokens), SMALLEST), ranks_ptr + place * TOP, TOP)
     order = tl.max(order_of(logits), 0)
     peak = number_of(order)
     shift = tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
     tl.store(peaks_ptr + place, order)
     tl.store(sums_ptr + place, tl.sum(tl.exp(logits - shift), 0))
+
+
+@triton.jit
+def candidates_of_blocks(
+    rows_ptr, logits_ptr, logits_stride, ranks_ptr, peaks_ptr, sums_ptr, vocab, BLOCK: tl.constexpr, TOP: tl.constexpr
+):
+    """Of every block of logits."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
+    store_block(logits, tokens, inside, row * tl.num_programs(1) + block, ranks_ptr, peaks_ptr, sums_ptr, TOP)
 
 
 @triton.jit

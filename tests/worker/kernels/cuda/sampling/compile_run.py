@@ -5,12 +5,23 @@ from __future__ import annotations
 import sys
 
 from tests.worker.kernels.cuda.sampling.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
+from worker.caches.summary import CHUNK_SIZE
 from worker.drawing import UNLIKELY
-from worker.kernels.cuda.moving import gather, move_rows
-from worker.kernels.cuda.sampling import buffers, candidate_kernels, candidates, choice, counts, draw, filters, scores
+from worker.kernels.cuda.moving import gather, means, move_rows
+from worker.kernels.cuda.sampling import (
+    buffers,
+    candidate_kernels,
+    candidates,
+    choice,
+    counts,
+    draw,
+    filters,
+    ranking,
+    scores,
+)
 from worker.verification import TOP_K
 
-FLOATS, INTS, LONGS = "*fp32", "*i32", "*i64"
+FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
 TYPES = {
     "rows_ptr": INTS,
     "logits_ptr": FLOATS,
@@ -19,6 +30,7 @@ TYPES = {
     "leaving_ptr": INTS,
     "scores_ptr": FLOATS,
     "peaks_ptr": INTS,
+    "tops_ptr": INTS,
     "tempered_ptr": FLOATS,
     "sorted_ptr": FLOATS,
     "order_ptr": LONGS,
@@ -34,17 +46,19 @@ TYPES = {
     "arriving_ptr": INTS,
 }
 UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
-MOVING_TYPES = {"arena_ptr": "*i16", "out_ptr": "*i16", "moves_ptr": INTS, "entries_ptr": INTS}
-WIDE = {"arena_ptr": INTS, "out_ptr": INTS}  # of float32
+MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16", "moves_ptr": INTS, "entries_ptr": INTS}
+WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 
 def every_launch() -> list[Launch]:
     """As draw.py, candidates.py, counts.py and the room `moving` launch them, with heads of 128."""
     block, top = {"BLOCK": buffers.BLOCK}, {"TOP": TOP_K}
+    ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
     sorted_block = {"BLOCK": draw.SORTED_BLOCK}
     moved = width | {"HEAD_DIM": 128}
     gathered = moved | {"NUM_ROWS": gather.NUM_ROWS}
+    averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE}
     return [
         Launch(scores.penalise_blocks, TYPES, block, draw.NUM_WARPS),
         Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": False}, draw.NUM_WARPS),
@@ -54,12 +68,16 @@ def every_launch() -> list[Launch]:
         Launch(filters.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
         Launch(candidate_kernels.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
         Launch(candidate_kernels.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
+        Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
+        Launch(candidate_kernels.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
         Launch(counts.count_tokens, TYPES, {"BLOCK": counts.BLOCK}, counts.NUM_WARPS),
         Launch(move_rows.move_slot_rows, MOVING_TYPES, moved, move_rows.NUM_WARPS),
         Launch(move_rows.move_slot_rows, MOVING_TYPES | WIDE, moved, move_rows.NUM_WARPS),
         Launch(gather.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": True}, gather.NUM_WARPS),
         Launch(gather.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": False, "entries_ptr": None}, gather.NUM_WARPS),
         Launch(gather.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, gather.NUM_WARPS),
+        Launch(means.average_chunk, {"source_ptr": BF16, "out_ptr": BF16}, averaged, means.NUM_WARPS),
+        Launch(means.average_chunk, {"source_ptr": FLOATS, "out_ptr": FLOATS}, averaged, means.NUM_WARPS),
     ]
 
 

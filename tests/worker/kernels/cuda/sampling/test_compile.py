@@ -21,4 +21,4 @@ def test_kernels_compile_for_both_gpus_without_spills(tmp_path: Path) -> None:
         timeout=300,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert len(ran.stdout.splitlines()) == 2 * 14
+    assert len(ran.stdout.splitlines()) == 2 * 18

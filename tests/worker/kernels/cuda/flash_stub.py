@@ -1,0 +1,96 @@
+"""What flash-attn 2.8.3 says of `flash_attn_with_kvcache`, on a CPU: its layouts, its splits, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.library_calls import LibraryCall, Returned
+from worker.kernels import choice
+
+VERSION = "2.8.3"
+MOST_SPLITS = 128
+
+
+def install(patches: pytest.MonkeyPatch) -> None:
+    """Make the stub what `import flash_attn` finds."""
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = LibraryCall(flash_attn_with_kvcache)  # type: ignore[attr-defined]
+    patches.setitem(sys.modules, "flash_attn", module)
+    patches.setattr(choice, "flash_version", lambda: VERSION)
+    patches.setattr("worker.kernels.cuda.flash.flash_version", lambda: VERSION)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,  # [batch, num_rows, num_heads, head_dim]
+    k_cache: Tensor,  # [num_slots, capacity, num_kv_heads, head_dim]
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Returned:
+    """Output `[batch, num_rows, num_heads, head_dim]` and LSE `[batch, num_heads, num_rows]`, natural, inf if empty."""
+    _check_numbers(q, k_cache, v_cache)
+    assert cache_seqlens is not None, "without them another kernel runs"
+    assert cache_batch_idx is not None
+    assert 1 <= num_splits <= MOST_SPLITS, "0 is a choice by the batch; more are not taken"
+    assert return_softmax_lse
+    assert not causal, "rows are heads, too"
+    for indices in (cache_seqlens, cache_batch_idx):
+        assert indices.dtype == torch.int32
+        assert indices.is_contiguous()
+        assert indices.shape == (len(q),)
+    assert 0 <= int(cache_seqlens.min()) <= int(cache_seqlens.max()) <= k_cache.shape[1]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    length = split_length(k_cache.shape[1], q.shape[-1], num_splits)
+    output = torch.zeros_like(q)
+    lse = torch.full((len(q), q.shape[2], q.shape[1]), torch.inf)
+    for entry, (slot, end) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
+        if end:
+            keys, values = k_cache[slot, :end], v_cache[slot, :end]
+            output[entry], lse[entry] = _in_splits(q[entry], keys, values, scale, length)
+    return output, lse
+
+
+def split_length(capacity: int, head_dim: int, num_splits: int) -> int:
+    """Keys of a split: whole blocks, by capacity, whatever the lengths."""
+    block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+    num_blocks = -(-capacity // block)
+    return -(-num_blocks // num_splits) * block
+
+
+def _in_splits(q: Tensor, keys: Tensor, values: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
+    """One entry: each split in float64, kept as float32, then all of them in order."""
+    heads = q.double().transpose(0, 1)
+    outputs, lses = [], []
+    for key, value in zip(keys.split(length), values.split(length), strict=True):
+        scores = heads @ key.double().permute(1, 2, 0) * scale
+        lses.append(scores.logsumexp(-1).float())
+        outputs.append((scores.softmax(-1) @ value.double().transpose(0, 1)).float())
+    lse = torch.stack(lses).double()
+    total = lse.logsumexp(0)
+    output = (torch.stack(outputs).double() * (lse - total).exp()[..., None]).sum(0)
+    return output.transpose(0, 1).to(q.dtype), total.nan_to_num(torch.inf).float()
+
+
+def _check_numbers(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise RuntimeError("query and key must have the same dtype")
+    if any(numbers.stride(-1) != 1 for numbers in (q, k_cache, v_cache)):
+        raise RuntimeError("Input tensor must have contiguous last dimension")
+    if q.shape[-1] > 256:
+        raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+    assert q.shape[-1] % 8 == 0, "it would copy the whole cache, padded"
+    assert k_cache.shape == v_cache.shape
+    assert q.shape[3] == k_cache.shape[3]
+    assert q.shape[2] == k_cache.shape[2], "heads of a KV head are packed as rows"

@@ -1,0 +1,81 @@
+"""A choice of a GPU's kernels that would not run is refused in a line, never passed over."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from tests.worker.kernels.cuda import flash_stub
+from worker.config import EngineConfig
+from worker.kernels import choice
+from worker.kernels.choice import CudaKernels
+from worker.memory.plan import SlotsWanted
+from worker.model.files import ModelError, ModelFiles
+from worker.target.cuda import loading as cuda_loading
+from worker.target.loading import load_forwards
+from worker.target.target import TargetModel
+
+FLASH = CudaKernels(attention="flash")
+CPU = torch.device("cpu")
+
+
+def test_what_is_not_at_its_default_is_named_by_its_options() -> None:
+    assert CudaKernels().options == ""
+    assert CudaKernels("flash", "triton").options == "--attention flash --linear triton"
+    assert EngineConfig(linear="triton").cuda_kernels == CudaKernels(linear="triton")
+
+
+def test_a_verdict_is_known_under_the_version_of_the_library_that_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CudaKernels().words == "triton prefixes, cublas products"
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: {"flash-attn": "2.8.3.post2"}[package])
+    assert CudaKernels("flash", "triton").words == "flash 2.8.3.post2 prefixes, triton products"
+
+
+def test_without_flash_attn_it_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "flash_version", lambda: None)
+    assert FLASH.words == "flash absent prefixes, cublas products"
+    with pytest.raises(ModelError, match=r"^--attention flash: flash-attn is not installed here; "):
+        FLASH.refuse_absent()
+    CudaKernels().refuse_absent()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "words"),
+    [
+        ("float32", 128, "found dtype float32, expected bfloat16; or use --attention triton"),
+        ("bfloat16", 320, "found heads of 320 dimensions, expected a multiple of 8 up to 256; use --attention triton"),
+        ("bfloat16", 68, "found heads of 68 dimensions"),
+    ],
+)
+def test_what_flash_attn_does_not_take_is_refused(dtype: str, head_dim: int, words: str) -> None:
+    with pytest.raises(ModelError, match=f"^--attention flash: {words}"):
+        FLASH.refuse_unfit(dtype, head_dim)
+    CudaKernels().refuse_unfit(dtype, head_dim)
+    FLASH.refuse_unfit("bfloat16", 256)
+
+
+@pytest.mark.parametrize(("kernels", "named"), [(FLASH, "--attention flash"), (CudaKernels(linear="triton"), "--lin")])
+def test_a_cpu_refuses_a_choice_that_nothing_there_takes(
+    embedded_files: ModelFiles, kernels: CudaKernels, named: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^{named}.*: a choice of .* on a GPU, but the device is a CPU"):
+        TargetModel.load(embedded_files, "float32", "cpu", kernels=kernels)
+
+
+def test_a_model_that_the_kernels_do_not_know_is_refused_with_a_choice(
+    embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_loading, "load_cuda_forwards", lambda *args: None)
+    with pytest.raises(ModelError, match=r"^--attention flash: .* but they do not know the model embedded; leave it"):
+        load_forwards(embedded_files, torch.float32, CPU, SlotsWanted(9), FLASH)
+    load_forwards(embedded_files, torch.float32, CPU, SlotsWanted(9))
+
+
+def test_a_gpu_is_asked_for_nothing_before_a_choice_is_refused(
+    embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_stub.install(monkeypatch)
+    with pytest.raises(ModelError, match="found dtype float32"):
+        cuda_loading.load_cuda_forwards(embedded_files, torch.float32, CPU, SlotsWanted(9), frozenset(), FLASH)

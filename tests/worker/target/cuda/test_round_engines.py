@@ -1,0 +1,120 @@
+"""On a GPU two-level drafters draft in rounds, and the tokens are those of plain decoding whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.target.cuda.cuda_parts import cuda_target
+from worker.caches import summary as summary_cache
+from worker.drafters.autoregressive import AutoregressiveDrafter
+from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from worker.drafters.triforce import draft_model
+from worker.drafters.triforce.triforce import TriForceOptions, triforce
+from worker.drafters.two_level.chain import RoundPlan
+from worker.drafters.two_level.drafter import TwoLevelDrafter
+from worker.drafters.two_level.plan import FixedPlanner
+from worker.engine import Engine
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from worker.sequence import Sequence
+from worker.target.cuda.forwards import CudaForwards
+from worker.target.target import TargetModel
+
+NUM_TOKENS = 4
+BUDGET = 32  # that the prompts overflow
+PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
+
+
+@pytest.fixture(autouse=True)
+def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short texts are summarised, and once more on the way, and windows begin anew."""
+    monkeypatch.setattr(summary_cache, "CHUNK_SIZE", 8)
+    monkeypatch.setattr(summary_cache, "NUM_RECENT", 8)
+    monkeypatch.setattr(summary_cache, "PERIOD", 8)
+    monkeypatch.setattr(draft_model, "WINDOW", 24)
+    monkeypatch.setattr(draft_model, "PROBE_REPEATS", 1)
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> ModelFiles:
+    return locate_model(str(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def plain(files: ModelFiles) -> list[list[int]]:
+    target = TargetModel.load(files, "float32", "cpu")
+    return [run(target, None, sequence) for sequence in sequences(target)]
+
+
+def sequences(target: TargetModel) -> list[Sequence]:
+    made = []
+    for number, fields in enumerate(({"temperature": 0.0}, PENALISED)):
+        prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(45 + number)]
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, ignore_eos=True, **fields)  # type: ignore[arg-type]
+        made.append(Sequence(str(number), prompt, params, target.vocab_size))
+    return made
+
+
+def run(target: TargetModel, drafter: TwoLevelDrafter | None, *together: Sequence) -> list[int]:
+    """Tokens of the first sequence; afterwards no slot is taken."""
+    engine = Engine(target, drafter or AutoregressiveDrafter(target, free_rows, None))
+    for sequence in together:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in together):
+        engine.step()
+    for sequence in together:
+        engine.stop(sequence)
+    return together[0].output_ids.tolist()
+
+
+def tokenswift_in_rounds(target: TargetModel) -> TwoLevelDrafter:
+    drafter = tokenswift(target, free_rows, None, TokenSwiftOptions(budget=BUDGET, draft_rounds=1))
+    drafter._planner = FixedPlanner(RoundPlan(2, 5, 2, 6))
+    return drafter
+
+
+def triforce_in_rounds(target: TargetModel) -> TwoLevelDrafter:
+    return triforce(target, free_rows, None, TriForceOptions(budget=BUDGET, gammas=(1, 2)))
+
+
+def test_a_draft_model_says_of_texts_of_any_lengths_what_it_says_on_a_cpu(files: ModelFiles) -> None:
+    """The shorter one's logits are there before the last forward of the longer one."""
+    folder = locate_model(str(files.path / PARTS_FOLDER / DRAFT_FOLDER))
+    models = [
+        cuda_target(files, torch.float32, 2, 64).load_beside(folder, 592),
+        TargetModel.load(folder, "float32", "cpu"),
+    ]
+    texts = {"a": np.arange(5) + 9, "b": np.arange(40) + 30}
+    found = []
+    for model in models:
+        drafts = draft_model.DraftModel(model)
+        for name in texts:
+            drafts.start(name)
+        found.append(torch.stack(drafts.logits(texts)))
+    assert isinstance(models[0].forwards, CudaForwards)
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("drafter_of", [tokenswift_in_rounds, triforce_in_rounds])
+def test_rounds_of_two_sequences_give_the_reference_s_tokens_and_leave_no_slot_taken(
+    files: ModelFiles, plain: list[list[int]], drafter_of: Callable[[TargetModel], TwoLevelDrafter]
+) -> None:
+    target = cuda_target(files, torch.float32, 2, 64)
+    drafter, together = drafter_of(target), sequences(target)
+    arenas = [target.forwards.arena, drafter._new_entries.__self__]  # type: ignore[attr-defined]
+    if drafter_of == triforce_in_rounds:
+        model = drafter._proposer._draft_model._model  # type: ignore[attr-defined]
+        assert isinstance(model.forwards, CudaForwards)
+        assert model.num_slots == target.num_slots + 1
+        arenas.append(model.forwards.arena)
+    num_free = [arena.num_free for arena in arenas]
+    run(target, drafter, *together)
+    assert [sequence.output_ids.tolist() for sequence in together] == plain
+    assert drafter.counters.num_rounds > 2
+    assert [arena.num_free for arena in arenas] == num_free == [2, 2, 3][: len(arenas)]

@@ -1,0 +1,100 @@
+"""Costs of forwards that have 64 rows in any case: rows of all sequences are free up to there, then all cost anew."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.target.cuda.cuda_parts import cuda_target
+from worker.drafters.budget import NODE_CHOICES, NodeBudget
+from worker.drafters.shared_budget import NUM_ROWS, best_shares
+from worker.model.files import locate_model
+from worker.target import step_costs
+from worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
+
+FORWARD, ROW_AND_POSITION = 0.01, 1e-7
+
+
+class ClockOfAGPU:
+    """Says what forwards would take, and runs none of them."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        assert isinstance(call, functools.partial)
+        [rows] = call.args[0]
+        num_groups = -(-len(rows) // 16)  # rows that share what is read of the cache
+        return FORWARD + 16 * num_groups * rows.first_entry * ROW_AND_POSITION
+
+
+@pytest.fixture(scope="module")
+def costs(tiny_model: Path) -> StepCosts:
+    target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=2000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_costs, "clock_of", lambda device: ClockOfAGPU())
+        return measure_step_costs(target)
+
+
+def test_they_are_what_the_device_s_clock_says_up_to_the_longest_job(costs: StepCosts) -> None:
+    assert costs.lengths == (64, 1984)
+    assert costs.rows_per_forward == 64
+    assert costs.at(16, 1984) == pytest.approx(FORWARD + 16 * 1984 * ROW_AND_POSITION)
+    assert costs.at(32, 1984) == pytest.approx(FORWARD + 32 * 1984 * ROW_AND_POSITION)
+
+
+def test_a_row_beside_others_is_free_up_to_64_of_all_sequences(costs: StepCosts) -> None:
+    assert costs.shared_seconds(1) == costs.shared_seconds(64) == pytest.approx(FORWARD)
+    assert costs.shared_seconds(65) == costs.shared_seconds(128) == pytest.approx(2 * FORWARD)
+    assert costs.forward_seconds(16, 0, 4) == pytest.approx(FORWARD)
+    assert costs.forward_seconds(17, 0, 4) == pytest.approx(2 * FORWARD)
+
+
+def test_attention_to_each_sequence_s_own_cache_comes_on_top(costs: StepCosts) -> None:
+    own = costs.own_seconds(np.array([1, 16, 32]), np.array([0, 1984]))
+    assert own[0] == pytest.approx(0, abs=1e-9)
+    assert own[1] == pytest.approx(np.array([16, 16, 32]) * 1984 * ROW_AND_POSITION)
+
+
+@pytest.mark.parametrize(("num_sequences", "num_nodes"), [(1, 31), (2, 31), (4, 15), (5, 11), (32, 1), (40, 0)])
+def test_sequences_share_64_rows(costs: StepCosts, num_sequences: int, num_nodes: int) -> None:
+    assert NodeBudget(costs).best(0, num_sequences, 0.0).num_nodes == num_nodes
+
+
+ACCEPTANCE = [(0.98, 0.05, 0.05, 0.05), (0.9, 0.8, 0.6, 0.3), (0.7, 0.7, 0.7, 0.7), (0.95, 0.95, 0.95, 0.9)]
+
+
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1000, 20_000, 50_000, 100_000)])
+def test_shares_promise_no_less_than_any_others(
+    costs: StepCosts, acceptance: tuple[float, ...], lengths: tuple[int, ...]
+) -> None:
+    """Over all that four sequences can have: the search looks at few of them."""
+    tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
+    own = costs.own_seconds(NUM_ROWS, np.array(lengths))
+    all_chosen = np.array(list(itertools.product(range(len(NODE_CHOICES)), repeat=4)))
+    every = np.arange(4)
+
+    def rates(chosen: np.ndarray) -> np.ndarray:
+        """Of `chosen [num_choices, 4]`."""
+        shared = np.array([0.0, *(costs.shared_seconds(rows) for rows in range(1, 129))])
+        seconds = shared[NUM_ROWS[chosen].sum(axis=1)] + own[every, chosen].sum(axis=1)
+        result: np.ndarray = tokens[every, chosen].sum(axis=1) / seconds
+        return result
+
+    found = best_shares(costs, tokens, np.array(lengths), 0.0, 0.0)
+    assert rates(found[None])[0] > 0.97 * rates(all_chosen).max()
+
+
+def test_a_replay_is_run_in_whole_forwards(costs: StepCosts) -> None:
+    assert costs.replay_seconds(0, 640) == pytest.approx(10 * FORWARD + 640 * 320 * ROW_AND_POSITION)
+
+
+def test_a_clock_that_sees_nothing_leaves_every_choice_open() -> None:
+    nothing = StepCosts((64, 8192), np.zeros((2, len(ROW_COUNTS))))
+    assert NodeBudget(nothing).best(64, 2, 0.0).num_nodes in NODE_CHOICES
+    shares = best_shares(nothing, np.ones((2, len(NODE_CHOICES))), np.array([64, 64]), 0.0, 0.0)
+    assert len(shares) == 2

@@ -1,0 +1,58 @@
+"""Which stream computes: who copies beside it asks here, from whatever thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker.caches.copies import Event
+
+
+class ComputingStream:
+    """A `Computation`: the stream on which the newest forward was queued.
+
+    A thread's current stream is its own affair: one that writes checkpoints cannot look for that of another thread.
+    """
+
+    def __init__(self, current: Callable[[], Any]) -> None:
+        """`current` says which stream the calling thread computes on."""
+        self._current, self._stream = current, current()
+
+    def join(self) -> None:
+        """The calling thread is about to compute: on its current stream, behind all that was computed before."""
+        stream = self._current()
+        if stream != self._stream:
+            stream.wait_event(self._stream.record_event())
+            self._stream = stream
+
+    def record_event(self) -> Any:
+        return self._stream.record_event()
+
+    def wait_event(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+
+@dataclass(frozen=True)
+class HostStream:
+    """Elsewhere than on a GPU: what was queued is done. It is its own events."""
+
+    def record_event(self) -> HostStream:
+        return self
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        """Nothing is left to be done."""
+
+
+@functools.cache
+def computing_stream(device: torch.device) -> ComputingStream:
+    """The one of this process on a device."""
+    if device.type == "cuda":
+        return ComputingStream(functools.partial(torch.cuda.current_stream, device))
+    return ComputingStream(HostStream)

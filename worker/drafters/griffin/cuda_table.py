@@ -1,0 +1,77 @@
+"""What a forward of the draft model on a GPU is told, in one buffer: its rows, their features' places, how to rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker.caches.arena import ArenaKVCache
+from worker.caches.full import FullKVCache
+from worker.drafters.griffin.features import NUM_PLACES, Features, regressed_place
+from worker.drafters.griffin.level import DraftRows, Room
+from worker.kernels.cuda.table import NUM_ROWS, TableLayout
+from worker.sequence import Sequence
+from worker.target.cuda.draw_rows import DrawLayout, DrawRow
+from worker.target.cuda.drawing import Counts
+
+NOWHERE = -1  # as a feature's place
+
+
+@dataclass(frozen=True)
+class CudaRoom(Room):
+    """A room in a slot."""
+
+    counts: Counts  # of the sequence's penalty window
+
+    @classmethod
+    def of(cls, sequence: Sequence, cache: ArenaKVCache, features: torch.Tensor) -> CudaRoom:
+        """The slot is the cache's in all buffers; `features [num_slots, NUM_PLACES, hidden]`."""
+        return cls(sequence, cache, Features(features[cache.slot]), Counts(sequence, cache.slot))
+
+
+def slot_of(cache: FullKVCache) -> int:
+    """A room's slot in the buffers."""
+    return cast(ArenaKVCache, cache).slot
+
+
+@dataclass(frozen=True)
+class GriffinLayout:
+    """How rows, places and draws lie in a buffer of int32."""
+
+    rows: TableLayout
+    draws: DrawLayout
+
+    @property
+    def size(self) -> int:
+        return self.rows.size + 2 * NUM_ROWS + self.draws.size
+
+    def parts(self, buffer: Any) -> tuple[Any, Any, Any]:
+        """Of the rows `[rows.size]`, places `[NUM_ROWS, 2]`, draws `[draws.size]`: views of a tensor or an array."""
+        start = self.rows.size
+        end = start + 2 * NUM_ROWS
+        return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]
+
+    def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], counts: torch.Tensor) -> None:
+        """At most `NUM_ROWS` rows. `counts [num_slots, vocab] int32` of penalty windows are those on the device.
+
+        Raises ValueError for rows that do not fit the layout.
+        """
+        rows, places, draws = self.parts(buffer)
+        self.rows.fill(rows, [(part.rows, slot_of(part.room.cache)) for part in parts])
+        places[:] = 0, NOWHERE
+        ranked: list[DrawRow | None] = []
+        news: dict[int, tuple[Any, Any]] = {}
+        for part in parts:
+            slot, start = slot_of(part.room.cache), len(ranked)
+            places[start : start + len(part), 0] = np.array(part.places) + slot * NUM_PLACES
+            ranked += [None] * part.num_known
+            for row, path in enumerate(part.paths, part.first):
+                places[len(ranked), 1] = slot * NUM_PLACES + regressed_place(row)
+                ranked.append(DrawRow(part.room.sequence, slot, path))
+            if part.paths and part.room.sequence.sampling.repetition_penalty != 1.0:
+                news[slot] = cast(CudaRoom, part.room).counts.news(counts)
+        self.draws.fill(draws, ranked, news)

@@ -1,0 +1,70 @@
+"""Attention of a decoder's layers with the buffers that it needs, and the catalogue of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from jobs.run.dtypes import AttentionName
+from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from worker.kernels.cuda.flash import FlashAttention
+from worker.kernels.cuda.table import NUM_ROWS, RowTable, TableLayout
+
+
+class Attention(Protocol):
+    """Attends over the rows of a table, layer after layer, in two launches each."""
+
+    query: Tensor  # [num_places, num_heads, head_dim], that `rope_store` fills
+
+    @property
+    def numerics(self) -> str:
+        """What decides bits beside the shape."""
+
+    def places(self, table: RowTable[Tensor]) -> Tensor | None:
+        """Of the rows there, `[NUM_ROWS]`, their heads in another order, for `rope_store`; None: all in order."""
+
+    def attend(self, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor) -> None:
+        """As `worker.kernels.cuda.attention.attend`; nothing that is ours is allocated. Raises ValueError."""
+
+    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+        """Take queries `[num_rows, num_heads, head_dim]` of the table's first rows; NaN lies wherever none may look."""
+
+    def heads(self) -> Tensor:
+        """Where the queries lie, `[num_places, num_kv_heads, heads_per_kv, head_dim]`; the first row comes first."""
+
+
+class TritonAttention:
+    """An `Attention`: kernels of ours throughout."""
+
+    def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
+        num_heads = shape.num_kv_heads * shape.heads_per_kv
+        self._shape, self._scale = shape, scale
+        self._scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device)
+        self.query = torch.zeros(NUM_ROWS, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+
+    @property
+    def numerics(self) -> str:
+        return f"{len(self._scratch.lse)} splits"
+
+    def places(self, table: RowTable[Tensor]) -> None:
+        return None
+
+    def attend(self, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor) -> None:
+        attend(self.query, keys, values, bias, table, self._scratch, mixed, self._scale)
+
+    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+        for numbers in (self._scratch.output, self._scratch.lse, self.query):
+            numbers.fill_(torch.nan)
+        self.query[: len(query)] = query
+
+    def heads(self) -> Tensor:
+        shape = self._shape
+        return self.query.view(NUM_ROWS, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
+
+
+AttentionKernel = Callable[[AttentionShape, TableLayout, float, torch.device], Attention]
+
+ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAttention, "flash": FlashAttention}

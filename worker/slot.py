@@ -1,0 +1,34 @@
+"""A sequence on the device, as the engine has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.caches.full import FullKVCache
+from worker.drawing import Sampler
+from worker.sequence import Sequence
+from worker.stopping import StopRule
+from worker.verification import Walk
+
+
+@dataclass
+class Slot:
+    """A sequence and its cache, which holds every token but the last: the next step's root row adds that one."""
+
+    sequence: Sequence
+    cache: FullKVCache
+    sampler: Sampler
+    stop_rule: StopRule
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens in front of the last one that the cache does not hold yet."""
+        return len(self.sequence) - 1 - self.cache.length
+
+    def up_to_its_end(self, walk: Walk) -> Walk:
+        """What of a walk comes before the sequence's end; sets its finish reason."""
+        for num_tokens, token_id in enumerate(walk.drawn, 1):
+            self.sequence.finish_reason = self.stop_rule.after(token_id)
+            if self.sequence.finish_reason is not None:
+                return walk.until(num_tokens)
+        return walk

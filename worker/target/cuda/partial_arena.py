@@ -1,0 +1,155 @@
+"""All partial caches of a drafter on a GPU in one buffer, with their biases and means; copies into it are launches."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TypeGuard
+
+import numpy as np
+import torch
+
+from jobs.sampling import SamplingParams
+from worker.caches.arena import ArenaKVCache, SlotLease
+from worker.caches.entries import Entries
+from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import PartialCacheFactory
+from worker.caches.room import KVRoomError
+from worker.kernels.cuda.moving.gather import gather_entries, gather_range
+from worker.kernels.cuda.moving.means import average_chunks
+from worker.sequence import Sequence
+from worker.target.cuda.row_mover import RowMover
+
+
+class PartialArena:
+    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots, capacity] float32`.
+
+    Neither ever moves, nor do `means`, which are as `buffer`, of `num_chunks` chunks in place of entries.
+    """
+
+    def __init__(self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int) -> None:
+        self.shape, self.num_slots, self.capacity, self.num_chunks = shape, num_slots, capacity, num_chunks
+        self.buffer, self.means = (
+            torch.empty(
+                (shape.num_layers, 2, num_slots, shape.num_kv_heads, length, shape.head_dim),
+                dtype=shape.dtype,
+                device=shape.device,
+            )
+            for length in (capacity, num_chunks)
+        )
+        self.bias = torch.zeros(num_slots, capacity, device=shape.device)
+        self.move_rows = RowMover(self.buffer)
+        self._free = list(reversed(range(num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
+        """A `NewEntries`: a slot, which comes back when the entries are gone."""
+        if capacity > self.capacity:
+            raise KVRoomError(f"a partial cache of {capacity:,} entries: a slot has {self.capacity:,}")
+        if not self._free:
+            gc.collect()  # one may hang in a circle of references, as a traceback makes them
+        if not self._free:
+            raise KVRoomError(f"no slot for a partial cache: all {self.num_slots} are taken")
+        lease = SlotLease(self._free.pop())
+        weakref.finalize(lease, self._free.append, lease.slot)
+        return SlotEntries(self, lease)
+
+
+class SlotEntries(Entries):
+    """One slot of a `PartialArena`; from a cache in an arena, too, all layers are copied at once."""
+
+    def __init__(self, arena: PartialArena, lease: SlotLease) -> None:
+        super().__init__(arena.shape, arena.capacity, arena.buffer[:, :, lease.slot])
+        self.arena, self._lease = arena, lease
+
+    @property
+    def slot(self) -> int:
+        """Its number in the arena's buffer."""
+        return self._lease.slot
+
+    def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
+        if num_chunks > self.arena.num_chunks:
+            raise KVRoomError(f"means of {num_chunks:,} chunks: a slot has {self.arena.num_chunks:,}")
+        return self.arena.means[:, part, self.slot, :, :num_chunks]
+
+    def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
+        if not _has_all_layers(full):
+            super().copy(full, positions, first_entry)
+        else:
+            gather_range(full.rows, positions.start, self._at(first_entry, positions.stop - positions.start))
+
+    def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
+        if not _has_all_layers(full):
+            super().gather(full, positions, first_entry)
+        else:
+            gather_entries(full.rows, _numbers(positions), self._at(first_entry, positions.shape[2]))
+
+    def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
+        gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
+
+    def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
+        if not _has_all_layers(full):
+            super().average(full, part, positions, means)
+        else:
+            chunk_size = (positions.stop - positions.start) // means.shape[2]
+            average_chunks(full.rows[:, part], positions.start, chunk_size, means)
+
+    def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
+        if not _has_all_layers(full):
+            super().replace(full, positions, entries)
+        else:
+            self.buffer[:, :, :, entries] = full.rows[:, :, :, positions]
+
+    def keep_path(self, root: int, path: list[int]) -> int:
+        self.arena.move_rows(self.slot, root, path)
+        return root + 1 + len(path)
+
+    def set_bias(self, bias: np.ndarray | None) -> None:
+        row = self.arena.bias[self.slot]
+        row.zero_()
+        if bias is not None:
+            host = torch.from_numpy(bias)
+            host = host.pin_memory() if row.device.type == "cuda" else host  # so that nobody waits for the copy
+            row[: len(bias)].copy_(host, non_blocking=True)
+
+    def _at(self, first_entry: int, num_entries: int) -> torch.Tensor:
+        return self.buffer[:, :, :, first_entry : first_entry + num_entries]
+
+
+def _has_all_layers(full: FullKVCache) -> TypeGuard[ArenaKVCache]:
+    """Whether all layers of a cache lie on the device, in one buffer."""
+    return isinstance(full, ArenaKVCache) and not full.comes_by_layer
+
+
+class _Asked(Entries):
+    """Notes what a partial cache asks for, and takes no memory."""
+
+    num_chunks = 0
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        super().__init__(shape, capacity)
+        self.capacity = capacity
+
+    def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
+        self.num_chunks = max(self.num_chunks, num_chunks)
+        return super().new_means(part, num_chunks)
+
+
+def arena_for(
+    new_cache: PartialCacheFactory, budget: int, shape: CacheShape, num_slots: int, longest_job: int
+) -> PartialArena:
+    """Slots for the partial caches of jobs of up to `longest_job` positions."""
+    nowhere = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, torch.device("meta"))
+    longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
+    asked = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked).entries
+    assert isinstance(asked, _Asked)
+    return PartialArena(shape, num_slots, asked.capacity, asked.num_chunks)
+
+
+def _numbers(chosen: torch.Tensor) -> torch.Tensor:
+    """As the kernels take them."""
+    return chosen.to(torch.int32).contiguous()
