@@ -109,7 +109,7 @@ class NativeLayers:
                 queries=None if queries is None else queries.data_ptr(),
             )
             self._library.decoder_forward(self._handle, self.team.handle, ctypes.byref(call))
-            self.team.hold([group.cache for group in groups])
+            self.team.hold(list(groups))
 
     def _check_queries(self, queries: Tensor | None, num_layers: int, num_rows: int) -> None:
         shape = (num_layers, num_rows, self.sizes.num_heads, self.sizes.head_dim)

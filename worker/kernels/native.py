@@ -122,7 +122,7 @@ def native_attention(
             table.num_groups,
             *(tensor.data_ptr() for tensor in tensors),
         )
-        team.hold([group.cache for group in groups])
+        team.hold(list(groups))
     return output
 
 

@@ -28,10 +28,10 @@ class Team:
         self._retired: list[tuple[Free, int]] = []
         weakref.finalize(self, _close, library, self.handle, self._retired)
 
-    def hold(self, caches: Any) -> None:
-        """Keep caches alive while a helper that came too late may still read them."""
+    def hold(self, read: Any) -> None:
+        """Keep what a call read, caches and biases, while a helper that came too late may still read it."""
         is_busy = self.library.team_is_busy(self.handle)
-        self._held = [*self._held, caches] if is_busy else []
+        self._held = [*self._held, read] if is_busy else []
         if not is_busy:
             _free(self._retired)
 

@@ -1,8 +1,23 @@
-"""Weights of a team's calls are freed once nobody may look at them: behind a call, or with the team."""
+"""What a team's calls read is freed once nobody may look at it: behind a later call, or with the team."""
 
 from __future__ import annotations
 
-from tests.worker.kernels.kernel_parts import SHAPES, VARIANTS, chain, native, needs_kernels, random_cache
+import gc
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from tests.worker.kernels.kernel_parts import (
+    SHAPES,
+    VARIANTS,
+    chain,
+    native,
+    needs_kernels,
+    random_cache,
+    random_partial_rows,
+)
 from worker.kernels.team import Team
 from worker.kernels.variants import load_library
 
@@ -25,3 +40,17 @@ def test_weights_are_freed_with_their_team() -> None:
     assert freed == []
     del team
     assert freed == [6]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_caches_and_biases_stay_just_while_a_late_helper_may_read_them(is_late: bool) -> None:
+    decoder = native(SHAPES[0], VARIANTS[0])
+    decoder.team.library = SimpleNamespace(team_is_busy=lambda _: is_late)  # type: ignore[assignment]
+    rows = random_partial_rows(random.Random(1), SHAPES[0], 300, 3)
+    assert rows.biases is not None
+    read = [weakref.ref(rows.biases), weakref.ref(rows.cache)]
+    decoder.forward([rows])
+    del rows
+    gc.collect()
+    decoder.forward([chain(random_cache(SHAPES[0], 10), [1, 2])])
+    assert [each() is not None for each in read] == [is_late, is_late]
