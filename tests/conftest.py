@@ -35,7 +35,7 @@ from tests.jobs.storage.s3_server import S3Server, running_s3_server
 from worker.drafters.griffin.model import GriffinConfig, GriffinModel
 from worker.drafters.griffin.weights import save_griffin
 from worker.drafters.tokenswift.heads import save_heads
-from worker.model.files import DRAFT_FOLDER, ModelFiles, locate_model
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from worker.target.target import TargetModel
 from worker.training.target.tokenizer import train_tokenizer
 
@@ -83,14 +83,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.15,
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    for path in (folder, folder / DRAFT_FOLDER):
+    parts = folder / PARTS_FOLDER
+    for path in (folder, parts / DRAFT_FOLDER):
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
         model.model.layers = model.model.layers[:1]  # the draft model is the target without its second layer
         model.config.num_hidden_layers = 1
     fingerprint = locate_model(str(folder)).fingerprint
-    save_heads(folder, 0.02 * torch.randn(3, 64, 64), fingerprint)
-    save_griffin(folder, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
+    save_heads(parts, 0.02 * torch.randn(3, 64, 64), fingerprint)
+    save_griffin(parts, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
     return folder
 
 

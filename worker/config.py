@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.run.dtypes import Device, Dtype
+from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
 from worker.drafters.catalogue import DEFAULT_ENGINE
+from worker.kernels.choice import CudaKernels
 
 CheckpointKind = Literal["tokens", "state"]
 
@@ -17,12 +18,19 @@ class Computation:
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
-    draft_model: str | None = None  # folder with the engine's trained parts; None: they lie beside the model's weights
+    draft_model: str | None = None  # folder with the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype = "bfloat16"
     device: Device = "auto"
+    attention: AttentionName = CudaKernels.attention
+    linear: LinearName = CudaKernels.linear
     num_threads: int = 1
     seed: int = 0  # that of a job which gives none follows from it
+
+    @property
+    def cuda_kernels(self) -> CudaKernels:
+        """The choice on a GPU."""
+        return CudaKernels(self.attention, self.linear)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run may compute in and on. Light: the command line shows them."""
+"""What a run may compute in, on and with. Light: the command line shows them."""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ from typing import Literal
 
 Dtype = Literal["bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
+LinearName = Literal["cublas", "triton"]

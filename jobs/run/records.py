@@ -8,7 +8,7 @@ from pydantic import Field
 
 from jobs.checkpoints.timeline import Moment
 from jobs.frozen import Frozen
-from jobs.run.dtypes import Device, Dtype
+from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
 
 RUN_VERSION = 1
 
@@ -34,10 +34,12 @@ class RunManifest(Frozen):
     model_fingerprint: str
     text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
     engine: str
-    draft_model: str | None = None  # folder of the engine's trained parts; None: beside the model's weights
+    draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype
     device: Device
+    attention: AttentionName = "triton"  # as all runs had it before there was a choice
+    linear: LinearName = "cublas"
     num_threads: int = Field(ge=1)
     seed: int
     versions: dict[str, str]

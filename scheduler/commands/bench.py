@@ -11,6 +11,7 @@ from jobs import sampling_defaults
 from scheduler.commands.ablation import ablation
 from scheduler.commands.model_options import (
     COMPUTING,
+    CUDA_KERNELS,
     DRAFT_MODEL,
     DTYPE,
     JSON,
@@ -173,9 +174,9 @@ def long(**options: Any) -> None:
 @click.option("--rows", "row_counts", default="1,16", callback=_split, help="Rows of each, comma-separated.")
 @click.option("--read", "num_read", type=int, default=4096, help="Tokens of a prompt, behind each length.")
 @click.option("--tokens", "num_tokens", type=int, default=256, help="To generate at each length with each engine.")
-@click.option("--linear", type=click.Choice(["cublas", "triton"]), help="Kernel for products. [default: as workers]")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
 @DTYPE
+@CUDA_KERNELS
 @JSON
 def gpu(**options: Any) -> None:
     """Measure a GPU: steps beside what its memory allows, prompts, a resume, every engine, and the memory taken.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.commands.model_options import COMPUTING, MODEL, say
+from scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, MODEL, say
 
 if TYPE_CHECKING:
     from worker.config import Computation
@@ -19,6 +19,7 @@ TO_STDOUT = "-"
 @click.command()
 @MODEL
 @COMPUTING
+@CUDA_KERNELS
 @click.option(
     "--json",
     "json_path",

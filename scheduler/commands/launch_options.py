@@ -60,7 +60,7 @@ WORKERS = (
     click.option(
         "--draft-model",
         type=click.Path(exists=True, file_okay=False),
-        help="Folder with the engine's trained parts. [default: the run's, else beside the model's weights]",
+        help="Folder with the engine's trained parts. [default: the run's, else `parts` in the model's]",
     ),
     click.option(
         "--kv-offload",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from jobs.run.dtypes import Device, Dtype
+from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
 from worker.config import Computation
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_THREADS = 1024  # more than cores are slower, and millions end the process
 DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
+ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
+ATTENTION_HELP = "GPU: what attends to prefixes."
+LINEAR_HELP = "GPU: what multiplies; `doctor` says where cublas will not do."
 THREAD_COUNT = click.IntRange(1, MAX_THREADS)
 
 
@@ -46,13 +49,17 @@ MODEL = click.option("--model", default=Computation.model, callback=filled, help
 DRAFT_MODEL = click.option(
     "--draft-model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder with the engine's trained parts. [default: beside the model's weights]",
+    help="Folder with the engine's trained parts. [default: `parts` in the model's]",
 )
 DTYPE = click.option("--dtype", type=DTYPES, default=Computation.dtype)
 THREADS = click.option(
     "--threads", "num_threads", type=THREAD_COUNT, callback=_or_all_cores, help="CPU threads. [default: all cores]"
 )
 COMPUTING = all_of(DTYPE, click.option("--device", type=DEVICES, default=Computation.device), THREADS)
+CUDA_KERNELS = all_of(
+    click.option("--attention", type=ATTENTIONS, default=Computation.attention, help=ATTENTION_HELP),
+    click.option("--linear", type=LINEARS, default=Computation.linear, help=LINEAR_HELP),
+)
 JSON = click.option(
     "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures."
 )

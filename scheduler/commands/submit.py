@@ -8,7 +8,16 @@ import click
 
 from scheduler.commands.launch_options import launch_options, make_settings, output_mode
 from scheduler.commands.launching import end, launch_shown
-from scheduler.commands.model_options import DEVICES, DTYPES, THREAD_COUNT, filled
+from scheduler.commands.model_options import (
+    ATTENTION_HELP,
+    ATTENTIONS,
+    DEVICES,
+    DTYPES,
+    LINEAR_HELP,
+    LINEARS,
+    THREAD_COUNT,
+    filled,
+)
 from worker.config import Computation
 from worker.drafters.catalogue import ENGINES
 
@@ -41,6 +50,8 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
 )
 @click.option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @click.option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
+@click.option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
+@click.option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
 @click.option("--threads", "num_threads", type=THREAD_COUNT, help="CPU threads per worker. [default: cores / workers]")
 @click.option(
     "--seed",

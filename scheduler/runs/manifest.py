@@ -16,6 +16,7 @@ from jobs.storage.uris import shown_uri
 from scheduler.runs.settings import Settings
 from worker.config import Computation
 from worker.exactness.verdicts import known_verdict, verdict_key
+from worker.kernels.choice import CudaKernels
 from worker.kernels.variants import chosen_numerics
 from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.target.hardware import cpu_capability, hardware_of, has_cuda
@@ -64,7 +65,7 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
         manifest.num_threads,
         hardware_of(manifest.device),
         torch_version,
-        chosen_numerics(manifest.device, manifest.dtype),
+        chosen_numerics(manifest.device, manifest.dtype, CudaKernels(manifest.attention, manifest.linear)),
     )
     return manifest.model_copy(
         update={
@@ -85,6 +86,15 @@ def refuse_changed_model(run: Run) -> None:
         run.refuse_other_model(files.fingerprint, files.text_fingerprint)
 
 
+def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
+    """Raise ModelError where the workers would refuse this choice of a GPU's kernels, as far as that is known here."""
+    if device == "cpu":
+        kernels.refuse_unused("the device is a CPU")
+    kernels.refuse_unfit(dtype)
+    if address is None:
+        kernels.refuse_absent()
+
+
 def _new_manifest(settings: Settings) -> RunManifest:
     computation = with_absolute_folders(replace(Computation(), **settings.said))
     has_own_gpu = settings.address is None and has_cuda()
@@ -95,6 +105,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "device": detected if computation.device == "auto" else computation.device,
         "num_threads": settings.said.get("num_threads", shared_cores),
     }
+    refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
     return RunManifest(
         run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
         created=time.time(),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import subprocess
+import sys
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.k8s.kubernetes_parts import OVERLAYS, ROOT, Object, one, pods, render
 from worker.memory.plan import slot_capacity
@@ -163,6 +166,16 @@ def test_a_change_of_the_code_compiles_no_flash_attention_again() -> None:
     flash = DOCKERFILE[DOCKERFILE.index("AS flash-attention") : DOCKERFILE.index("AS cuda-flash")]
     assert "from=wheel" not in dependencies + flash
     assert stages()["cuda-flash"] == "cuda"
+
+
+def test_pip_can_read_the_requirements_that_the_image_takes_from_the_project() -> None:
+    programs = re.findall(r'^RUN python -c "(import tomllib.*)" \\$', DOCKERFILE, re.MULTILINE)
+    assert len(programs) == 2
+    for program in programs:
+        command = [sys.executable, "-c", program]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert all(Requirement(line) for line in printed.splitlines())
+    assert {Requirement(line).name for line in printed.splitlines()} == {"einops", "flash-attn"}
 
 
 def test_the_folder_of_nvcc_is_that_of_the_image_it_comes_from() -> None:

@@ -90,7 +90,7 @@ def test_no_large_file_but_the_weights_is_tracked() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     sizes = {name: (ROOT / name).stat().st_size for name in tracked if (ROOT / name).is_file()}
     large = {name for name, size in sizes.items() if size > 2**20}
-    weights = {"model.safetensors", "draft/model.safetensors", "griffin.safetensors"}
+    weights = {"model.safetensors", "parts/draft/model.safetensors", "parts/griffin.safetensors"}
     assert large <= {f"worker/embedded/{name}" for name in weights}
     embedded = sum(size for name, size in sizes.items() if name.startswith("worker/embedded/"))
     assert embedded <= 32 * 2**20

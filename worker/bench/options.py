@@ -16,6 +16,7 @@ from jobs.frozen import Frozen
 from jobs.run.dtypes import Device, Dtype
 from worker.bench.engine import BenchError
 from worker.config import Computation
+from worker.memory.plan import SlotsWanted
 from worker.model.files import ModelFiles
 from worker.target.hardware import cpu_capability
 from worker.target.target import TargetModel
@@ -41,10 +42,13 @@ class BenchOptions(Frozen):
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
 
-    def load(self, files: ModelFiles) -> TargetModel:
-        """The model, computing as was asked for. Raises ModelError."""
+    def load(self, files: ModelFiles, slots: SlotsWanted | None = None) -> TargetModel:
+        """The model, computing as was asked for; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError.
+
+        Without `slots` caches come one by one, and the model is run by `transformers` there.
+        """
         torch.set_num_threads(self.num_threads)
-        return TargetModel.load(files, self.dtype, self.device)
+        return TargetModel.load(files, self.dtype, self.device, slots=slots)
 
     def write(self, content: dict[str, Any], target: TargetModel, **further: Any) -> None:
         """Write figures with what they were measured with, where a file was named: it is whole at any moment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 from worker.bench.caches.importance import ImportanceKVCache
@@ -14,6 +15,7 @@ from worker.drafters.recycling.static_recycling import StaticTokenRecyclingDraft
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from worker.drafters.triforce.triforce import TriForceOptions, triforce
+from worker.memory.plan import SlotsWanted
 from worker.target.step_costs import Costs
 from worker.target.target import TargetModel
 
@@ -30,6 +32,15 @@ VARIANTS: dict[str, DrafterFactory] = {
     "griffin-paper": functools.partial(griffin, options=GRIFFIN_PAPER),
 }
 BENCH_ENGINES = {name: entry.factory() for name, entry in ENGINES.items()} | VARIANTS
+
+
+def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) -> SlotsWanted:
+    """What a GPU is shared out for: sequences of so many positions at most, and one more slot for probes.
+
+    Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest.
+    """
+    budget = max((ENGINES[name].partial_budget for name in engines if name in ENGINES), default=0)
+    return SlotsWanted(longest, budget, num_sequences + 1)
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:

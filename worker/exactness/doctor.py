@@ -11,9 +11,11 @@ from jobs.frozen import Frozen
 from jobs.run.records import Exactness
 from worker.config import Computation
 from worker.exactness.agreement import Agreement, compare
-from worker.exactness.probe import probe_rows
+from worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
 from worker.exactness.verdicts import keep_verdict, verdict_key
+from worker.kernels.choice import DEFAULT_KERNELS
 from worker.kernels.variants import chosen_variant, numerics_of, runnable_variants, why_none
+from worker.memory.plan import SlotsWanted
 from worker.model.files import locate_model
 from worker.target.hardware import cpu_capability, hardware_of
 from worker.target.target import TargetModel
@@ -40,6 +42,7 @@ class Diagnosis(Frozen):
     versions: dict[str, str]
 
     def key(self) -> str:
+        kernels = DEFAULT_KERNELS.words if self.device == "cuda" else ""
         return verdict_key(
             self.model_fingerprint,
             self.dtype,
@@ -47,7 +50,7 @@ class Diagnosis(Frozen):
             self.num_threads,
             self.hardware,
             self.versions["torch"],
-            numerics_of(self.instruction_set, self.dtype) if self.instruction_set else "",
+            numerics_of(self.instruction_set, self.dtype) if self.instruction_set else kernels,
         )
 
     def summary(self) -> str:
@@ -84,7 +87,8 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
     """
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
-    target = TargetModel.load(files, config.dtype, config.device)
+    slots = SlotsWanted(MAX_LENGTH, num_slots=NUM_CACHES)
+    target = TargetModel.load(files, config.dtype, config.device, slots=slots, kernels=config.cuda_kernels)
     result = probe_rows(target, num_rows)
     diagnosis = Diagnosis(
         verdict="exact" if result.num_differing == 0 else "exact up to ties",

@@ -15,7 +15,6 @@ import torch
 from jobs.sampling import SamplingParams
 from worker.kernels.sampling_calls import (
     CPenaltyWindow,
-    CSamplingParams,
     CTreeWalk,
     address_of,
     check_counts,
@@ -52,11 +51,6 @@ class NativeSampler:
             fork._counts[:] = counts
             fork._window.num_counted = self._window.num_counted
         return fork
-
-    def draw(self, logits: torch.Tensor) -> int:
-        """Draw the token behind the sequence from logits `[vocab] float32`; some token where they are not finite."""
-        check_logits(logits, (self.sequence.vocab_size,))
-        return _draw(logits, len(self.sequence), self._params, self.counts())
 
     def counts(self) -> np.ndarray | None:
         """How often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
@@ -121,7 +115,11 @@ def draw(
     check_logits(logits, (logits.shape[-1],))
     if counts is not None:
         check_counts(counts, len(logits))
-    return _draw(logits, position, sampling_params(params, seed), counts)
+    given, vocab_size = sampling_params(params, seed), len(logits)
+    token_id: int = kernels().sampling_draw(
+        logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), scratch(vocab_size)
+    )
+    return token_id
 
 
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -157,14 +155,6 @@ def noise_row(seed: int, position: int, vocab_size: int) -> np.ndarray:
     values = np.empty(vocab_size, dtype=np.float32)
     kernels().sampling_noise_row(seed, position, vocab_size, address_of(values))
     return values
-
-
-def _draw(logits: torch.Tensor, position: int, params: CSamplingParams, counts: np.ndarray | None) -> int:
-    vocab_size = len(logits)
-    token_id: int = kernels().sampling_draw(
-        logits.data_ptr(), vocab_size, position, ctypes.addressof(params), address_of(counts), scratch(vocab_size)
-    )
-    return token_id
 
 
 def _outcome(walk: CTreeWalk, room: np.ndarray) -> Walk:

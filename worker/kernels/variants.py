@@ -7,10 +7,13 @@ import functools
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.errors import UserError
 from worker.kernels.build import is_whole, library_path, variants
+
+if TYPE_CHECKING:
+    from worker.kernels.choice import CudaKernels
 
 CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},
@@ -113,11 +116,13 @@ def kernel_numerics(variant: str, dtype: str) -> str:
     return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
-def chosen_numerics(device_type: str, dtype: str) -> str:
+def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels) -> str:
     """Numerics of those models that the kernels know; empty where torch serves every model.
 
-    Raises KernelError as `chosen_variant` does.
+    `kernels` are a GPU's. Raises KernelError as `chosen_variant` does.
     """
+    if device_type == "cuda":
+        return kernels.words
     variant = chosen_variant() if device_type == "cpu" else None
     return numerics_of(variant, dtype) if variant else ""
 

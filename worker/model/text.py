@@ -12,6 +12,7 @@ from worker.model.files import ModelError, ModelFiles, read_config
 from worker.model.token_length import max_chars_per_token
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
+PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
 MAX_WORDS = 500  # characters of another program's error
 
 
@@ -88,7 +89,7 @@ def _loader(files: ModelFiles) -> Any:
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if config.get("model_type") == "llama" and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
+    if config.get("model_type") in PLAIN_KINDS and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

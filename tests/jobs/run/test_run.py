@@ -35,6 +35,8 @@ RUN_JSON = """{
   "kv_offload": null,
   "dtype": "bfloat16",
   "device": "cpu",
+  "attention": "triton",
+  "linear": "cublas",
   "num_threads": 1,
   "seed": 7,
   "versions": {

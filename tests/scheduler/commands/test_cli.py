@@ -20,7 +20,7 @@ def test_all_commands_are_there() -> None:
     runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "cancel"}
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {"bench decode", "bench kernels", "bench checkpoints", "bench long", "bench gpu"} | ablations
-    trainings = {"train target", "train tokenswift", "train draft", "train griffin"}
+    trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
     assert names == runs | benches | trainings | {"doctor", "chaos"}
 
 
@@ -80,6 +80,9 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["resume", "R", "--grace-seconds", "-0.1"], "not in the range"),
         (["submit", "JOBS", "--run", "R", "--dtype", "x" * 100_000], "..."),
         (["submit", "JOBS", "--run", "R", "--dtype", "int4"], "bfloat16"),
+        (["submit", "JOBS", "--run", "R", "--linear", "mine"], "'cublas', 'triton'"),
+        (["submit", "JOBS", "--run", "R", "--device", "cpu", "--linear", "triton"], "--linear triton: a choice of"),
+        (["doctor", "--device", "cpu", "--attention", "flash"], "--attention flash: a choice of kernels on a GPU"),
         (["submit", "JOBS", "--run", "R", "--colour", "red"], "No such option"),
         (["submit", "JOBS", "--run", "R", "--metrics-port", "70000"], "--metrics-port"),
         (["launch"], "No such command"),

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 import tests.worker.interpreter  # noqa: F401
 from jobs.errors import UserError
+from jobs.run.dtypes import LinearName
+from jobs.run.records import Exactness
 from scheduler.cli import main
 from tests.worker.exactness.first_run.small_parts import small_parts
 from worker.config import Computation
@@ -21,9 +23,9 @@ from worker.exactness.first_run.findings import Check, Finding
 from worker.exactness.first_run.first_run import FirstRun, run_checks
 from worker.exactness.first_run.parts import Parts
 from worker.exactness.verdicts import known_verdict, verdict_key
+from worker.kernels.choice import CudaKernels
 from worker.model.files import ModelFiles, locate_model
 from worker.target import loading
-from worker.target.cuda.loading import LINEAR
 from worker.target.hardware import hardware_of
 
 
@@ -39,9 +41,9 @@ def outcome(request: pytest.FixtureRequest, embedded_files: ModelFiles, monkeypa
     def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
         return run_checks(parts, report, [check("machine", True), check("products", request.param)])
 
-    parts = small_parts(embedded_files, linear=LINEAR)
+    parts = small_parts(embedded_files, linear="cublas")
     monkeypatch.setattr(loading, "resolve_device", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(first_run, "resolve_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(first_run, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(Parts, "of", lambda *args: parts)
     monkeypatch.setattr(first_run, "run_checks", checked)
     passed: bool = request.param
@@ -61,12 +63,38 @@ def test_each_check_is_printed_and_the_verdict_is_kept(
     assert ("STOPPED at products: products was tried" in lines) is not outcome
     written = FirstRun.model_validate_json(file.read_text())
     assert written.verdict == ("exact" if outcome else "exact up to ties")
-    files = locate_model("embedded")
+    assert known(CudaKernels()) == written.verdict
+
+
+def known(kernels: CudaKernels) -> Exactness:
+    """The verdict that runs with these kernels find."""
     key = verdict_key(
-        files.fingerprint, "bfloat16", "cpu", 1, hardware_of("cpu"), torch.__version__,
-        first_run.chosen_numerics("cpu", "bfloat16"),
+        locate_model("embedded").fingerprint, "bfloat16", "cuda", 1, hardware_of("cuda"), torch.__version__,
+        first_run.chosen_numerics("cuda", "bfloat16", kernels),
     )  # fmt: skip
-    assert known_verdict(key) == written.verdict
+    return known_verdict(key)
+
+
+@pytest.mark.parametrize("asked", ["cublas", "triton"])
+def test_a_run_with_the_kernel_that_doctor_names_is_exact(
+    embedded_files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: LinearName
+) -> None:
+    def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
+        only_triton = Finding(passed=True, words="not by cublas", rows=[], linear="triton")
+        return run_checks(parts, report, [Check("products", "products hold", lambda parts: only_triton)])
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in (loading, first_run):
+        monkeypatch.setattr(module, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(
+        Parts, "of", lambda files, dtype, device, kernels: small_parts(embedded_files, linear=kernels.linear)
+    )
+    monkeypatch.setattr(first_run, "run_checks", checked)
+    result = CliRunner().invoke(main, ["doctor", "--device", "cuda", "--threads", "1", "--linear", asked])
+    assert result.exit_code == 0, result.output
+    assert known(CudaKernels(linear="triton")) == "exact"
+    assert known(CudaKernels()) == ("exact up to ties" if asked == "cublas" else "not probed")
+    assert ("use --linear triton, which is exact" in result.stdout) is (asked == "cublas")
 
 
 def test_json_alone_is_all_that_stdout_holds(outcome: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

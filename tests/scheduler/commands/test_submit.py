@@ -194,6 +194,9 @@ def test_what_belongs_to_a_run_cannot_change_under_it(run: Run, jobs_file: str, 
     )
     assert "model" in refusal("submit", jobs_file, "--run", place, "--model", "embedded")
     assert "dtype" in refusal("submit", jobs_file, "--run", place, "--dtype", "float32")
+    assert "was made with linear cublas, found triton" in refusal(
+        "submit", jobs_file, "--run", place, "--linear", "triton"
+    )
     again = submit_file(jobs_file, place)
     assert again.run.manifest == run.manifest
     assert again.run.jobs() == run.jobs()

@@ -94,7 +94,7 @@ def drain_once(cluster: Cluster, counters: DriverCounters, patch: pytest.MonkeyP
 def test_workers_on_a_draining_node_stop_and_others_take_their_jobs(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, display, counters = make_run(tmp_path / "run", {"unlogged": 300}), RecordingDisplay(), DriverCounters()
+    run, display, counters = make_run(tmp_path / "run", {"unlogged": 900}), RecordingDisplay(), DriverCounters()
     display.on_update = drain_once(cluster, counters, monkeypatch)
     assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
     assert counters.num_preemptions["node_drained"] >= 1
@@ -107,7 +107,7 @@ def test_workers_on_a_draining_node_stop_and_others_take_their_jobs(
 def test_a_worker_that_dies_while_it_drains_is_no_fault_of_its_job(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, display, counters = make_run(tmp_path / "run", {"dies": 300}), RecordingDisplay(), DriverCounters()
+    run, display, counters = make_run(tmp_path / "run", {"dies": 900}), RecordingDisplay(), DriverCounters()
     display.on_update = drain_once(cluster, counters, monkeypatch)
     assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
     assert set(counters.num_preemptions) == {"node_drained"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from worker.config import Computation
 from worker.exactness.doctor import diagnose
-from worker.kernels.variants import OVERRIDE
-from worker.model.files import locate_model
-from worker.target.hardware import has_cuda
+from worker.exactness.verdicts import keep_verdict, verdict_key
+from worker.kernels import choice
+from worker.kernels.choice import CudaKernels
+from worker.kernels.variants import OVERRIDE, chosen_numerics
+from worker.model.files import ModelError, locate_model
+from worker.target.hardware import hardware_of, has_cuda
 
 PROGRAM = """
 import sys
@@ -36,6 +41,37 @@ def test_a_new_run_is_described_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout == "cpu False\n"
+
+
+def test_a_verdict_is_known_to_runs_with_the_chosen_kernels_of_a_gpu_alone(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = locate_model(str(tiny_model))
+    said = {"model": str(tiny_model), "device": "cuda", "num_threads": 1}
+
+    def exactness(**choice: str) -> Exactness:
+        return with_model(kept_or_new_manifest(str(tmp_path / "absent"), Settings(said=said | choice)), files).exactness
+
+    key = verdict_key(
+        files.fingerprint, "bfloat16", "cuda", 1, hardware_of("cuda"), importlib.metadata.version("torch"),
+        chosen_numerics("cuda", "bfloat16", CudaKernels(linear="triton")),
+    )  # fmt: skip
+    keep_verdict(key, "exact")
+    assert (exactness(linear="triton"), exactness()) == ("exact", "not probed")
+
+
+def test_a_cluster_s_workers_say_themselves_whether_flash_attn_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "flash_version", lambda: None)
+    said = {"device": "cuda", "attention": "flash"}
+    settings = Settings(said=said, address="head:6379")
+    assert kept_or_new_manifest(str(tmp_path / "absent"), settings).attention == "flash"
+    with pytest.raises(ModelError, match="flash-attn is not installed here"):
+        kept_or_new_manifest(str(tmp_path / "absent"), Settings(said=said))
+    with pytest.raises(ModelError, match="found dtype float32, expected bfloat16"):
+        kept_or_new_manifest(str(tmp_path / "absent"), replace(settings, said=said | {"dtype": "float32"}))
 
 
 @needs_kernels

@@ -20,7 +20,7 @@ from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
 from worker.bench.tokenswift.catalogue import ABLATIONS
 from worker.bench.tokenswift.tables import LAYOUTS, MEASURES, render
 from worker.drafters.tokenswift.heads import save_heads
-from worker.model.files import locate_model
+from worker.model.files import PARTS_FOLDER, locate_model
 
 LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
 
@@ -32,9 +32,8 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16_384}))
-    save_heads(
-        folder, torch.zeros(3, config["hidden_size"], config["hidden_size"]), locate_model(str(folder)).fingerprint
-    )
+    heads = torch.zeros(3, config["hidden_size"], config["hidden_size"])
+    save_heads(folder / PARTS_FOLDER, heads, locate_model(str(folder)).fingerprint)
     return folder
 
 

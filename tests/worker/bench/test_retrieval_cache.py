@@ -27,8 +27,8 @@ CHUNK = 4
 STRIDE = 12
 
 KINDS: dict[str, Callable[[], ImportanceKVCache]] = {
-    "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), CHUNK),
-    "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), 17),
+    "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=CHUNK),
+    "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=17),
     "streaming": lambda: StreamingKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
     "h2o": lambda: HeavyHitterKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
 }

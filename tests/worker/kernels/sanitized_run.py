@@ -1,7 +1,7 @@
 """A program: random row tables through a library built to find wrong reads and writes, whose path is its argument.
 
 Right tables give finite logits, spoiled ones a ValueError; anything else ends the process with the sanitizer's report.
-Draws, walks and candidates of random rows likewise.
+Draws, walks and candidates of random rows likewise, and causal attention with its gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.worker.kernels.kernel_parts import (
 )
 from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
 from worker.caches.full import MAX_TREE_NODES
-from worker.kernels import native, sampling, sampling_calls
+from worker.kernels import causal, native, sampling, sampling_calls
 from worker.kernels.griffin import NativeGriffin
 from worker.kernels.native import NativeDecoder, native_attention
 from worker.kernels.team import Team
@@ -36,6 +36,7 @@ from worker.target.tiles import SequenceRows, tree_rows
 from worker.verification import TOP_K
 
 NUM_ROUNDS = 12
+CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 
@@ -108,12 +109,28 @@ def fuzz_sampling(vocab: int, numbers: random.Random) -> None:
             sampling.top_candidates(rows)
 
 
+def fuzz_causal(numbers: random.Random) -> None:
+    for _ in range(NUM_ROUNDS):
+        num_kv_heads, group, length = numbers.randrange(1, 4), numbers.randrange(1, 4), numbers.choice(CAUSAL_LENGTHS)
+        batch_size = numbers.randrange(1, 4)
+        query, key, value = (
+            torch.randn(batch_size, length, count, 64).to(torch.bfloat16).transpose(1, 2).requires_grad_()
+            for count in (num_kv_heads * group, num_kv_heads, num_kv_heads)
+        )
+        output = causal.causal_attention(query, key, value, 0.125)
+        output.backward(torch.randn_like(output))
+        assert all(torch.isfinite(each).all() for each in (output, query.grad, key.grad, value.grad))
+
+
 if __name__ == "__main__":
-    native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
+    causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
     for each in SHAPES:
         fuzz(each, random.Random(str(each)))
         fuzz_griffin(each, random.Random(str(each)))
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size))
+    if (isa := open_library(Path(sys.argv[1])).kernels_variant().decode()) in causal.FAST_VARIANTS:
+        causal.chosen_variant = lambda: isa
+        fuzz_causal(random.Random(isa))
     print("nothing found")

@@ -116,7 +116,7 @@ def test_a_fork_sees_its_own_tokens_and_leaves_the_sampler_as_it_was() -> None:
         draft.extend([7, 8, 7])
         assert np.array_equal(fork.counts(), np.bincount([0, 1, 2, 7, 8, 7], minlength=VOCAB))  # type: ignore[arg-type]
         assert np.array_equal(sampler.counts(), np.bincount([0, 1, 2], minlength=VOCAB))  # type: ignore[arg-type]
-        assert fork.draw(chain_rows(5)[0]) == 5
+        assert sampling.walk([fork], [DraftTree()], [chain_rows(5)])[0].drawn == [5]
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -15,7 +15,7 @@ from worker.drafters.griffin.model import GriffinConfig, GriffinModel
 from worker.drafters.griffin.weights import save_griffin
 from worker.drafters.tokenswift.heads import save_heads
 from worker.engine import Engine
-from worker.model.files import DRAFT_FOLDER, locate_model
+from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
@@ -29,10 +29,10 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder: Path = tmp_path_factory.mktemp(request.param)
     config = tiny_config(request.param, WINDOWS[request.param])
     tiny_model(config).save_pretrained(folder)
-    tiny_model(tiny_config("llama")).save_pretrained(folder / DRAFT_FOLDER)
+    tiny_model(tiny_config("llama")).save_pretrained(folder / PARTS_FOLDER / DRAFT_FOLDER)
     fingerprint = locate_model(str(folder)).fingerprint
-    save_heads(folder, 0.02 * torch.randn(3, config.hidden_size, config.hidden_size), fingerprint)
-    save_griffin(folder, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
+    save_heads(folder / PARTS_FOLDER, 0.02 * torch.randn(3, config.hidden_size, config.hidden_size), fingerprint)
+    save_griffin(folder / PARTS_FOLDER, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
     return TargetModel.load(locate_model(str(folder)), "float32", "cpu")
 
 

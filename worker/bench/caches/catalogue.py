@@ -14,7 +14,7 @@ PARTIAL_CACHES: dict[str, PartialCacheFactory] = {
     "summary": SummaryKVCache,  # the most important chunks, and the others as one entry each
     "dynamic": ImportanceKVCache,  # the most important positions, new ones in place of the least important
     "static": functools.partial(ImportanceKVCache, is_static=True),  # the same, built once, behind the prompt
-    "full": lambda shape, _, sequence: ImportanceKVCache(shape, sequence.max_length, sequence),  # everything
+    "full": lambda shape, _, sequence, *room: ImportanceKVCache(shape, sequence.max_length, sequence, *room),  # all
     "retrieval": RetrievalKVCache,  # the chunks that the newest query attends to most
     "streaming": StreamingKVCache,  # the newest positions
     "h2o": HeavyHitterKVCache,  # half the newest, half those that had most attention so far

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED, PartialCache, Queries
 from worker.sequence import Sequence
@@ -17,7 +18,14 @@ class ImportanceKVCache(PartialCache):
     """At most `budget` positions, chosen for each layer and head. It is built at fixed positions."""
 
     def __init__(
-        self, shape: CacheShape, budget: int, sequence: Sequence, is_static: bool = False, period: int | None = None
+        self,
+        shape: CacheShape,
+        budget: int,
+        sequence: Sequence,
+        new_entries: NewEntries = Entries,
+        /,
+        is_static: bool = False,
+        period: int | None = None,
     ) -> None:
         """Choose by importance at the prompt's last position, or where the budget is full, and every `period` anew.
 
@@ -25,7 +33,7 @@ class ImportanceKVCache(PartialCache):
         overwritten.
         """
         self._budget = max(budget, NUM_PINNED + 1)
-        super().__init__(shape, self._budget)
+        super().__init__(shape, self._budget, new_entries)
         first_build = sequence.num_prompt_tokens - 1
         self._period = min(period or self._budget, self._budget - NUM_PINNED)
         self._first_build = max(first_build, self._budget)
@@ -59,7 +67,7 @@ class ImportanceKVCache(PartialCache):
 
     def _take_all(self, full: FullKVCache, end: int) -> None:
         """As long as all positions fit, they lie in order."""
-        self._copy(full, slice(self._num_fed, end), self._num_fed)
+        self.entries.copy(full, slice(self._num_fed, end), self._num_fed)
         self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
         self._num_fed = end
 
@@ -68,8 +76,7 @@ class ImportanceKVCache(PartialCache):
         chosen, num_seen = self._choose(full, built_at, queries)
         self.positions[:, :, :NUM_PINNED] = torch.arange(NUM_PINNED, device=self.shape.device)
         self.positions[:, :, NUM_PINNED:] = chosen
-        for layer in range(self.shape.num_layers):
-            self._gather(full, layer, self.positions[layer], 0)
+        self.entries.gather(full, self.positions, 0)
         self._built_at = built_at
         self._first_new = self._num_fed = num_seen
 
@@ -79,10 +86,7 @@ class ImportanceKVCache(PartialCache):
             return
         new = torch.arange(self._num_fed, end, device=self.shape.device)
         entries = self._budget - 1 - (new - self._first_new)
-        for layer in range(self.shape.num_layers):
-            for part, source in enumerate(full.stored(layer)):
-                rows = source[:, self._num_fed : end].to(self.shape.device)
-                self._buffer[layer, part, :, entries] = rows
+        self.entries.replace(full, slice(self._num_fed, end), entries)
         self.positions[:, :, entries] = new
         self._num_fed = end
 

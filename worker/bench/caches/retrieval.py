@@ -11,6 +11,7 @@ import torch
 
 from worker.bench.caches.importance import ImportanceKVCache
 from worker.caches.chunk_means import ChunkMeans, chunk_scores
+from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED, Queries
 from worker.sequence import Sequence
@@ -23,12 +24,20 @@ OBSERVED_EVERY = 64  # positions from one query to the next that H2O's sums of a
 class RetrievalKVCache(ImportanceKVCache):
     """Whole chunks, best first. Whatever was left out may come back at the next build."""
 
-    def __init__(self, shape: CacheShape, budget: int, sequence: Sequence, chunk_size: int = CHUNK_SIZE) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        budget: int,
+        sequence: Sequence,
+        new_entries: NewEntries = Entries,
+        /,
+        chunk_size: int = CHUNK_SIZE,
+    ) -> None:
         """`budget` is rounded up to whole chunks behind the pinned positions."""
         self._num_chosen = max(1, -(-(budget - NUM_PINNED) // chunk_size))  # chunks
-        super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, sequence, period=STRIDE)
+        super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, sequence, new_entries, period=STRIDE)
         self._chunk_size = chunk_size
-        self._means = ChunkMeans(shape, sequence.max_length, chunk_size, "keys")
+        self._means = ChunkMeans(self.entries, sequence.max_length, chunk_size, "keys")
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
         num_chunks = (length - NUM_PINNED) // self._chunk_size
@@ -53,8 +62,10 @@ class HeavyHitterKVCache(ImportanceKVCache):
     The sums take in every 64th query; positions are evicted as those come, each head on its own, and stay evicted.
     """
 
-    def __init__(self, shape: CacheShape, budget: int, sequence: Sequence) -> None:
-        super().__init__(shape, budget, sequence, period=OBSERVED_EVERY)
+    def __init__(
+        self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
+    ) -> None:
+        super().__init__(shape, budget, sequence, new_entries, period=OBSERVED_EVERY)
         self._first_build = self._budget
         self._sums = torch.zeros(shape.num_layers, shape.num_kv_heads, self._budget, device=shape.device)
         self._held = torch.arange(self._budget, device=shape.device).repeat(shape.num_layers, shape.num_kv_heads, 1)

@@ -14,11 +14,11 @@ from worker.bench.decode.contestants import Contestant, EngineContestant, Transf
 from worker.bench.decode.records import DecodeRecord, make_records
 from worker.bench.options import BenchOptions, Positions, check_length
 from worker.bench.text import own_tokens, text_tokens
-from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter
-from worker.engine import read_tile
-from worker.model.files import locate_model
+from worker.model.files import ModelFiles, locate_model
+from worker.reading import read_tile
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs, step_costs_of
 from worker.target.target import TargetModel
@@ -64,7 +64,7 @@ def run_decode_bench(
     """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
     files = locate_model(options.model)
     check_length(files, options.positions[-1], options.num_tokens)
-    target = options.load(files)
+    target = options.load(files, bench_slots(options.engines, _longest(files, options)))
     records = decode_records(target, options, report)
     results = {"results": [record.model_dump() for record in records]}
     options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)
@@ -90,6 +90,15 @@ def decode_records(
         records += make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
     return records
+
+
+def _longest(files: ModelFiles, options: DecodeBenchOptions) -> int:
+    """Positions of the longest text that is read or generated."""
+    return max(options.positions[-1] + options.num_tokens, _num_warmup_tokens(files))
+
+
+def _num_warmup_tokens(files: ModelFiles) -> int:
+    return min(NUM_WARMUP_TOKENS, files.max_positions // 2)
 
 
 def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
@@ -139,7 +148,7 @@ def _warm_drafters(target: TargetModel, costs: Costs, options: DecodeBenchOption
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
     drafters = {name: create_bench_drafter(name, target, costs, options.draft_model) for name in options.engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
-        num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
+        num_tokens = _num_warmup_tokens(target.files)
         other_job = own_tokens(target, num_tokens)
         read_tokens(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
     return drafters

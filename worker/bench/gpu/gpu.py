@@ -9,6 +9,7 @@ import torch
 
 from worker.bench.engine import BenchError
 from worker.bench.gpu.options import GPUBenchOptions
+from worker.kernels.choice import CudaKernels
 from worker.model.files import locate_model
 
 if TYPE_CHECKING:
@@ -25,6 +26,6 @@ def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lamb
     from worker.bench.gpu.measuring import measured
     from worker.exactness.first_run.parts import Parts
 
-    parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"))
-    parts.linear = options.linear or parts.linear
+    kernels = CudaKernels(options.attention, options.linear)
+    parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels)
     return measured(parts, options, report)

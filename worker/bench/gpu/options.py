@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
 
-from jobs.run.dtypes import Device
+from jobs.run.dtypes import AttentionName, Device, LinearName
 from worker.bench.options import BenchOptions, Positions
+from worker.config import Computation
 from worker.drafters.catalogue import ENGINES
 from worker.memory.plan import NUM_ROWS
 
@@ -33,7 +34,8 @@ class GPUBenchOptions(BenchOptions):
     row_counts: Counts  # of each slot
     num_read: int = Field(ge=1)  # tokens of a prompt that are timed
     num_tokens: int = Field(ge=5)  # of each engine at each length
-    linear: Literal["cublas", "triton"] | None = None  # None: as workers have it
+    attention: AttentionName = Computation.attention
+    linear: LinearName = Computation.linear
     text: Path | None = None
 
     @field_validator("engines")

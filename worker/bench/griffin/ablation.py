@@ -29,7 +29,7 @@ from worker.bench.options import BenchOptions, check_length
 from worker.bench.text import encode, read_text
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.prompts import Prompt, read_prompt
-from worker.bench.variants import GRIFFIN_PAPER
+from worker.bench.variants import GRIFFIN_PAPER, bench_slots
 from worker.drafters.griffin.griffin import GriffinOptions, griffin
 from worker.model.files import ModelFiles, locate_model
 from worker.target.step_costs import step_costs_of
@@ -89,7 +89,7 @@ def run_griffin_ablation(
     _make_folders(options)
     torch.set_num_threads(options.num_threads)  # for the trainings
     results = Results(_train(options, files, recipe, report))
-    target = options.load(files)
+    target = options.load(files, bench_slots(["griffin"], options.prefill + options.num_tokens, options.num_prompts))
     costs = step_costs_of(target)
     _save(options, results, target)
     behind = [_read(options, target, prompt, number, report) for number, prompt in enumerate(prompts)]

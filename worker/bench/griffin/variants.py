@@ -14,8 +14,7 @@ from worker.drafters.griffin.model import GriffinConfig
 from worker.model.files import ModelFiles
 from worker.training.griffin.accuracy import AccuracyRecord
 from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.griffin.state import TrainingFolder
-from worker.training.griffin.training import train_griffin
+from worker.training.griffin.training import griffin_folder, train_griffin
 
 FEATURES = "features"  # beside the trainings, which share them
 
@@ -49,7 +48,7 @@ def train_variants(
             folder = work / f"{variant.name}-{seed}"
             report(f"{row}, seed {seed}: training in {folder}")
             train_griffin(files.name, data, folder, own, report, work / FEATURES)
-            log = TrainingFolder(folder, files.fingerprint, own).records()
+            log = griffin_folder(folder, files.fingerprint, own).records()
             accuracy = [AccuracyRecord(**record) for record in log if record.get("when") == "after"]
             trainings.append(Training(row, seed, folder, own, accuracy))
     return trainings

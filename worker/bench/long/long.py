@@ -15,7 +15,7 @@ from worker.bench.long.records import LongRecord, LongResult
 from worker.bench.options import BenchOptions, check_length
 from worker.bench.text import own_tokens, text_tokens
 from worker.bench.tokenswift.reuse import ReuseTally, metered_drafter
-from worker.bench.variants import BENCH_ENGINES
+from worker.bench.variants import BENCH_ENGINES, bench_slots
 from worker.drafters.base import Drafter
 from worker.model.files import locate_model
 from worker.target.step_costs import step_costs_of
@@ -83,7 +83,7 @@ def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None
     """
     files = locate_model(options.model)
     check_length(files, options.prefill, options.num_tokens)
-    target = options.load(files)
+    target = options.load(files, bench_slots([options.engine], options.prefill + options.num_tokens))
     report(f"reading {options.prefill:,} tokens, then {options.num_tokens:,} with {options.engine}")
 
     def save(result: LongResult) -> None:

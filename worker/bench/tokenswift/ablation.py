@@ -17,6 +17,7 @@ from worker.bench.options import BenchOptions, check_length
 from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm, Engine
 from worker.bench.tokenswift.reuse import BASE_OPTIONS, metered_drafter
 from worker.bench.tokenswift.tables import render
+from worker.bench.variants import bench_slots
 from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from worker.model.files import locate_model
 from worker.target.step_costs import step_costs_of
@@ -62,7 +63,8 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
     arms = options.ablation.arms
     for arm in arms:
         check_length(files, arm.prefill, options.arm_options(arm).num_tokens)
-    target = options.load(files)
+    longest = max(arm.prefill + options.arm_options(arm).num_tokens for arm in arms)
+    target = options.load(files, bench_slots([options.engine], longest))
     costs = step_costs_of(target)
     results: list[LongResult] = []
     for number, arm in enumerate(arms, 1):

@@ -12,7 +12,7 @@ from rich.console import Group
 
 from worker.bench.long.long import Report
 from worker.bench.options import BenchOptions, check_length
-from worker.bench.text import text_tokens
+from worker.bench.text import encode, text_tokens
 from worker.bench.triforce.arm_drafters import new_drafter
 from worker.bench.triforce.arms import PromptArms, num_plain_tokens
 from worker.bench.triforce.catalogue import (
@@ -27,10 +27,12 @@ from worker.bench.triforce.catalogue import (
 )
 from worker.bench.triforce.generation import PromptFigures
 from worker.bench.triforce.plot import plot
-from worker.bench.triforce.prompts import Prompt, make_prompts, num_text_tokens, read_prompt
+from worker.bench.triforce.prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
 from worker.bench.triforce.tables import Results, render, summary
+from worker.bench.variants import bench_slots
 from worker.caches.room import check_folder
 from worker.drafters.catalogue import check_parts
+from worker.memory.plan import SlotsWanted
 from worker.model.files import ModelFiles, locate_model
 from worker.target.step_costs import step_costs_of
 from worker.target.target import TargetModel
@@ -73,7 +75,7 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
     _check(options, files)
     table = options.layout()
     text_ids = text_tokens(options.text, files, max(num_text_tokens(p, options.prefill) for p in _all_prompts(table)))
-    target = options.load(files)
+    target = options.load(files, _slots_wanted(options, files, table))
     results: Results = {}
     for prompts in _all_prompts(table):
         made = make_prompts(prompts, options.prefill, text_ids, files)
@@ -86,6 +88,15 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
             _save(options, table, results, target)
         del behind  # its caches make room for the next ones
     return render(table, results)
+
+
+def _slots_wanted(options: PromptAblationOptions, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
+    """None where caches go to a folder."""
+    if options.kv_offload is not None:
+        return None
+    num_tokens = max(options.num_tokens, len(encode(files, NEEDLE)))
+    longest = max(length_of(prompts, options.prefill) for prompts in _all_prompts(table)) + num_tokens
+    return bench_slots(["triforce"], longest, max(prompts.num_sequences for prompts in _all_prompts(table)))
 
 
 def _check(options: PromptAblationOptions, files: ModelFiles) -> None:

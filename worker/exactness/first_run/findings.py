@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jobs.frozen import Frozen
+from jobs.run.dtypes import LinearName
 from worker.exactness.first_run.parts import Parts
 
 Row = dict[str, int | float | str]
@@ -17,7 +18,7 @@ class Finding(Frozen):
     passed: bool
     words: str  # the verdict in a line
     rows: list[Row]
-    linear: str | None = None  # the kernel for products that is to be taken from now on
+    linear: LinearName | None = None  # the kernel for products that is to be taken from now on
     unproved: str | None = None  # what could not be tried here
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from jobs.frozen import Frozen
+from jobs.run.dtypes import AttentionName, LinearName
 from jobs.run.records import Exactness
 from worker.config import Computation
 from worker.exactness.first_run.attention import check_attention, check_attention_speed
@@ -23,9 +25,9 @@ from worker.exactness.first_run.whole_forwards import (
     check_transformers,
 )
 from worker.exactness.verdicts import keep_verdict, verdict_key
+from worker.kernels.choice import CudaKernels
 from worker.kernels.variants import chosen_numerics
 from worker.model.files import locate_model
-from worker.target.cuda.loading import LINEAR
 from worker.target.hardware import hardware_of
 from worker.target.loading import resolve_device
 
@@ -48,18 +50,18 @@ NEVER_PROVED = (
     "offloaded caches, and a model over several GPUs",
 )
 
-LINEAR_SETTING = "LINEAR in worker/target/cuda/loading.py"
-
 
 class FirstRun(Frozen):
-    """What the checks found. `exact`: all of them passed, with the kernel for products that workers take."""
+    """What the checks found. `exact`: all of them passed, with the kernels that were asked for."""
 
     verdict: Exactness
     model: str
     model_fingerprint: str
     dtype: str
     num_splits: int  # of attention's prefixes
-    linear: str  # the kernel of products that these checks were passed with
+    attention: AttentionName
+    linear: LinearName  # the kernel of products that these checks were passed with
+    asked_linear: LinearName
     machine: dict[str, str]
     results: list[Result]
     unproved: list[str]
@@ -73,9 +75,10 @@ class FirstRun(Frozen):
     def page(self) -> str:
         """The end of the page; the results come before it, each as it is done."""
         if self.failed is None:
-            head = f"{self.verdict}: all {len(self.results)} checks passed, with products by {self.linear}"
-            if self.linear != LINEAR:
-                head += f"; workers take {LINEAR}, which failed: {LINEAR_SETTING} has to say {self.linear}"
+            checks = f"all {len(self.results)} checks passed, with prefixes by {self.attention}"
+            head = f"{self.verdict}: {checks} and products by {self.linear}"
+            if self.linear != self.asked_linear:
+                head += f"; those by {self.asked_linear} failed: use --linear {self.linear}, which is exact"
         else:
             head = f"STOPPED at {self.failed.name}: {self.failed.finding.words}"
         model = f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype}, {self.num_splits} splits"
@@ -86,7 +89,7 @@ def run_checks(
     parts: Parts, report: Callable[[str], None] = lambda page: None, checks: Sequence[Check] = CHECKS
 ) -> FirstRun:
     """Run checks until one fails; `report` gets the page of each as it is done."""
-    results: list[Result] = []
+    results, asked = list[Result](), parts.kernels
     for check in checks:
         started = time.perf_counter()
         finding = check.run(parts)
@@ -96,22 +99,24 @@ def run_checks(
         report(results[-1].page())
         if not finding.passed:
             break
-        parts.linear = finding.linear or parts.linear
+        parts.kernels = dataclasses.replace(parts.kernels, linear=finding.linear or parts.kernels.linear)
         parts.forget_unused()
-    return _first_run(parts, results, checks)
+    return _first_run(parts, asked, results, checks)
 
 
-def _first_run(parts: Parts, results: list[Result], checks: Sequence[Check]) -> FirstRun:
+def _first_run(parts: Parts, asked: CudaKernels, results: list[Result], checks: Sequence[Check]) -> FirstRun:
     not_run = [f"{check.proves} (not reached)" for check in checks[len(results) :]]
     failed = [] if results[-1].finding.passed else [results[-1].proves]
     untried = [each for result in results if (each := result.finding.unproved)]
     return FirstRun(
-        verdict="exact up to ties" if failed or parts.linear != LINEAR else "exact",
+        verdict="exact up to ties" if failed or parts.kernels != asked else "exact",
         model=parts.files.name,
         model_fingerprint=parts.files.fingerprint,
         dtype=str(parts.dtype).removeprefix("torch."),
         num_splits=parts.num_splits,
-        linear=parts.linear,
+        attention=parts.kernels.attention,
+        linear=parts.kernels.linear,
+        asked_linear=asked.linear,
         machine=device_facts(parts.device),
         results=results,
         unproved=[*failed, *not_run, *untried, *NEVER_PROVED],
@@ -124,12 +129,22 @@ def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | 
     None for a kind of model that the kernels do not know. Raises ModelError and UserError.
     """
     files, device = locate_model(config.model), resolve_device(config.device)
-    parts = Parts.of(files, config.dtype, device)
+    parts = Parts.of(files, config.dtype, device, config.cuda_kernels)
     if parts.loaded is None:
         return None
     found = run_checks(parts, report)
-    kernels = chosen_numerics(device.type, config.dtype)
     hardware, threads = hardware_of(device.type), config.num_threads
-    key = verdict_key(files.fingerprint, config.dtype, device.type, threads, hardware, torch.__version__, kernels)
-    keep_verdict(key, found.verdict)
+    for kernels, verdict in verdicts(found):
+        key = verdict_key(
+            files.fingerprint, config.dtype, device.type, threads, hardware, torch.__version__,
+            chosen_numerics(device.type, config.dtype, kernels),
+        )  # fmt: skip
+        keep_verdict(key, verdict)
     return found
+
+
+def verdicts(found: FirstRun) -> list[tuple[CudaKernels, Exactness]]:
+    """Of the kernels that were asked for, and of those that the checks were passed with."""
+    asked, taken = (CudaKernels(found.attention, linear) for linear in (found.asked_linear, found.linear))
+    passed: Exactness = "exact" if found.failed is None else "exact up to ties"
+    return [(asked, found.verdict), (taken, passed)]

@@ -10,7 +10,8 @@ from torch import Tensor
 from worker.caches.arena import ArenaKVCache, KVArena
 from worker.exactness.first_run.parts import Parts
 from worker.exactness.probe import random_tree
-from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from worker.kernels.cuda.attention import AttentionShape
+from worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from worker.kernels.cuda.table import NUM_ROWS, TableLayout
 from worker.target.cuda.upload import Upload
 from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
@@ -33,8 +34,9 @@ class OneLayer:
         self._layout = TableLayout(num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
         self._buffer = torch.zeros(self._layout.size, dtype=torch.int32, device=parts.device)
         self._upload = Upload(self._buffer)
-        self._scratch = Scratch.empty(parts.num_splits, sizes.num_heads, sizes.head_dim, parts.device)
-        self._query = self._rows()
+        self._table = self._layout.table(self._buffer)
+        kernel = ATTENTION_KERNELS[parts.kernels.attention]
+        self._attention = kernel(shape, self._layout, sizes.scale, parts.device)
         self._mixed = self._rows()
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
 
@@ -49,14 +51,13 @@ class OneLayer:
     def random_query(self, seed: int) -> Tensor:
         """`[NUM_ROWS, num_heads, head_dim]`."""
         query = self._rows().float().normal_(generator=self._parts.generator(seed))
-        return query.to(self._query.dtype)
+        return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
         """What rows `query [num_rows, num_heads, head_dim]` see, in the same shape; NaN lies wherever none may look."""
         self.upload(placed)
-        for numbers in (self._scratch.output, self._scratch.lse, self._query, self._mixed):
-            numbers.fill_(torch.nan)
-        self._query[: len(query)] = query
+        self._mixed.fill_(torch.nan)
+        self._attention.put(query, self._table)
         self.attend()
         return self._mixed[: len(query)].clone()
 
@@ -67,8 +68,7 @@ class OneLayer:
     def attend(self) -> None:
         """The two launches over what was uploaded."""
         keys, values = self.arena.buffer[0]
-        table, scale = self._layout.table(self._buffer), self._parts.sizes.scale
-        attend(self._query, keys, values, None, table, self._scratch, self._mixed, scale)
+        self._attention.attend(keys, values, None, self._table, self._mixed)
 
     def exact(self, query: Tensor, rows: SequenceRows, slot: int, row: int) -> Tensor:
         """One row's `[num_heads, head_dim]` in float64, of `query` as it is."""

@@ -11,7 +11,9 @@ import torch
 from worker.caches.arena import ArenaKVCache, KVArena
 from worker.caches.copies import CudaLane, Staging
 from worker.caches.full import CacheShape
+from worker.caches.streams import computing_stream
 from worker.exactness.probe import MOST_NODES
+from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
 from worker.kernels.weights import DecoderSizes
 from worker.memory.sizes import read_sizes
@@ -20,7 +22,7 @@ from worker.model.files import ModelFiles
 from worker.target.cuda.clock import captured_seconds, clock_of
 from worker.target.cuda.forwards import CudaForwards
 from worker.target.cuda.graph import Capture, Work, capture
-from worker.target.cuda.loading import LINEAR, splits_of
+from worker.target.cuda.loading import splits_of
 from worker.target.loading import DTYPES
 from worker.target.target import TargetModel
 
@@ -57,7 +59,7 @@ class ArenaTarget(TargetModel):
 
 @dataclass
 class Parts:
-    """A model on a device. `linear` is the kernel that a check has found good: that of workers until then."""
+    """A model on a device. `kernels` are those that checks have found good: those that were asked for until then."""
 
     files: ModelFiles
     dtype: torch.dtype
@@ -65,21 +67,24 @@ class Parts:
     num_splits: int
     load: Callable[[], StackedWeights | None]  # None: a kind of model that the kernels do not know
     extent: Extent = field(default_factory=Extent)
-    linear: str = LINEAR
+    kernels: CudaKernels = DEFAULT_KERNELS
     capture: Capture = capture
 
     @classmethod
-    def of(cls, files: ModelFiles, dtype: str, device: torch.device) -> Parts:
-        """Nothing is loaded yet."""
-        num_splits = NUM_SPLITS_ELSEWHERE
-        if device.type == "cuda" and (sizes := read_sizes(files, dtype)):
+    def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
+        """Nothing is loaded yet. Raises ModelError where the kernels are not here or do not take the model."""
+        num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
+        if sizes is not None:
+            kernels.refuse_absent()
+            kernels.refuse_unfit(dtype, sizes.head_dim)
+        if device.type == "cuda" and sizes is not None:
             num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
 
         def load() -> StackedWeights | None:
             weights = dense_weights(files, DTYPES[dtype], device)
             return None if weights is None else stacked_weights(weights, device, handed_over(weights))
 
-        return cls(files, DTYPES[dtype], device, num_splits, load)
+        return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
 
     def seconds(self, work: Work) -> float:
         """Of some work as a graph does it: the median of some rounds."""
@@ -115,7 +120,9 @@ class Parts:
         """The model over an arena of its own, whose numbers are all zero."""
         arena = KVArena(self.cache_shape(), num_slots, max_length, self._staging())
         arena.buffer.zero_()
-        forwards = CudaForwards(self.weights, arena, frozenset(), self.num_splits, self.linear, capture or self.capture)
+        forwards = CudaForwards(
+            self.weights, arena, frozenset(), self.num_splits, self.kernels, capture or self.capture
+        )
         return ArenaTarget(forwards, self.files)
 
     def generator(self, seed: int) -> torch.Generator:
@@ -135,4 +142,4 @@ class Parts:
     def _staging(self) -> Staging | None:
         if self.device.type != "cuda":
             return None
-        return Staging(CudaLane(self.device), torch.cuda.current_stream(self.device))
+        return Staging(CudaLane(self.device), computing_stream(self.device))

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from jobs.run.dtypes import LinearName
 from worker.exactness.first_run.findings import Finding, Row
 from worker.exactness.first_run.parts import Parts
 from worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
@@ -19,10 +20,10 @@ SUM_ERROR = 1e-5  # of the sum of all products' sizes, that a float32 sum may be
 
 
 def check_products(parts: Parts) -> Finding:
-    """All weight shapes of the model with every kernel; the first kernel without a fault is taken."""
+    """All weight shapes of the model with every kernel; one without a fault is taken, that asked for if it has none."""
     shapes = weight_shapes(parts.weights)
     rows: list[Row] = []
-    good = []
+    good: list[LinearName] = []
     for kernel_name, kernel in LINEAR_KERNELS.items():
         tried = [_tried(parts, kernel_name, kernel, name, linears) for name, linears in shapes.items()]
         rows += tried
@@ -31,10 +32,11 @@ def check_products(parts: Parts) -> Finding:
     if not good:
         words = "no kernel gives a row the same bits in all places: this device cannot keep the promise"
         return Finding(passed=False, words=words, rows=rows)
-    words = f"products by {good[0]}"
+    taken = parts.kernels.linear if parts.kernels.linear in good else good[0]
+    words = f"products by {taken}"
     if bad := [name for name in LINEAR_KERNELS if name not in good]:
         words += f"; not by {', '.join(bad)}, whose rows differ or whose sums are off"
-    return Finding(passed=True, words=words, rows=rows, linear=good[0])
+    return Finding(passed=True, words=words, rows=rows, linear=taken)
 
 
 def weight_shapes(weights: StackedWeights) -> dict[str, list[Linear]]:

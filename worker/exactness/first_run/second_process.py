@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
 from jobs.errors import UserError
 from worker.exactness.first_run.fixed_work import ROOM, work_digest
 from worker.exactness.first_run.parts import Parts
+from worker.kernels.choice import CudaKernels
 from worker.model.files import locate_model
 
 SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
@@ -24,7 +27,7 @@ def digest_elsewhere(parts: Parts) -> str:
         "dtype": str(parts.dtype).removeprefix("torch."),
         "device": parts.device.type,
         "num_splits": parts.num_splits,
-        "linear": parts.linear,
+        "kernels": dataclasses.asdict(parts.kernels),
         "lengths": parts.extent.work_lengths,
     }
     command = [sys.executable, "-m", __name__, json.dumps(order)]
@@ -35,11 +38,12 @@ def digest_elsewhere(parts: Parts) -> str:
     return ran.stdout.split()[-1]
 
 
-def main(order: dict[str, object]) -> None:
+def main(order: dict[str, Any]) -> None:
     """Print the digest."""
     files = locate_model(str(order["model"]))
-    parts = Parts.of(files, str(order["dtype"]), torch.device(str(order["device"])))
-    parts.num_splits, parts.linear = int(str(order["num_splits"])), str(order["linear"])
+    kernels = CudaKernels(**order["kernels"])
+    parts = Parts.of(files, str(order["dtype"]), torch.device(str(order["device"])), kernels)
+    parts.num_splits = int(str(order["num_splits"]))
     lengths = order["lengths"]
     assert isinstance(lengths, list)
     print(work_digest(parts.target(len(lengths), max(lengths) + ROOM), lengths))

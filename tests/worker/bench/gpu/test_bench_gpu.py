@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.worker.bench.bench_parts import words
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row
 from worker.bench.engine import BenchError
 from worker.bench.gpu import reading
+from worker.bench.gpu.gpu import run_gpu_bench
 from worker.bench.gpu.measuring import measured
 from worker.bench.gpu.options import GPUBenchOptions
 from worker.bench.gpu.reading import read_records, resume_record
@@ -25,10 +27,12 @@ from worker.bench.gpu.room import fitting_lengths
 from worker.bench.gpu.steps import Stopwatch, step_bytes, step_records
 from worker.caches.arena import ArenaKVCache
 from worker.exactness.first_run.parts import Parts
+from worker.kernels import choice
+from worker.kernels.choice import CudaKernels
 from worker.kernels.cuda.linear import LINEAR_KERNELS
 from worker.memory.plan import GPUMemory
 from worker.memory.sizing import MODELS
-from worker.model.files import locate_model
+from worker.model.files import ModelError, locate_model
 
 CPU = torch.device("cpu")
 
@@ -36,8 +40,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def parts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
-    made = Parts.of(locate_model(str(tiny_model)), "float32", CPU)
-    made.extent, made.linear = SMALL, "triton"
+    made = Parts.of(locate_model(str(tiny_model)), "float32", CPU, CudaKernels(linear="triton"))
+    made.extent = SMALL
     return made
 
 
@@ -136,7 +140,13 @@ def test_a_model_without_room_for_two_caches_is_refused_with_the_numbers(parts: 
 
 
 def test_wrong_options_are_named(tiny_model: Path) -> None:
-    for changes in ({"engines": ("warp",)}, {"slot_counts": (0,)}, {"row_counts": (65,)}, {"linear": "mine"}):
+    for changes in (
+        {"engines": ("warp",)},
+        {"slot_counts": (0,)},
+        {"row_counts": (65,)},
+        {"linear": "mine"},
+        {"attention": "mine"},
+    ):
         with pytest.raises(ValidationError):
             options(tiny_model, **changes)
 
@@ -155,6 +165,17 @@ def test_figures_stand_in_their_tables() -> None:
     assert ["20,000", "4", "16", "12.50", "0.75", "10.00", "5.00", "40%"] in lines
     assert ["1,000", "1.00", "0.50", "2.00", "0.25", "4.00", "NO"] in lines
     assert ["weights,", "at", "most", "16.00"] in lines
+
+
+def test_kernels_are_measured_that_were_asked_for(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processors = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    monkeypatch.setattr("worker.bench.gpu.measuring.measured", lambda parts, *args: parts.kernels)
+    assert run_gpu_bench(options(tiny_model, linear="triton")) == CudaKernels(linear="triton")  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(choice, "flash_version", lambda: "2.8.3")
+    with pytest.raises(ModelError, match="--attention flash: found dtype float32"):
+        run_gpu_bench(options(tiny_model, attention="flash"))
 
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line_also_without_triton() -> None:

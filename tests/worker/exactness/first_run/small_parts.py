@@ -7,8 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from jobs.run.dtypes import LinearName
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights
 from worker.exactness.first_run.parts import Extent, Parts
+from worker.kernels.choice import CudaKernels
 from worker.kernels.cuda.stacked import StackedWeights, stacked_weights
 from worker.model.files import ModelFiles
 
@@ -34,9 +36,9 @@ def one_layer(shape: Shape) -> StackedWeights:
     return stacked_weights(dataclasses.replace(weights, sizes=sizes, layers=weights.layers[:1]), CPU)
 
 
-def small_parts(files: ModelFiles, dtype: torch.dtype = FLOAT32, linear: str = "triton") -> Parts:
+def small_parts(files: ModelFiles, dtype: torch.dtype = FLOAT32, linear: LinearName = "triton") -> Parts:
     weights = one_layer(Shape(dtype=dtype))
-    return Parts(files, dtype, CPU, 3, lambda: weights, SMALL, linear)
+    return Parts(files, dtype, CPU, 3, lambda: weights, SMALL, CudaKernels(linear=linear))
 
 
 def row_by_row(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from tests.worker.exactness.first_run.small_parts import SMALL, small_parts
+from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
-from worker.exactness.first_run import one_layer
 from worker.exactness.first_run.attention import TIMED_ROWS, check_attention, check_attention_speed
-from worker.kernels.cuda.attention import attend
+from worker.exactness.first_run.parts import Parts
+from worker.kernels.choice import CudaKernels
+from worker.kernels.cuda.attentions import TritonAttention
 from worker.model.files import ModelFiles
 
 
@@ -23,10 +26,35 @@ def test_rows_at_all_lengths_are_their_own(embedded_files: ModelFiles, dtype: to
     assert all(row["differing"] == 0 and int(row["tried"]) >= 4 for row in finding.rows)
 
 
+@pytest.fixture
+def flash_parts(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    flash_stub.install(monkeypatch)
+    parts = small_parts(embedded_files, BF16)
+    parts.kernels = CudaKernels(attention="flash")
+    return parts
+
+
+def test_rows_are_their_own_behind_flash_attn_s_prefixes(flash_parts: Parts) -> None:
+    finding = check_attention(flash_parts)
+    assert finding.passed, finding
+    assert all(row["differing"] == 0 and int(row["tried"]) >= 4 for row in finding.rows)
+
+
+def test_a_flash_attn_that_counts_in_base_2_is_found(flash_parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_base_2(*args: Any, **kwargs: Any) -> Any:
+        output, lse = flash_stub.flash_attn_with_kvcache(*args, **kwargs)
+        return output, lse * 1.44
+
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_with_kvcache", in_base_2)
+    assert not check_attention(flash_parts).passed
+
+
 def broken(spoil: Any) -> Any:
-    def attended(*args: Any) -> None:
-        attend(*args)
-        spoil(args[4], args[6])  # the table, and what was mixed
+    attend = TritonAttention.attend
+
+    def attended(attention: TritonAttention, *args: Any) -> None:
+        attend(attention, *args)
+        spoil(*args[-2:])  # the table, and what was mixed
 
     return attended
 
@@ -36,7 +64,7 @@ def test_a_row_that_its_neighbours_change_is_found(embedded_files: ModelFiles, m
         if int((table.rows[:, 2] > 0).sum()) > 2:
             mixed[1] = torch.nextafter(mixed[1], mixed[1] + 1)
 
-    monkeypatch.setattr(one_layer, "attend", broken(spoil))
+    monkeypatch.setattr(TritonAttention, "attend", broken(spoil))
     finding = check_attention(small_parts(embedded_files))
     assert not finding.passed
     assert "rows differ in any bit from the row alone" in finding.words
@@ -45,7 +73,7 @@ def test_a_row_that_its_neighbours_change_is_found(embedded_files: ModelFiles, m
 def test_wrong_sums_are_found_where_all_rows_have_them(
     embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_layer, "attend", broken(lambda table, mixed: mixed.mul_(1.0001)))
+    monkeypatch.setattr(TritonAttention, "attend", broken(lambda table, mixed: mixed.mul_(1.0001)))
     finding = check_attention(small_parts(embedded_files))
     assert not finding.passed
     assert {row["differing"] for row in finding.rows} == {0}

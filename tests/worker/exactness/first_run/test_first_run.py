@@ -11,12 +11,12 @@ import torch
 from tests.worker.exactness.first_run.small_parts import SMALL, by_place, row_by_row, small_parts
 from worker.exactness.first_run import machine, whole_forwards
 from worker.exactness.first_run.findings import Finding
-from worker.exactness.first_run.first_run import CHECKS, LINEAR_SETTING, NEVER_PROVED, FirstRun, run_checks
+from worker.exactness.first_run.first_run import CHECKS, NEVER_PROVED, FirstRun, run_checks, verdicts
 from worker.exactness.first_run.machine import check_machine, read_bandwidth
 from worker.exactness.first_run.parts import Extent, Parts
+from worker.kernels.choice import CudaKernels
 from worker.kernels.cuda.linear import LINEAR_KERNELS
 from worker.model.files import ModelFiles, locate_model
-from worker.target.cuda.loading import LINEAR
 
 NAMES = [
     "machine", "products", "attention", "attention speed", "noise", "rows", "replay", "transformers", "second process",
@@ -31,11 +31,11 @@ def test_checks_come_in_the_order_in_which_they_rest_on_each_other(embedded_file
     assert [check.name for check in CHECKS] == NAMES
     checks = [dataclasses.replace(check, run=lambda parts, name=check.name: passing(name)) for check in CHECKS]
     pages: list[str] = []
-    found = run_checks(small_parts(embedded_files, linear=LINEAR), pages.append, checks)
+    found = run_checks(small_parts(embedded_files, linear="cublas"), pages.append, checks)
     assert [page.partition(":")[0] for page in pages] == NAMES
     assert "rows is fine" in pages[5]
     assert (found.verdict, found.failed, found.unproved) == ("exact", None, list(NEVER_PROVED))
-    assert found.page().startswith("exact: all 9 checks passed, with products by cublas\n")
+    assert found.page().startswith("exact: all 9 checks passed, with prefixes by triton and products by cublas\n")
     assert FirstRun.model_validate_json(found.model_dump_json()) == found
 
 
@@ -65,13 +65,16 @@ def test_the_kernel_that_was_found_good_is_taken_from_then_on(
     seen: list[str] = []
 
     def see(parts: Parts) -> Finding:
-        seen.append(parts.linear)
+        seen.append(parts.kernels.linear)
         return passing("it")
 
     found = run_checks(parts, checks=[CHECKS[1], dataclasses.replace(CHECKS[2], run=see)])
     assert (seen, found.linear) == (["triton"], "triton")
     assert (found.failed, found.verdict) == (None, "exact up to ties")  # workers do not take it by themselves
-    assert f"workers take cublas, which failed: {LINEAR_SETTING} has to say triton" in found.page()
+    assert "; those by cublas failed: use --linear triton, which is exact\n" in found.page()
+    assert verdicts(found) == [
+        (CudaKernels(linear="cublas"), "exact up to ties"), (CudaKernels(linear="triton"), "exact"),
+    ]  # fmt: skip
 
 
 def test_the_machine_is_told_with_what_it_reads(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

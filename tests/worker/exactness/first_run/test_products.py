@@ -13,7 +13,7 @@ from worker.model.files import ModelFiles
 
 def test_every_shape_is_tried_with_every_kernel(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LINEAR_KERNELS, "cublas", row_by_row)
-    finding = check_products(small_parts(embedded_files))
+    finding = check_products(small_parts(embedded_files, linear="cublas"))
     assert (finding.passed, finding.linear, finding.words) == (True, "cublas", "products by cublas")
     names = ["q, k, v", "output", "gate, up", "down", "head"]
     assert [(row["kernel"], row["weights"]) for row in finding.rows] == [
@@ -32,6 +32,15 @@ def test_a_kernel_whose_bits_depend_on_the_place_is_left_out(
     assert (finding.passed, finding.linear) == (True, "triton")
     assert "not by cublas" in finding.words
     assert {row["differing"] for row in finding.rows if row["kernel"] == "cublas"} == {NUM_ROWS // 2}
+
+
+def test_the_kernel_that_was_asked_for_is_taken_where_both_are_good(
+    embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LINEAR_KERNELS, "cublas", row_by_row)
+    monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
+    assert check_products(small_parts(embedded_files, linear="triton")).linear == "triton"
+    assert check_products(small_parts(embedded_files, linear="cublas")).linear == "cublas"
 
 
 def test_where_no_kernel_is_left_the_check_fails(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

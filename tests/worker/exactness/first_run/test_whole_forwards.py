@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from worker.exactness.first_run.whole_forwards import (
     check_second_process,
     check_transformers,
 )
+from worker.kernels.choice import CudaKernels
 from worker.kernels.cuda.linear import LINEAR_KERNELS
 from worker.model.files import ModelFiles, locate_model
 from worker.target.cuda.graph import Repeated, Work
@@ -81,12 +83,16 @@ def test_a_process_that_computes_other_bits_is_found(
 
 
 def of_folder(model: Path) -> Parts:
-    parts = Parts.of(locate_model(str(model)), "float32", torch.device("cpu"))
-    parts.extent, parts.linear = SMALL, "triton"
+    parts = Parts.of(locate_model(str(model)), "float32", torch.device("cpu"), CudaKernels(linear="triton"))
+    parts.extent = SMALL
     return parts
 
 
-def test_another_process_loads_the_model_and_computes_the_same_bits(tiny_model: Path) -> None:
+def test_another_process_loads_the_model_and_computes_the_same_bits(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import tests.worker.interpreter\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")  # that it has the same interpreter
     finding = check_second_process(of_folder(tiny_model))
     assert (finding.passed, finding.words) == (True, "another process computes the same bits")
 

@@ -1,0 +1,107 @@
+"""On a GPU benchmarks share it out for what they measure, and so measure the kernels that workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.worker.interpreter  # noqa: F401
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.target.cuda.cuda_parts import cuda_target
+from worker.bench.decode import decode
+from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from worker.bench.long import long
+from worker.bench.long.long import LongBenchOptions, run_long_bench
+from worker.bench.options import BenchOptions
+from worker.bench.tokenswift import ablation
+from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
+from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
+from worker.bench.variants import bench_slots
+from worker.memory.plan import SlotsWanted
+from worker.model.files import ModelFiles
+from worker.target.target import TargetModel
+
+TEXT = "the lazy fox jumps over the dog. " * 80
+
+
+@pytest.fixture(autouse=True)
+def _numbers_as_a_gpu_has_them() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+def decode_bench(**shared: Any) -> None:
+    asked = {"positions": (20, 40), "num_tokens": 5, "engines": ("autoregressive", "suffix")}
+    run_decode_bench(DecodeBenchOptions(temperature=0.0, min_p=0.1, repetition_penalty=1.0, seed=0, **asked, **shared))
+
+
+def long_bench(**shared: Any) -> None:
+    sampling = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+    run_long_bench(LongBenchOptions(engine="suffix", prefill=40, every=20, plain_every=20, sampling=sampling, **shared))
+
+
+def tokenswift_table(**shared: Any) -> None:
+    run_ablation(AblationOptions(table="14", engine="tokenswift", num_tokens=320, seed=0, **shared))
+
+
+def triforce_table(**shared: Any) -> None:
+    run_prompt_ablation(PromptAblationOptions(table="1", prefill=300, num_tokens=40, seed=0, **shared))
+
+
+@pytest.mark.parametrize(("benchmark", "longest"), [(decode_bench, 2048), (long_bench, 45)])  # one warms up
+def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[..., None], longest: int
+) -> None:
+    loaded = []
+
+    def load(files: ModelFiles, *_: Any, slots: SlotsWanted) -> TargetModel:
+        assert slots == SlotsWanted(longest, 0, 2)
+        assert slots.num_slots is not None
+        loaded.append(cuda_target(files, torch.float32, slots.num_slots, slots.longest_job))
+        return loaded[-1]
+
+    monkeypatch.setattr(TargetModel, "load", load)
+    for module in (decode, long):
+        monkeypatch.setattr(module, "step_costs_of", lambda target: free_rows)
+    (tmp_path / "text.txt").write_text(TEXT)
+    benchmark(model=str(tiny_model), text=tmp_path / "text.txt", num_threads=1)
+    assert len(loaded) == 1
+
+
+class _LoadedError(Exception):
+    """With the slots that were asked for."""
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "slots"),
+    [(tokenswift_table, SlotsWanted(8512, 2048, 2)), (triforce_table, SlotsWanted(340, 1024, 2))],
+)
+def test_tables_ask_for_their_longest_texts(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    benchmark: Callable[..., None],
+    slots: SlotsWanted,
+) -> None:
+    def load(options: BenchOptions, files: ModelFiles, found: SlotsWanted | None = None) -> TargetModel:
+        raise _LoadedError(found)
+
+    monkeypatch.setattr(BenchOptions, "load", load)
+    monkeypatch.setattr(ablation, "check_length", lambda *_: None)  # the table's texts are longer than this model's
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(_LoadedError) as loaded:
+        benchmark(model=str(tiny_model), text=tmp_path / "text.txt", num_threads=1)
+    [found] = loaded.value.args
+    assert (found.partial_budget, found.num_slots) == (slots.partial_budget, slots.num_slots)
+    assert slots.longest_job <= found.longest_job < slots.longest_job + 150  # as much as a needle may take
+
+
+def test_partial_caches_are_those_of_the_engine_that_keeps_most() -> None:
+    assert bench_slots(("suffix", "tokenswift-paper"), 90) == SlotsWanted(90, 0, 2)
+    assert bench_slots(("suffix", "tokenswift", "triforce"), 90, 3) == SlotsWanted(90, 2048, 4)
