@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from worker.target.cuda.loading import hold_products_steady
 from worker.target.finite import check_loss
 
 
@@ -84,6 +86,21 @@ class Optimizers:
         """Raises ValueError for those of other parameters."""
         for optimizer, state in zip(self._all, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """On a GPU, sums in one order alone: a training that goes on after a kill comes to the same weights."""
+    if device.type == "cpu":  # whose sums have one
+        yield
+        return
+    hold_products_steady()
+    was, torch.utils.deterministic.fill_uninitialized_memory = torch.are_deterministic_algorithms_enabled(), False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
 
 
 def run_steps(

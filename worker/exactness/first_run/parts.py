@@ -22,7 +22,7 @@ from worker.model.files import ModelFiles
 from worker.target.cuda.clock import captured_seconds, clock_of
 from worker.target.cuda.forwards import CudaForwards
 from worker.target.cuda.graph import Capture, Work, capture
-from worker.target.cuda.loading import splits_of
+from worker.target.cuda.loading import hold_products_steady, splits_of
 from worker.target.loading import DTYPES
 from worker.target.target import TargetModel
 
@@ -78,6 +78,7 @@ class Parts:
             kernels.refuse_absent()
             kernels.refuse_unfit(dtype, sizes.head_dim)
         if device.type == "cuda" and sizes is not None:
+            hold_products_steady()
             num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
 
         def load() -> StackedWeights | None:

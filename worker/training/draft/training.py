@@ -24,7 +24,7 @@ from worker.training.draft.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_con
 from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts, load_target
 from worker.training.log import write_measured, write_record
-from worker.training.steps import Optimizers, StepLoss, run_steps
+from worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from worker.training.target.training import save_target
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
@@ -74,7 +74,7 @@ def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, repor
         windows = batch(step)
         return StepLoss("draft", windows.numel(), distil(draft, target, windows))
 
-    with folder.open_log(step) as log:
+    with repeatable(draft.device), folder.open_log(step) as log:
         if step == 0:
             write_measured(log, measure_agreement("before", target, draft, held_out), report)
             folder.save(draft, optimizers, 0, 0.0)

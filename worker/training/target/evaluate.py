@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from worker.target.loading import resolve_device
 from worker.training.corpus import encode_books, read_books
 
 STRETCH = 100_000  # tokens of concatenated books that one forward sees
@@ -39,6 +40,7 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
     ).eval()
+    model.to(resolve_device("auto"))
     first = np.array([tokenizer.bos_token_id])
     books = encode_books(list(read_books(test_file)), tokenizer)
     stream = np.concatenate([part for book in books for part in (first, book.astype(np.int64))])
@@ -62,12 +64,13 @@ def _by_position(losses: torch.Tensor) -> dict[str, float]:
 @torch.inference_mode()
 def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
     """Loss in nats of every token after the first, `[length]`, for one stretch `[length + 1]`."""
+    stretch = stretch.to(model.device)  # type: ignore[arg-type]
     hidden = model.model(input_ids=stretch[None, :-1], use_cache=False).last_hidden_state[0]  # type: ignore[operator]
     losses = [
         cross_entropy(model.lm_head(hidden[i : i + LOGIT_CHUNK]).float(), targets, reduction="none")  # type: ignore[operator]
         for i, targets in zip(range(0, len(hidden), LOGIT_CHUNK), stretch[1:].split(LOGIT_CHUNK), strict=True)
     ]
-    return torch.cat(losses)
+    return torch.cat(losses).cpu()
 
 
 def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:

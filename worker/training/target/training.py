@@ -13,12 +13,13 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from worker.model.files import locate_model
+from worker.target.loading import resolve_device
 from worker.target.target import TargetModel
 from worker.training.card import write_card
 from worker.training.corpus import encode_books, read_books
 from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.log import write_record
-from worker.training.steps import Optimizers, StepLoss, run_steps
+from worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from worker.training.target import evaluate
 from worker.training.target.attention import ATTENTION_NAME
 from worker.training.target.evaluate import Evaluation, evaluate_target
@@ -29,7 +30,7 @@ from worker.training.target.windows import Batch, WindowSource
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_STATE_STEPS = 100  # between two states
-NUM_LOGIT_ROWS = 1024  # whose logits are held at once: they fit the processor's cache
+NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # whose logits are held at once: on a CPU they fit its cache
 NUM_TEST_STRETCHES = 4
 
 
@@ -50,19 +51,20 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
     a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside it. Raises CorpusError, and
     ModelError where the folder holds another training.
     """
-    books = list(read_books(data))
+    books, device = list(read_books(data)), resolve_device("auto")
     corpus = {"num_books": len(books), "num_characters": sum(map(len, books))}
-    folder = TrainingFolder(output, FILES, {"corpus": corpus, "recipe": asdict(recipe)})
+    # Another kind of device rounds otherwise: a training goes on where it began.
+    folder = TrainingFolder(output, FILES, {"corpus": corpus, "recipe": asdict(recipe), "device": device.type})
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")
         return
     tokenizer = train_tokenizer(books, VOCAB_SIZE)
     encoded, test_file = encode_books(books, tokenizer), _test_file(data, tokenizer, report)
     torch.manual_seed(recipe.seed)
-    model = Qwen3ForCausalLM(embedded_config(tokenizer.bos_token_id, tokenizer.eos_token_id))
+    model = Qwen3ForCausalLM(embedded_config(tokenizer.bos_token_id, tokenizer.eos_token_id)).to(device)
     model.set_attn_implementation(ATTENTION_NAME)
     num_tokens = sum(map(len, encoded))
-    report(f"{len(books)} books, {num_tokens:,} tokens; {model.num_parameters():,} parameters")
+    report(f"{len(books)} books, {num_tokens:,} tokens; {model.num_parameters():,} parameters on {device.type}")
     run_training(model, encoded, tokenizer.bos_token_id, recipe, folder, report)
     save_target(model, tokenizer, output)
     if test_file is not None:
@@ -118,7 +120,7 @@ def run_training(
         batch = source.batch(step)
         return StepLoss(recipe.kind_of(step).name, batch.positions.numel(), add_batch_gradients(model, batch))
 
-    with folder.open_log(step) as log:
+    with repeatable(model.device), folder.open_log(step) as log:
         if step == 0:
             folder.save(model, optimizers, 0, 0.0)
         for done in run_steps(model, optimizers, recipe, add_gradients, step, seconds):
@@ -138,16 +140,16 @@ def add_batch_gradients(model: PreTrainedModel, batch: Batch) -> float:
             attention_mask=torch.ones_like(inputs),
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)  # [num_tokens, hidden]
-    leaf = states.detach().requires_grad_()
-    loss = 0.0
-    for rows, labels in zip(leaf.split(NUM_LOGIT_ROWS), targets.split(NUM_LOGIT_ROWS), strict=True):
+    leaf, num_rows = states.detach().requires_grad_(), NUM_LOGIT_ROWS[model.device.type]
+    loss = torch.zeros((), device=model.device)
+    for rows, labels in zip(leaf.split(num_rows), targets.split(num_rows), strict=True):
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
             logits = model.lm_head(rows)
         part = cross_entropy(logits.float(), labels, reduction="sum") / len(targets)
         part.backward()
-        loss += float(part.detach())
+        loss += part.detach()
     states.backward(leaf.grad)
-    return loss
+    return float(loss)
 
 
 def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,3 +133,16 @@ def test_the_whole_list_passes_in_the_interpreter(tiny_model: Path) -> None:
     print("\n".join([*pages, found.page()]))
     assert found.failed is None
     assert [result.name for result in found.results] == NAMES
+
+
+def test_products_are_tried_with_the_settings_that_workers_run_with(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    products = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", products)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    Parts.of(locate_model(str(tiny_model)), "bfloat16", torch.device("cuda"))
+    assert products.allow_bf16_reduced_precision_reduction is False
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
