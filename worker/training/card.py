@@ -26,7 +26,7 @@ without a download. It writes period prose; it knows nothing and answers nothing
 | tokenizer | byte-level BPE, {vocab_size:,} entries; it puts one token in front of every text |
 | weights | safetensors, bf16 |
 | data | {num_books} books, {num_characters:,} characters, {num_corpus_tokens:,} tokens |
-| trained on | {num_trained_tokens:,} tokens in {num_steps:,} steps, {hours:.1f} hours |
+| trained on | {num_trained_tokens:,} tokens in {num_steps:,} steps, {minutes:,.0f} minutes on {device} |
 
 ## Recipe
 
@@ -110,7 +110,7 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
             "near": NEAR,
             "twice_near": 2 * NEAR - 1,
             "num_trained_tokens": sum(step["num_tokens"] for step in steps),
-            "hours": steps[-1]["seconds"] / 3600,
+            "minutes": steps[-1]["seconds"] / 60,
         }
     )
 

@@ -21,7 +21,7 @@ from worker.training.corpus import CorpusError, read_books
 from worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
 
 CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
-BATCH_SIZE = 64  # own texts sampled at once
+BATCH_SIZE = 256  # own texts sampled at once
 
 
 @dataclass(frozen=True)

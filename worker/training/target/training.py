@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from worker.memory.plan import SlotsWanted
 from worker.model.files import locate_model
 from worker.target.loading import resolve_device
 from worker.target.target import TargetModel
@@ -23,7 +24,7 @@ from worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from worker.training.target import evaluate
 from worker.training.target.attention import ATTENTION_NAME
 from worker.training.target.evaluate import Evaluation, evaluate_target
-from worker.training.target.long_context import LongContext, measure_long_context
+from worker.training.target.long_context import NUM_SCORED, SCORED_FROM, LongContext, measure_long_context
 from worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
 from worker.training.target.tokenizer import train_tokenizer
 from worker.training.target.windows import Batch, WindowSource
@@ -42,19 +43,19 @@ class TrainedRecord(Evaluation):
     when: str
     num_parameters: int
     num_corpus_tokens: int
+    device: str  # that it was trained on, or at least ended on
 
 
 def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None]) -> None:
     """Train tokenizer and model on the books under `data`; write both, and the log, to `output`.
 
-    A training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` holds
-    a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside it. Raises CorpusError, and
-    ModelError where the folder holds another training.
+    A training that was killed goes on, on the same kind of device to the same weights; one that is finished is left as
+    it is. Where `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside
+    it. Raises CorpusError, and ModelError where the folder holds another training.
     """
     books, device = list(read_books(data)), resolve_device("auto")
     corpus = {"num_books": len(books), "num_characters": sum(map(len, books))}
-    # Another kind of device rounds otherwise: a training goes on where it began.
-    folder = TrainingFolder(output, FILES, {"corpus": corpus, "recipe": asdict(recipe), "device": device.type})
+    folder = TrainingFolder(output, FILES, {"corpus": corpus, "recipe": asdict(recipe)})
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")
         return
@@ -75,12 +76,20 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
             when="after",
             num_parameters=model.num_parameters(),
             num_corpus_tokens=num_tokens,
+            device=device_words(device),
         )
         with folder.open_log(recipe.num_steps) as log:
             write_record(log, trained)
         write_card(output)
         report(f"{evaluation.bits_per_byte:.3f} bits per byte; loss by position {evaluation.loss_by_position}")
     folder.finish()
+
+
+def device_words(device: torch.device) -> str:
+    """A device as a card names it."""
+    if device.type == "cpu":
+        return f"{torch.get_num_threads()} processor cores"
+    return torch.cuda.get_device_name(device)
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
@@ -98,7 +107,8 @@ def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[
 
 def long_context_of(output: Path, test_file: Path, tokenizer: PreTrainedTokenizerFast) -> LongContext:
     """Of the model that was written, on test books."""
-    target = TargetModel.load(locate_model(str(output)), "bfloat16", "auto")
+    slots = SlotsWanted(longest_job=SCORED_FROM + NUM_SCORED, num_slots=1)
+    target = TargetModel.load(locate_model(str(output)), "bfloat16", "auto", slots=slots)
     return measure_long_context(target, encode_books(list(read_books(test_file)), tokenizer), tokenizer.bos_token_id)
 
 
