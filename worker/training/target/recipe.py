@@ -35,7 +35,7 @@ class TargetRecipe(Recipe):
     """Windows of all lengths from the first step on, so that no length is ever new to the model."""
 
     kinds: tuple[WindowKind, ...] = ()
-    far_share: float = 0.6  # of the windows: not read from position 0 on, but from anywhere in a long text
+    far_share: float = 0.3  # of the windows: not read from position 0 on, but from anywhere in a long text
 
     def kind_of(self, step: int) -> WindowKind:
         """The windows of a step (from 0), drawn so that tokens have the shares that the kinds say."""
@@ -45,11 +45,12 @@ class TargetRecipe(Recipe):
 
 
 KINDS = (
-    WindowKind("512", 512, 16, share=0.3),
-    WindowKind("2K", 2048, 4, share=0.2),
-    WindowKind("4K", 4096, 2, share=0.25, mixed_share=0.25),
-    WindowKind("16K", 16_384, 1, share=0.2, mixed_share=0.5),
-    WindowKind("32K", 32_768, 1, share=0.05, mixed_share=0.5),
+    WindowKind("512", 512, 16, share=0.25),
+    WindowKind("2K", 2048, 4, share=0.15),
+    WindowKind("4K", 4096, 2, share=0.2, mixed_share=0.25),
+    WindowKind("16K", 16_384, 1, share=0.15, mixed_share=0.3),
+    WindowKind("32K", 32_768, 1, share=0.125, mixed_share=0.3),
+    WindowKind("96K", 98_304, 1, share=0.125, mixed_share=0.3),
 )
 
 
