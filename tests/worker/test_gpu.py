@@ -1,41 +1,70 @@
-"""What waits for a CUDA device: the engine runs there, and the probe says what its rows are worth."""
+"""What waits for a CUDA device: the engine runs there, and the probe says what its rows are worth.
+
+`TRITON_INTERPRET=0 python -m pytest -m gpu` runs it: other tests have Triton's interpreter, which a process has or not.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from worker.config import Computation
+from worker.drafters.catalogue import ENGINES
+from worker.drafters.gpu_room import slots_wanted
 from worker.engine import Engine
 from worker.exactness.doctor import diagnose
+from worker.memory.plan import SlotsWanted
 from worker.model.files import ModelFiles
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
+from worker.target.cuda.forwards import CudaForwards
+from worker.target.cuda.graph import CudaGraph
 from worker.target.target import TargetModel
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
+PARAMS = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
 
+
+def wanted(engine_name: str, files: ModelFiles, dtype: str, longest_job: int) -> SlotsWanted:
+    """As a worker asks for it, and for variants as a benchmark does."""
+    if engine_name in ENGINES:
+        return slots_wanted(engine_name, files, dtype, longest_job, None)
+    return bench_slots([engine_name], longest_job)
+
+
+def generated(target: TargetModel, engine_name: str, prompt_ids: list[int]) -> list[int]:
+    sequence = Sequence("s", prompt_ids, PARAMS, target.vocab_size, target.device)
+    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
+    engine.start(sequence)
+    while sequence.finish_reason is None:
+        engine.step()
+    engine.stop(sequence)
+    assert sequence.error is None
+    return sequence.output_ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("engine_name", BENCH_ENGINES)
-def test_every_engine_decodes_on_cuda_as_plain_decoding_does(embedded_files: ModelFiles, engine_name: str) -> None:
-    target = TargetModel.load(embedded_files, "float32", "cuda")
-    outputs = []
-    for name in ("autoregressive", engine_name):
-        params = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
-        prompt_ids = TextCodec(embedded_files).encode("The coach left at dawn, and")
-        sequence = Sequence("s", prompt_ids, params, target.vocab_size, target.device)
-        engine = Engine(target, create_bench_drafter(name, target, free_rows))
-        engine.start(sequence)
-        while sequence.finish_reason is None:
-            engine.step()
-        outputs.append(sequence.output_ids.tolist())
-    assert outputs[0] == outputs[1]
+def test_every_engine_decodes_on_cuda_as_plain_decoding_does(
+    embedded_files: ModelFiles, engine_name: str, dtype: str
+) -> None:
+    prompt_ids = TextCodec(embedded_files).encode("The coach left at dawn, and")
+    slots = wanted(engine_name, embedded_files, dtype, len(prompt_ids) + PARAMS.max_tokens)
+    target = TargetModel.load(embedded_files, dtype, "cuda", slots=slots)
+    assert isinstance(target.forwards, CudaForwards)
+    assert isinstance(target.forwards._graph, CudaGraph)
+    plain = generated(target, "autoregressive", prompt_ids)
+    assert len(plain) == PARAMS.max_tokens
+    assert generated(target, engine_name, prompt_ids) == plain
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

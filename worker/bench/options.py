@@ -52,10 +52,14 @@ class BenchOptions(Frozen):
 
     def write(self, content: dict[str, Any], target: TargetModel, **further: Any) -> None:
         """Write figures with what they were measured with, where a file was named: it is whole at any moment."""
+        self.write_beside(content, machine(target), **further)
+
+    def write_beside(self, content: dict[str, Any], found: dict[str, Any], **further: Any) -> None:
+        """As `write`, on a `machine` that was looked at before."""
         if self.json_path is not None:
             settings = self.model_dump(mode="json", exclude={"json_path", "plot_path"}) | further
             aside = self.json_path.with_name(f"{self.json_path.name}.part")
-            document = content | {"settings": settings, "machine": machine(target)}
+            document = content | {"settings": settings, "machine": found}
             aside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
             aside.replace(self.json_path)
 

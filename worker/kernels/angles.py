@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +13,11 @@ from numpy.typing import NDArray
 
 POSITIONS_AT_ONCE = 4096
 SLACK = 16  # floats that the kernels read beyond the last position
+MOST = float(np.finfo(np.float32).max)
+ROPE_NUMBERS = {  # what `rope_parameters` hold beside `rope_type`, for those types whose angles are computed here
+    "default": ("rope_theta",),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,45 @@ def default_frequencies(theta: float, head_dim: int) -> NDArray[np.float32]:
     """Frequencies of plain rotary positions (Su et al. 2021), rounded to float32 where `transformers` rounds."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.float32(1.0) / np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+
+
+def llama3_frequencies(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: float
+) -> NDArray[np.float32]:
+    """Frequencies of Llama 3.1 and later, rounded to float32 where `transformers` rounds.
+
+    Those that turn less than `low` times within `original` positions are divided by `factor`, those that turn more than
+    `high` times stay, and between these they are blended. Each operation is one that IEEE 754 rounds in one way.
+    """
+    plain = default_frequencies(theta, head_dim)
+    wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
+    stretched = plain / np.float32(factor)
+    turns = np.float32(original) * (np.float32(1.0) / wavelengths)
+    share = (turns - np.float32(low)) / np.float32(high - low)  # of what stays
+    blended = (np.float32(1.0) - share) * plain / np.float32(factor) + share * plain
+    is_long, is_short = wavelengths > np.float32(original / low), wavelengths < np.float32(original / high)
+    return np.where(is_long, stretched, np.where(is_short, plain, blended))
+
+
+def frequencies_of(parameters: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
+    """Those that a config's `rope_parameters` say. Raises KeyError, TypeError or ValueError for any that are not here.
+
+    Those of `ROPE_NUMBERS` are, where all of these are there and make sense.
+    """
+    names = ROPE_NUMBERS[parameters["rope_type"]]
+    theta, *others = (_positive(parameters[name]) for name in names)
+    if not others:
+        return default_frequencies(theta, head_dim)
+    factor, low, high, original = others
+    if low >= high:
+        raise ValueError(f"found low_freq_factor {low:g}, expected less than high_freq_factor, {high:g}")
+    return llama3_frequencies(theta, head_dim, factor, low, high, original)
+
+
+def _positive(number: Any) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= MOST:
+        raise ValueError(f"found {number!r}, expected a number above 0 that a float32 holds")
+    return float(number)
 
 
 def angles(rotary: Rotary, positions: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:

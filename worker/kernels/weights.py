@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.kernels.angles import Rotary, default_frequencies
+from worker.kernels.angles import Rotary, frequencies_of
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
@@ -110,7 +110,8 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
         )
     except ValueError:
         return None
-    if len(decoder.rotary_emb.inv_freq) * 2 != sizes.head_dim:  # a part of a head stands still
+    frequencies = decoder.rotary_emb.inv_freq
+    if len(frequencies) * 2 != sizes.head_dim or not frequencies.isfinite().all():  # a part stands still, or spins
         return None
     return DecoderWeights(
         sizes,
@@ -137,9 +138,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
     """The angles of a module of `transformers`, without what this processor's powers round."""
-    if module.rope_type == "default":
-        return Rotary(default_frequencies(config.rope_parameters["rope_theta"], head_dim))
-    return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
+    try:
+        return Rotary(frequencies_of(config.rope_parameters, head_dim))
+    except (KeyError, TypeError, ValueError):  # of another type, or of numbers that only `transformers` takes
+        return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
 
 
 def layer_weights(layer: Any) -> LayerWeights:

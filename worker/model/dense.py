@@ -5,17 +5,17 @@ Only a config that says nothing but what is understood here; any other goes thro
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from worker.kernels.angles import Rotary, default_frequencies
+from worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
 from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from worker.model.files import ModelFiles, read_config, weight_files
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
+SWITCHED_WINDOWS = ("qwen2", "qwen3")  # whose window is not in use unless `use_sliding_window` says so
 SIZES = {
     "num_hidden_layers",
     "hidden_size",
@@ -27,14 +27,15 @@ SIZES = {
     "rms_norm_eps",
     "rope_theta",
     "rope_parameters",
+    "rope_scaling",
     "tie_word_embeddings",
 }
 ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
     "hidden_act": ("silu",),
     "pretraining_tp": (1,),
-    "rope_scaling": (None,),
-    "sliding_window": (None,),
+    "sliding_window": (None,),  # where it is in use
     "use_sliding_window": (False,),
+    "use_mrope": (False,),
     "is_causal": (True,),
 }
 NO_MATTER = {  # of training, of generation, or said by the weights themselves
@@ -104,17 +105,21 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
 def _is_understood(config: dict[str, Any]) -> bool:
     if config.get("model_type") not in KINDS or set(config.get("layer_types") or ()) - {"full_attention"}:
         return False
-    if any(config[key] not in values for key, values in ONE_MEANING.items() if key in config):
+    said = {key: value for key, value in config.items() if key in ONE_MEANING and not _is_unused(key, config)}
+    if any(value not in ONE_MEANING[key] for key, value in said.items()):
         return False
     said_by_default = config["model_type"] != "mistral" or "sliding_window" in config  # whose default is a window
     return said_by_default and "hidden_act" in config and set(config) <= SIZES | set(ONE_MEANING) | NO_MATTER
 
 
+def _is_unused(key: str, config: dict[str, Any]) -> bool:
+    """Whether a number stands there that no layer looks at: the window of a Qwen that has it switched off."""
+    return key == "sliding_window" and config["model_type"] in SWITCHED_WINDOWS and isinstance(config[key], int)
+
+
 def _sizes(config: dict[str, Any], dtype: torch.dtype) -> DecoderSizes:
     """Raises KeyError or ValueError for sizes that are left to a default, or that the kernels do not take."""
-    head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
-    if "head_dim" not in config and config["model_type"] == "qwen3":
-        raise ValueError("its default is another")
+    head_dim = _head_dim(config)
     if not isinstance(config["rms_norm_eps"], float):
         raise ValueError("transformers tells more of it")
     return DecoderSizes(
@@ -131,15 +136,24 @@ def _sizes(config: dict[str, Any], dtype: torch.dtype) -> DecoderSizes:
     )
 
 
+def _head_dim(config: dict[str, Any]) -> int:
+    """Raises KeyError, TypeError or ValueError for a width that is none, or left to another default."""
+    head_dim = config.get("head_dim")
+    if head_dim is None and config["model_type"] != "qwen3":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if not isinstance(head_dim, int):
+        raise ValueError("transformers tells more of it")
+    return head_dim
+
+
 def _rotary(config: dict[str, Any]) -> Rotary:
-    """Raises KeyError or ValueError for angles that are left to a default, or that are stretched."""
-    said = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    if set(said) != {"rope_type", "rope_theta"} or said["rope_type"] != "default":
+    """Raises KeyError, TypeError or ValueError for angles that are left to a default, or that are none of ours."""
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
+    if "rope_theta" in config:
+        said = {"rope_theta": config["rope_theta"]} | said
+    if set(said) != {"rope_type", *ROPE_NUMBERS[said["rope_type"]]}:
         raise ValueError("other angles")
-    if not isinstance(said["rope_theta"], int | float) or not 0 < said["rope_theta"] < math.inf:
-        raise ValueError("no angles")
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return Rotary(default_frequencies(float(said["rope_theta"]), head_dim))
+    return Rotary(frequencies_of(said, _head_dim(config)))
 
 
 def _names(config: dict[str, Any]) -> set[str]:

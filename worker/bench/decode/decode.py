@@ -65,7 +65,7 @@ def run_decode_bench(
     files = locate_model(options.model)
     check_length(files, options.positions[-1], options.num_tokens)
     target = options.load(files, bench_slots(options.engines, _longest(files, options)))
-    records = decode_records(target, options, report)
+    records = list(decode_records(target, options, report))
     results = {"results": [record.model_dump() for record in records]}
     options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)
     return records
@@ -73,23 +73,24 @@ def run_decode_bench(
 
 def decode_records(
     target: TargetModel, options: DecodeBenchOptions, report: Callable[[str], None]
-) -> list[DecodeRecord]:
-    """Measure all engines on a loaded model, two caches of which have room at a time. Raises BenchError, ModelError."""
+) -> Iterator[DecodeRecord]:
+    """Measure all engines on a loaded model, two caches of which have room at a time. Raises BenchError, ModelError.
+
+    Those of a position come once all engines have been there.
+    """
     files, highest = target.files, options.positions[-1]
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
     costs = step_costs_of(target)
     drafters = _warm_drafters(target, costs, options)
     cache = target.new_cache(highest + options.num_tokens)
-    records: list[DecodeRecord] = []
     for position in options.positions:
         report(f"position {position}: reading the text, then {options.num_tokens} tokens with each engine")
         read_tokens(target, cache, text[:position], list(drafters.values()))
         contestants = list(_contestants(options, target, costs, cache, text[:position], drafters))
         _compete(contestants, options.num_tokens)
-        records += make_records(contestants, position, options.temperature)
+        yield from make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
-    return records
 
 
 def _longest(files: ModelFiles, options: DecodeBenchOptions) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
 from worker.bench.decode.records import DecodeRecord
@@ -12,6 +13,7 @@ from worker.bench.gpu.reading import read_records, resume_record
 from worker.bench.gpu.records import GPUBenchResult
 from worker.bench.gpu.room import MemoryMeter, fitting_lengths, free_bytes
 from worker.bench.gpu.steps import step_records
+from worker.bench.options import machine
 from worker.caches.room import GB
 from worker.drafters.catalogue import check_parts
 from worker.exactness.first_run.machine import device_facts, read_bandwidth
@@ -25,36 +27,47 @@ TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines
 
 
 def measured(parts: Parts, options: GPUBenchOptions, report: Callable[[str], None]) -> GPUBenchResult:
-    """All figures of a model on a device, in the file as well. Raises BenchError where there is no room."""
+    """All figures of a model on a device, in the file as they come. Raises BenchError where there is no room."""
     meter = MemoryMeter(parts.device)
     report("loading the model")
     if parts.loaded is None:
         raise BenchError(f"model {options.model}: the kernels do not know this kind, expected one of docs/kernels.md")
     meter.note("weights")
+    figures = Figures(options, parts, meter)
     bandwidth = read_bandwidth(parts)
+    figures.add(machine=device_facts(parts.device), bytes_per_second=bandwidth)
     parts.forget_unused()
     fitting = _fitting(parts, options)
     report(f"steps behind up to {max(fitting[1]):,} positions")
     wanted = {num_slots: fitting[num_slots] for num_slots in options.slot_counts}
-    steps = list(step_records(parts, wanted, options.row_counts, bandwidth))
+    figures.add(steps=list(step_records(parts, wanted, options.row_counts, bandwidth)))
     meter.note("steps")
     report("prompts, and a cache on its way from slot to slot")
-    reads = list(read_records(parts, [0, *fitting[1][1:]], options.num_read))
-    resume = resume_record(parts, fitting[NUM_CACHES][-1])
-    engines, left_out = _engines(parts, options, fitting[NUM_CACHES], report)
+    figures.add(reads=list(read_records(parts, [0, *fitting[1][1:]], options.num_read)))
+    figures.add(resume=resume_record(parts, fitting[NUM_CACHES][-1]))
+    names, left_out = _engines(parts, options)
+    engines: list[DecodeRecord] = []
+    for record in _engine_records(parts, options, names, fitting[NUM_CACHES], report):
+        engines.append(record)
+        figures.add(engines=engines)
     meter.note("engines")
-    result = GPUBenchResult(
-        machine=device_facts(parts.device),
-        bytes_per_second=bandwidth,
-        steps=steps,
-        reads=reads,
-        resume=resume,
-        engines=engines,
-        left_out=left_out,
-        memory=meter.noted,
-    )
-    options.write(result.model_dump(), parts.target(1, 1))
-    return result
+    figures.add(left_out=left_out)
+    return GPUBenchResult.model_validate(figures.so_far)
+
+
+class Figures:
+    """What was measured so far. It is in the file at any moment, so that a run which is cut off leaves it behind."""
+
+    def __init__(self, options: GPUBenchOptions, parts: Parts, meter: MemoryMeter) -> None:
+        self.so_far: dict[str, Any] = {"memory": meter.noted}
+        self._options = options
+        self._machine = machine(parts.target(1, 1))
+
+    def add(self, **figures: Any) -> None:
+        """Fields of a `GPUBenchResult`."""
+        self.so_far |= figures
+        document = GPUBenchResult.model_construct(**self.so_far).model_dump()
+        self._options.write_beside(document, document["machine"] | self._machine)
 
 
 def _fitting(parts: Parts, options: GPUBenchOptions) -> dict[int, list[int]]:
@@ -74,9 +87,7 @@ def _fitting(parts: Parts, options: GPUBenchOptions) -> dict[int, list[int]]:
     return fitting
 
 
-def _engines(
-    parts: Parts, options: GPUBenchOptions, lengths: list[int], report: Callable[[str], None]
-) -> tuple[list[DecodeRecord], list[str]]:
+def _engines(parts: Parts, options: GPUBenchOptions) -> tuple[list[str], list[str]]:
     """Every engine whose trained parts are there, and a line about each of the others."""
     engines, left_out = [], []
     for name in options.engines:
@@ -85,6 +96,12 @@ def _engines(
             engines.append(name)
         except ModelError as error:
             left_out.append(str(error))
+    return engines, left_out
+
+
+def _engine_records(
+    parts: Parts, options: GPUBenchOptions, engines: list[str], lengths: list[int], report: Callable[[str], None]
+) -> Iterator[DecodeRecord]:
     decode = DecodeBenchOptions(
         draft_model=options.draft_model,
         engines=tuple(engines),
@@ -98,4 +115,4 @@ def _engines(
     )
     warm_up = min(NUM_WARMUP_TOKENS, parts.files.max_positions // 2)
     target = parts.target(NUM_CACHES, max(lengths[-1] + options.num_tokens, warm_up))
-    return decode_records(target, decode, report), left_out
+    return decode_records(target, decode, report)

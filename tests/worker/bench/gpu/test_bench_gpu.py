@@ -51,26 +51,44 @@ def options(model: Path, **changes: object) -> GPUBenchOptions:
     return GPUBenchOptions.model_validate(fields | counts | changes)
 
 
-def test_all_of_it_comes_out_as_tables_and_json(parts: Parts, tiny_model: Path, tmp_path: Path) -> None:
+STAGES = {  # by the first word of a line that is said: what the file holds then, where a run may be cut off
+    "loading": set(),
+    "steps": {"bytes_per_second"},
+    "prompts": {"bytes_per_second", "steps"},
+    "text": {"bytes_per_second", "steps", "reads", "resume"},
+    "position": {"bytes_per_second", "steps", "reads", "resume", "engines"},
+}
+
+
+def test_all_of_it_comes_out_as_tables_and_json_stage_by_stage(parts: Parts, tiny_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the lazy fox jumps over the quick brown dog")
-    file, said = tmp_path / "gpu.json", list[str]()
-    changes = {"text": text, "json_path": file, "lengths": (3,), "draft_model": tmp_path}
+    file, found = tmp_path / "gpu.json", dict[str, dict[str, object]]()
+
+    def look(line: str) -> None:
+        """At what the file holds; of two positions, when the second one's turn has come."""
+        found[line.split()[0].strip(",")] = json.loads(file.read_text()) if file.exists() else {}
+
+    changes = {"text": text, "json_path": file, "lengths": (3, 4), "draft_model": tmp_path}
     given = options(tiny_model, engines=("autoregressive", "griffin"), **changes)
-    result = measured(parts, given, said.append)
-    assert [(step.length, step.num_slots, step.num_rows) for step in result.steps] == [(3, 1, 2)]
-    assert [read.start for read in result.reads] == [0]
+    result = measured(parts, given, look)
+    assert [(step.length, step.num_slots, step.num_rows) for step in result.steps] == [(3, 1, 2), (4, 1, 2)]
+    assert [read.start for read in result.reads] == [0, 4]
     assert result.resume.same_bits
-    assert [(record.engine, record.position, record.num_tokens) for record in result.engines] == [
-        ("autoregressive", 3, 5)
-    ]
+    engines = [(record.engine, record.position, record.num_tokens) for record in result.engines]
+    assert engines == [("autoregressive", 3, 5), ("autoregressive", 4, 5)]
     assert len(result.left_out) == 1
     assert "griffin" in result.left_out[0]
     assert list(result.memory) == ["weights, at most", "steps, at most", "engines, at most"]
     written = json.loads(file.read_text())
+    for stage, names in STAGES.items():
+        assert found[stage].keys() - {"machine", "settings", "memory"} == names, stage
+        assert all(found[stage][name] == written[name] for name in names - {"engines"}), stage
+    assert found["position"]["engines"] == written["engines"][:1]
     settings, machine = written.pop("settings"), written.pop("machine")
-    assert settings["lengths"] == [3]
+    assert settings["lengths"] == [3, 4]
     assert "3 splits, triton" in machine["numerics"]
+    assert machine["triton"] == result.machine["triton"], "what the GPU is stands there as well"
     assert GPUBenchResult.model_validate(written | {"machine": result.machine}) == result
 
 

@@ -1,0 +1,109 @@
+"""Rotary frequencies are those of transformers, and follow from a config's words alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from worker.kernels.angles import default_frequencies, frequencies_of
+from worker.kernels.weights import decoder_weights
+
+LLAMA31: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+STRETCHES: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama 3.1 8B": (LLAMA31, 128),
+    "Llama 3.2 1B": (LLAMA31 | {"factor": 32.0}, 64),
+    "whole numbers": (LLAMA31 | {"factor": 8, "rope_theta": 500000, "low_freq_factor": 1, "high_freq_factor": 4}, 128),
+    "numbers that are no powers of two": (
+        LLAMA31 | {"factor": 7.3, "low_freq_factor": 0.9, "high_freq_factor": 3.7, "rope_theta": 1e6},
+        80,
+    ),
+    "a short original": (LLAMA31 | {"original_max_position_embeddings": 64, "rope_theta": 10000.0}, 64),
+}
+MALFORMED: dict[str, dict[str, Any]] = {
+    "no factor": {"factor": None},
+    "a factor of 0": {"factor": 0},
+    "a factor of True": {"factor": True},
+    "a factor below 0": {"factor": -8.0},
+    "words": {"low_freq_factor": "1.0"},
+    "a list": {"high_freq_factor": [4.0]},
+    "nothing between the two": {"high_freq_factor": 1.0},
+    "no positions": {"original_max_position_embeddings": 0},
+    "endless positions": {"original_max_position_embeddings": math.inf},
+    "more than a float holds": {"original_max_position_embeddings": 10**400},
+    "not a number": {"rope_theta": math.nan},
+}
+
+
+def config_of(parameters: dict[str, Any], head_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        head_dim=head_dim, max_position_embeddings=131072, rope_parameters=dict(parameters),
+    )  # fmt: skip
+
+
+def of_transformers(parameters: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
+    frequencies, scaling = ROPE_INIT_FUNCTIONS["llama3"](config_of(parameters, head_dim))
+    assert scaling == 1.0
+    found: NDArray[np.float32] = frequencies.numpy()
+    return found
+
+
+@pytest.mark.parametrize("stretch", STRETCHES)
+def test_llama3_frequencies_are_those_of_transformers(stretch: str) -> None:
+    """To one unit in the last place, by which powers of processors differ."""
+    ours, theirs = frequencies_of(*STRETCHES[stretch]), of_transformers(*STRETCHES[stretch])
+    assert ours.dtype == theirs.dtype == np.float32
+    assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
+
+
+@pytest.mark.parametrize("stretch", STRETCHES)
+def test_long_waves_are_stretched_short_ones_stay_and_others_are_blended(stretch: str) -> None:
+    parameters, head_dim = STRETCHES[stretch]
+    plain = default_frequencies(parameters["rope_theta"], head_dim).astype(np.float64)
+    turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
+    low, high, factor = (parameters[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    assert 0 < ((share > 0) & (share < 1)).sum() < len(share)
+    expected = plain * ((1 - share) / factor + share)
+    assert np.abs(frequencies_of(parameters, head_dim) / expected - 1).max() < 1e-6
+
+
+@pytest.mark.parametrize("stretch", STRETCHES)
+def test_a_loaded_model_has_the_very_same(stretch: str) -> None:
+    parameters, head_dim = STRETCHES[stretch]
+    weights = decoder_weights(LlamaForCausalLM(config_of(parameters, head_dim)))
+    assert weights is not None
+    assert (weights.rotary.frequencies == frequencies_of(parameters, head_dim)).all()
+    assert weights.rotary.scaling == 1.0
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_numbers_that_make_no_sense_are_refused(fault: str) -> None:
+    parameters = {name: value for name, value in (LLAMA31 | MALFORMED[fault]).items() if value is not None}
+    with pytest.raises((KeyError, ValueError)):
+        frequencies_of(parameters, 64)
+
+
+@pytest.mark.parametrize("high", [1.0, 0.5])
+def test_what_transformers_alone_takes_is_left_as_it_has_it(high: float) -> None:
+    model = LlamaForCausalLM(config_of(LLAMA31 | {"high_freq_factor": high}, 64))
+    weights = decoder_weights(model)
+    assert weights is not None
+    assert np.array_equal(weights.rotary.frequencies, model.model.rotary_emb.inv_freq.numpy())
+
+
+def test_a_model_that_spins_without_end_is_left_to_transformers() -> None:
+    assert decoder_weights(LlamaForCausalLM(config_of(LLAMA31 | {"factor": 0.0}, 64))) is None

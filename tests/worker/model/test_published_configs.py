@@ -1,0 +1,179 @@
+"""The config.json files that models are published with: which are understood without transformers, and what they give.
+
+Keys and values as they stand there; widths, layers and vocabularies are cut down, so that weights can be made.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.worker.kernels.kernel_parts import chain
+from tests.worker.model.test_dense import files_in, saved
+from worker.caches.full import CacheShape, FullKVCache
+from worker.kernels.reference import ReferenceDecoder
+from worker.kernels.weights import DecoderWeights, decoder_weights
+from worker.memory.sizes import read_sizes
+from worker.model.dense import dense_weights
+from worker.model.files import ModelError, ModelFiles
+from worker.model.weights import load_causal_lm
+from worker.target.target import TargetModel
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+LLAMA3 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+SMALL = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 1, "vocab_size": 64}
+EVERYWHERE = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    **SMALL,
+}
+LLAMA = EVERYWHERE | {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "transformers_version": "4.42.3",
+}
+QWEN25 = EVERYWHERE | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "transformers_version": "4.43.1",
+    "use_sliding_window": False,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 3.1 8B Instruct": LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "Llama 3.2 1B": LLAMA
+    | {"head_dim": 64, "tie_word_embeddings": True, "rope_scaling": LLAMA3 | {"factor": 32.0}, "rope_theta": 500000.0},
+    "Llama 3.1 as newer versions save it": LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
+    "Mistral 7B v0.3": EVERYWHERE
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "transformers_version": "4.42.0.dev0",
+    },
+    "Qwen2.5 7B Instruct": QWEN25,
+    "Qwen2.5 7B": QWEN25 | {"eos_token_id": 151643, "max_position_embeddings": 131072, "use_mrope": False},
+    "Qwen3 8B": EVERYWHERE
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "transformers_version": "4.51.0",
+        "use_sliding_window": False,
+    },
+}
+LEFT: dict[str, tuple[str, dict[str, Any]]] = {  # to transformers, each from a model that is understood
+    "a window that is in use": ("Qwen2.5 7B Instruct", {"use_sliding_window": True}),
+    "a window that is no number": ("Qwen2.5 7B Instruct", {"sliding_window": "none"}),
+    "a window of Mistral": ("Mistral 7B v0.3", {"sliding_window": 131072, "use_sliding_window": False}),
+    "longer texts of Qwen2.5": (
+        "Qwen2.5 7B Instruct",
+        {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    ),
+    "no factor": ("Llama 3.1 8B Instruct", {"rope_scaling": {"rope_type": "llama3"}}),
+    "a factor of 0": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"factor": 0}}),
+    "words for numbers": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"factor": "8.0"}}),
+    "one number more": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"beta_fast": 32.0}}),
+    "no dictionary": ("Llama 3.1 8B Instruct", {"rope_scaling": "llama3"}),
+    "a type that is a list": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"rope_type": ["llama3"]}}),
+}
+NO_MODEL = {"no factor", "a factor of 0", "words for numbers", "no dictionary", "a type that is a list"}
+NO_MODEL |= {"a window that is no number"}
+
+
+def folder_of(name: str, folder: Path) -> ModelFiles:
+    """A random model of a published config, which lies beside the weights word by word."""
+    files = saved(folder, AutoConfig.for_model(**PUBLISHED[name]))
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return files
+
+
+def logits(weights: DecoderWeights) -> torch.Tensor:
+    """Of a block behind another one, so that rows stand at positions where angles are many turns."""
+    sizes = weights.sizes
+    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, CPU)
+    cache, decoder, found = FullKVCache(shape, 128), ReferenceDecoder(weights), []
+    for start in (0, 64):
+        block = [(7 * (start + i)) % sizes.vocab for i in range(64)]
+        found.append(decoder.forward([chain(cache, block)])[1])
+        cache.advance(len(block))
+    return torch.cat([each for each in found if each is not None])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_understood_and_gives_the_bits_of_transformers_weights(name: str, tmp_path: Path) -> None:
+    files = folder_of(name, tmp_path)
+    ours, theirs = dense_weights(files, BF16), decoder_weights(load_causal_lm(files, BF16))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.sizes == theirs.sizes
+    assert (ours.rotary.frequencies == theirs.rotary.frequencies).all()
+    assert torch.equal(logits(ours), logits(theirs))
+    assert read_sizes(files, "bfloat16") is not None, "a GPU's memory can be planned"
+
+
+def test_the_stretch_of_llama_3_1_changes_logits(tmp_path: Path) -> None:
+    """So that the test above would see it left away."""
+    files = folder_of("Llama 3.1 8B Instruct", tmp_path)
+    stretched = dense_weights(files, BF16)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama 3.1 8B Instruct"] | {"rope_scaling": None}))
+    plain = dense_weights(files, BF16)
+    assert stretched is not None
+    assert plain is not None
+    assert not torch.equal(logits(stretched), logits(plain))
+
+
+@pytest.mark.parametrize("change", LEFT)
+def test_what_says_more_is_left_to_transformers_and_ends_in_no_traceback(change: str, tmp_path: Path) -> None:
+    name, changes = LEFT[change]
+    files = folder_of(name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | changes))
+    assert dense_weights(files_in(tmp_path), BF16) is None
+    if change in NO_MODEL:
+        with pytest.raises(ModelError, match=r"\A.*\Z"):  # in one line
+            TargetModel.load(files, "bfloat16", "cpu")
+    else:
+        assert TargetModel.load(files, "bfloat16", "cpu").vocab_size == SMALL["vocab_size"]
