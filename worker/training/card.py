@@ -53,7 +53,7 @@ in front of them alone: where that is less, the text further back does harm.
 |---|---|---|
 {losses}
 
-Tokens of places behind 32,768 others, with so many of the newest in front of them: what far text is worth.
+Tokens behind 32,768 others of their book, with so many of the newest in front of them: what far text is worth.
 
 | newest tokens | nats per token |
 |---|---|

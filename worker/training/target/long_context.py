@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from worker.target.target import TargetModel
 
 WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
-SCORED_FROM = 32_768  # the first position that is scored
+SCORED_FROM = 32_768  # tokens of its book in front of the first that is scored
 NUM_SCORED = 256  # tokens of one place
 NUM_PLACES = 24
 DISTANCES = (1024, 8192, 30_000)
@@ -36,17 +36,26 @@ def measure_long_context(target: TargetModel, books: Sequence[np.ndarray], first
     """On token ids of whole books, without their first token; each place and passage is drawn with a fixed seed."""
     random = np.random.default_rng(0)
     stream = np.concatenate(books).astype(np.int64)
-    places = random.integers(SCORED_FROM, len(stream) - NUM_SCORED, size=NUM_PLACES)
-    losses = {f"{window}": _loss(target, stream, places, window, first_token_id) for window in WINDOWS}
+    passages = _passages(books, random)
+    losses = {f"{window}": _loss(target, passages, window, first_token_id) for window in WINDOWS}
     rates = {f"{distance}": _continued(target, stream, distance, first_token_id, random) for distance in DISTANCES}
     return LongContext(losses, rates)
 
 
-def _loss(target: TargetModel, stream: np.ndarray, places: np.ndarray, window: int, first_token_id: int) -> float:
-    """Mean over the places, where at least `window` tokens are read in front of each token that is scored."""
+def _passages(books: Sequence[np.ndarray], random: np.random.Generator) -> list[np.ndarray]:
+    """Some of `SCORED_FROM + NUM_SCORED` tokens, each of one book; of all books in a row where none is so long."""
+    length = SCORED_FROM + NUM_SCORED
+    long = [book for book in books if len(book) >= length] or [np.concatenate(books)]
+    chosen = (long[int(random.integers(len(long)))] for _ in range(NUM_PLACES))
+    starts = ((book, int(random.integers(0, len(book) - length + 1))) for book in chosen)
+    return [book[start : start + length].astype(np.int64) for book, start in starts]
+
+
+def _loss(target: TargetModel, passages: list[np.ndarray], window: int, first_token_id: int) -> float:
+    """Mean over the last tokens of passages, where at least `window` tokens are read in front of each."""
     losses = []
-    for place in places:
-        text = np.concatenate([[first_token_id], stream[place - window : place + NUM_SCORED]])
+    for passage in passages:
+        text = np.concatenate([[first_token_id], passage[-window - NUM_SCORED :]])
         logits = logits_of_last(target, text[:-1].tolist(), NUM_SCORED)
         losses.append(float(cross_entropy(logits, torch.from_numpy(text[-NUM_SCORED:]))))
     return round(float(np.mean(losses)), 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,10 +40,18 @@ class TargetRecipe(Recipe):
     far_share: float = 0.3  # of the windows: not read from position 0 on, but from anywhere in a long text
 
     def kind_of(self, step: int) -> WindowKind:
-        """The windows of a step (from 0), drawn so that tokens have the shares that the kinds say."""
-        weights = np.array([kind.share / kind.num_tokens for kind in self.kinds])
-        drawn = np.random.default_rng([self.seed, step]).choice(len(self.kinds), p=weights / weights.sum())
-        return self.kinds[drawn]
+        """The windows of a step (from 0): tokens have the shares that the kinds say, from beginning to end."""
+        return self._order[step]
+
+    @functools.cached_property
+    def _order(self) -> list[WindowKind]:
+        """Of each step. One kind's steps are one in each of equal stretches of the training, at a random place there."""
+        rates = np.array([kind.share / kind.num_tokens for kind in self.kinds])
+        random, places = np.random.default_rng(self.seed), []
+        for number, rate in enumerate(rates / rates.sum()):  # steps of this kind per step
+            strata = np.arange(math.ceil(rate * self.num_steps) + 1)
+            places += [(place, number) for place in (strata + random.random(len(strata))) / rate]
+        return [self.kinds[number] for _, number in sorted(places)[: self.num_steps]]
 
 
 KINDS = (

@@ -49,12 +49,15 @@ def test_losses_are_those_with_the_newest_tokens_and_the_first_one_in_front(
     monkeypatch.setattr(long_context, "DISTANCES", ())
     texts = books(target.vocab_size)
     found = measure_long_context(target, texts, FIRST).loss_by_window
-    stream, model = np.concatenate(texts).astype(np.int64), whole(target)
-    places = np.random.default_rng(0).integers(300, len(stream) - 10, size=3)
+    random, model, passages = np.random.default_rng(0), whole(target), []
+    for _ in range(3):
+        book = texts[int(random.integers(len(texts)))].astype(np.int64)
+        start = int(random.integers(0, len(book) - 309))
+        passages.append(book[start : start + 310])  # all of one book
     for window in (20, 300):
         losses = []
-        for place in places:
-            text = torch.from_numpy(np.concatenate([[FIRST], stream[place - window : place + 10]]))
+        for passage in passages:
+            text = torch.from_numpy(np.concatenate([[FIRST], passage[300 - window :]]))
             logits = model(text[None, :-1]).logits[0, -10:].float()
             losses.append(float(cross_entropy(logits, text[-10:])))
         assert found[str(window)] == pytest.approx(np.mean(losses), abs=1e-3)
