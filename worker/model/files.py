@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,9 @@ def _fingerprint(path: Path, files: list[Path]) -> str:
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
+
+
+def let_others_read(path: Path) -> None:
+    """Give weights the rights of any other new file: safetensors writes them for their owner alone."""
+    os.umask(umask := os.umask(0))
+    path.chmod(0o666 & ~umask)

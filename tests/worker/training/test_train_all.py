@@ -79,6 +79,7 @@ def test_transformers_loads_the_folder_as_it_is(books: Path, tmp_path: Path) -> 
     output = tmp_path / "model"
     train(books, output)
     assert [path.name for path in output.glob("*.safetensors")] == ["model.safetensors"]
+    assert len({path.stat().st_mode for path in (output / "config.json", *output.rglob("*.safetensors"))}) == 1
     assert (output / PARTS_FOLDER).is_dir()
     model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True, local_files_only=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

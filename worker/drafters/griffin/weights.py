@@ -15,6 +15,7 @@ from worker.drafters.trained_part import read_part
 from worker.kernels.angles import Rotary, default_frequencies
 from worker.kernels.griffin import GriffinWeights
 from worker.kernels.weights import DecoderSizes, layer_weights, linear_of
+from worker.model.files import let_others_read
 from worker.target.target import TargetModel
 
 CONFIG = "griffin_config"  # in the file's header: a JSON object
@@ -25,6 +26,7 @@ def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> N
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     header = {FINGERPRINT: model_fingerprint, CONFIG: json.dumps(asdict(model.config))}
     save_file(tensors, folder / GRIFFIN.name, metadata=header)
+    let_others_read(folder / GRIFFIN.name)
 
 
 def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel:

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from worker.drafters.catalogue import FINGERPRINT, HEADS
 from worker.drafters.trained_part import read_part
+from worker.model.files import let_others_read
 from worker.target.target import TargetModel
 
 if TYPE_CHECKING:
@@ -73,3 +74,4 @@ def save_heads(folder: Path, weight: torch.Tensor, model_fingerprint: str) -> No
     """Write heads `[num_heads, hidden, hidden]` in bf16, with the fingerprint of their model, to `folder`."""
     tensors = {TENSOR: weight.detach().to("cpu", torch.bfloat16).contiguous()}
     save_file(tensors, folder / HEADS.name, metadata={FINGERPRINT: model_fingerprint})
+    let_others_read(folder / HEADS.name)

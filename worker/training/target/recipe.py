@@ -45,7 +45,7 @@ class TargetRecipe(Recipe):
 
     @functools.cached_property
     def _order(self) -> list[WindowKind]:
-        """Of each step. One kind's steps are one in each of equal stretches of the training, at a random place there."""
+        """Of each step. A kind has one step in each of equal stretches of the training, at a random place there."""
         rates = np.array([kind.share / kind.num_tokens for kind in self.kinds])
         random, places = np.random.default_rng(self.seed), []
         for number, rate in enumerate(rates / rates.sum()):  # steps of this kind per step

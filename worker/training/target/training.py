@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from worker.memory.plan import SlotsWanted
-from worker.model.files import locate_model
+from worker.model.files import let_others_read, locate_model
 from worker.target.loading import resolve_device
 from worker.target.target import TargetModel
 from worker.training.card import write_card
@@ -166,6 +166,7 @@ def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, outp
     """Write the model in bf16 as safetensors, its config and its tokenizer."""
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(output, state_dict=state)
+    let_others_read(output / FILES.product)
     config = json.loads((output / "config.json").read_text())
     config["dtype"] = "bfloat16"
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
