@@ -75,7 +75,12 @@ def embedded_recipe(num_tokens: int = TARGET_TOKENS) -> TargetRecipe:
 
 
 def embedded_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:
-    """7.3 million parameters: grouped queries (4 heads of 64 over 2 key-value heads), norms of queries and keys."""
+    """7.3 million parameters: grouped queries (4 heads of 64 over 2 key-value heads), norms of queries and keys.
+
+    Qwen3's kind by runs of 2,000 steps side by side, loss in windows of 512 / 2K / 4K / 16K: 3.70 / 3.68 / 3.63 / 3.73;
+    Llama's 3.76 / 3.76 / 3.71 / 3.80, Ministral3's with log-scaled queries 3.77 / 3.77 / 3.72 / 3.80; and with 320 in
+    place of 256 dimensions, 10.7 million parameters, 3.67 / 3.65 / 3.60 / 3.69.
+    """
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
