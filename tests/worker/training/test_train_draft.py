@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -190,13 +191,17 @@ def test_a_target_that_gives_nan_behind_some_tokens_is_no_teacher(
 ) -> None:
     word = TextCodec(tiny_target.files).encode(SENTENCE)[3]
     tiny_target.model.get_input_embeddings().weight.data[word] = torch.nan
-    monkeypatch.setattr(draft, "load_target", lambda files: tiny_target)
+    spoiled = tmp_path / "spoiled"
+    shutil.copytree(tiny_target.files.path, spoiled)
+    tiny_target.model.save_pretrained(spoiled)
     if not of_own_texts:
         monkeypatch.setattr(draft, "learned_texts", lambda target, texts, recipe: texts)
         monkeypatch.setattr(draft, "held_out_texts", lambda *_: {})
-    words = "its logits for position .* are not finite" if of_own_texts else "the loss of training step 1 is nan"
+    words = (
+        "the model's logits for position .* are not finite" if of_own_texts else "the loss of training step 1 is nan"
+    )
     with pytest.raises(ModelError, match=words):
-        train_draft(str(tiny_target.files.path), books, tmp_path / "draft", FAST, lambda line: None)
+        train_draft(str(spoiled), books, tmp_path / "draft", FAST, lambda line: None)
     assert not (tmp_path / "draft/model.safetensors").exists()
 
 

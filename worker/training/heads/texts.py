@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import track
 
 from jobs.sampling import SamplingParams
-from worker.model.files import ModelError, ModelFiles
+from worker.model.files import ModelFiles
 from worker.model.text import TextCodec
 from worker.target.finite import check_model
 from worker.target.loading import load_transformers, resolve_device
 from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError, read_books
+from worker.training.heads.own_texts import sampled_texts
 from worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
 
 CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
-BATCH_SIZE = 256  # own texts sampled at once
 
 
 @dataclass(frozen=True)
@@ -88,34 +87,10 @@ def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num
     return texts
 
 
-@torch.inference_mode()
 def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingParams) -> list[Text]:
-    """What the target says behind prompts of equal length: `sampling.max_tokens` tokens without an end of sequence."""
-    torch.manual_seed(sampling.seed or 0)
-    options: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        options = {"do_sample": True, "temperature": sampling.temperature, "min_p": sampling.min_p, "top_k": 0}
-
-    def check_logits(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if not logits.amax(dim=-1).isfinite().all():
-            where = f"its logits for position {token_ids.shape[1]} are not finite"
-            raise ModelError(f"model {target.files.name}: {where}; its weights are damaged, or outgrow the dtype")
-        return logits
-
-    texts: list[Text] = []
-    for start in track(range(0, len(prompts), BATCH_SIZE), "own texts", transient=True):
-        batch = torch.tensor(prompts[start : start + BATCH_SIZE], device=target.device)  # [batch, num_prompt_tokens]
-        outputs = target.model.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            min_new_tokens=sampling.max_tokens,
-            max_new_tokens=sampling.max_tokens,
-            repetition_penalty=sampling.repetition_penalty,
-            logits_processor=[check_logits],
-            **options,
-        )
-        texts += [Text(token_ids, batch.shape[1] - 1) for token_ids in outputs.tolist()]
-    return texts
+    """What the target says behind prompts: `sampling.max_tokens` tokens, whether or not a sequence ends among them."""
+    said = sampled_texts(target.files, target.device.type, prompts, sampling)
+    return [Text(token_ids, len(prompt) - 1) for prompt, token_ids in zip(prompts, said, strict=True)]
 
 
 def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextStates:
