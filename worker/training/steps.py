@@ -95,7 +95,8 @@ def repeatable(device: torch.device) -> Iterator[None]:
         yield
         return
     hold_products_steady()
-    was, torch.utils.deterministic.fill_uninitialized_memory = torch.are_deterministic_algorithms_enabled(), False
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
         yield
