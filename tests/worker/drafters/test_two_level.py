@@ -174,7 +174,7 @@ def test_queries_are_those_of_the_target_at_that_position(target: TargetModel) -
     module = target.model.model.layers[3].self_attn
     seen: list[torch.Tensor] = []
     found: list[torch.Tensor] = []
-    hook = module.q_proj.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0, 0]))
+    hook = module.q_norm.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0, 0]))
     for forwards in (target, target.transformers):
         with slot.cache.replayed(position) as cache:
             queries = forwards.queries(cache, int(sequence.token_ids[position]))
