@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from worker.target.cuda.loading import hold_products_steady
 from worker.target.finite import check_loss
 
 
@@ -94,6 +93,8 @@ def repeatable(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":  # whose sums have one
         yield
         return
+    from worker.target.cuda.loading import hold_products_steady  # needs Triton, which a processor has not
+
     hold_products_steady()
     was = torch.are_deterministic_algorithms_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import ROOT
 from tests.worker.training.griffin_training_parts import FAST as FAST_GRIFFIN
 from worker.drafters.catalogue import ENGINES, check_parts
 from worker.model.files import PARTS_FOLDER, locate_model
@@ -87,3 +90,9 @@ def test_transformers_loads_the_folder_as_it_is(books: Path, tmp_path: Path) -> 
     ids = tokenizer("the quick brown fox", return_tensors="pt").input_ids
     assert ids[0, 0] == model.config.bos_token_id
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] == ids.shape[1] + 2
+
+
+def test_trainings_need_no_triton_on_a_processor() -> None:
+    program = "import sys; sys.modules['triton'] = None; import worker.training.everything"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
