@@ -11,6 +11,7 @@ import torch
 
 from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from worker.kernels.scan import ScannedKeys
 from worker.sequence import Sequence
 from worker.target.tiles import BLOCK
 
@@ -35,6 +36,7 @@ class PartialCache(ABC):
         self.shape = shape
         self.entries = new_entries(shape, capacity_for(num_entries))
         self.bias = None
+        self.scanned: ScannedKeys | None = None  # what rows see of the sequence beside the entries
         self._num_sequence_entries = 0
         self._num_drawn = 0
         self._buffer = self.entries.buffer

@@ -33,6 +33,7 @@ class CRowGroup(ctypes.Structure):
         ("tail_slots", ctypes.c_void_p),
         ("tail_lengths", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
+        ("scanned", ctypes.c_void_p),
         ("num_rows", ctypes.c_int32),
         ("first_slot", ctypes.c_int32),
         ("boundary", ctypes.c_int32),
@@ -110,6 +111,7 @@ class RowTable:
             entry.value_stride, entry.head_stride = place.value_stride, place.head_stride
             entry.tail_slots, entry.tail_lengths = slot_address, length_address
             entry.biases = None if added is None else added.ctypes.data
+            entry.scanned = None if group.scanned is None else group.scanned.address
             entry.num_rows, entry.capacity = size, place.capacity
             entry.first_slot, entry.boundary = _narrow(group.first_entry), _narrow(group.boundary)
             slot_address += size * BLOCK * 4

@@ -34,6 +34,7 @@ class SequenceRows:
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the keys from the boundary on, in position order
     tail_lengths: list[int]  # [num_rows] how many of them are real
     biases: ClassVar[None] = None  # of the prefix's scores: a full cache has none
+    scanned: ClassVar[None] = None  # its rows see all of it exactly
 
     def __len__(self) -> int:
         return len(self.token_ids)

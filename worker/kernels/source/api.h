@@ -20,6 +20,23 @@ EXPORT team *team_new(int num_threads);  // the caller's own included; others st
 EXPORT void team_free(team *team);       // waits for all of them
 EXPORT int team_is_busy(team *team);     // whether a late helper may still read what past calls were given
 
+// ---- the keys of a long text, as drafts see them: see scan.c
+
+enum { SCAN_CHUNK = 1024, CLOUD_CHUNKS = 16 };  // keys that are coded at once; chunks whose moments are taken together
+
+typedef struct {
+    const void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie head_dim elements apart
+    int64_t layer_stride, value_stride, head_stride;
+    const uint8_t *codes;   // [layers, num_kv_heads, most_chunks * SCAN_CHUNK / 64, head_dim / 4, 64]
+    const float *means;     // [layers, num_kv_heads, most_chunks, head_dim] of the keys of a chunk
+    const float *spreads;   // [layers, num_kv_heads, head_dim]: mean distance of keys from their mean
+    const float *moments;   // [layers, num_kv_heads, most_clouds, 2 * head_dim * (head_dim + 1)]: means of keys and of
+                            // values, then what keys and what values change with keys [head_dim, head_dim]
+    int32_t first;          // slot of the first key that is coded
+    int32_t num_chunks, most_chunks, most_clouds;
+    int32_t num_best;       // keys that each query sees exactly
+} scanned_keys;
+
 // ---- rows of one sequence that share a prefix
 
 typedef struct {
@@ -28,6 +45,7 @@ typedef struct {
     const int32_t *tail_slots;                        // [num_rows, TAIL] in the order of positions
     const int32_t *tail_lengths;                      // [num_rows] from 1 to TAIL: how many of them are real
     const float *biases;                              // [boundary] added to the scores of the prefix's keys, or NULL
+    const scanned_keys *scanned;                      // what the rows see beside prefix and tails, or NULL
     int32_t num_rows, first_slot;                     // the rows' own keys and values go to consecutive slots
     int32_t boundary;                                 // keys below it are the prefix; a multiple of 64
     int32_t capacity;                                 // slots of the cache
@@ -43,6 +61,9 @@ typedef struct {
     int32_t element, num_heads, num_kv_heads, head_dim;
     float scale;
 } attention_sizes;
+
+// Codes of one chunk of keys, from their means and spreads.
+EXPORT void scan_code_chunk(const attention_sizes *sizes, const scanned_keys *keys, int num_layers, int chunk);
 
 // Stores the rows' keys and values and attends: queries, output [num_rows, num_heads, head_dim], keys, values
 // [num_rows, num_kv_heads, head_dim].

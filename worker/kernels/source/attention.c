@@ -2,7 +2,9 @@
 #include "attention.h"
 
 #include "attention_units.h"
+#include "scan.h"
 
+enum { SCANNED_FOR_ONE = 8 };  // keys that are scanned in the time that one is read
 enum { SPAN = 2048, MOST_SLOT_BYTES = 32 << 20, ATTENTION_WORTH_HELP = 1 << 23 };
 
 #define LOG2_E 1.44269504088896341f
@@ -44,9 +46,13 @@ static void add_pair(attention *attention, int group, int head, long *num_query_
     *num_query_elements += (long)pair->num_queries * attention->depth;
     for (int start = 0; start < rows->boundary; start += SPAN) {
         int count = rows->boundary - start < SPAN ? rows->boundary - start : SPAN;
-        attention->units[attention->num_units++] = (span){attention->num_pairs - 1, start, count};
+        attention->units[attention->num_units++] = (span){PREFIX, attention->num_pairs - 1, start, count};
     }
-    attention->units[attention->num_units++] = (span){attention->num_pairs - 1, 0, 0};
+    if (rows->scanned) {
+        int count = rows->scanned->num_chunks * SCAN_CHUNK / SCANNED_FOR_ONE;
+        attention->units[attention->num_units++] = (span){SCANNED, attention->num_pairs - 1, 0, count};
+    }
+    attention->units[attention->num_units++] = (span){TAILS, attention->num_pairs - 1, 0, 0};
     pair->num_units = attention->num_units - pair->first_unit;
 }
 
@@ -65,8 +71,13 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, const row_g
     tail_columns *tails = frame_take(frame, sizeof(tail_columns) * (size_t)num_groups);
     for (int i = 0; i < num_groups; i++) {
         copies[i] = groups[i];
+        if (groups[i].scanned) {
+            scanned_keys *scanned = frame_take(frame, sizeof *scanned);
+            *scanned = *groups[i].scanned;
+            copies[i].scanned = scanned;
+        }
         tails[i] = columns_of(frame, &groups[i]);
-        num_units += (size_t)((groups[i].boundary + SPAN - 1) / SPAN + 1) * (size_t)sizes->num_kv_heads;
+        num_units += (size_t)((groups[i].boundary + SPAN - 1) / SPAN + 2) * (size_t)sizes->num_kv_heads;
         int num_queries = groups[i].num_rows * fresh->heads_per_kv;
         fresh->most_queries = num_queries > fresh->most_queries ? num_queries : fresh->most_queries;
         fresh->most_columns = tails[i].num_columns > fresh->most_columns ? tails[i].num_columns : fresh->most_columns;
@@ -116,6 +127,8 @@ static void write_output(const attention *attention, const head_rows *pair, void
     }
 }
 
+static size_t most_bytes(size_t a, size_t b) { return a > b ? a : b; }
+
 // As many pairs as fit into the memory for their parts.
 static int last_of_wave(const attention *attention, int first_pair, size_t slot_bytes) {
     int last = first_pair, num_units = attention->pairs[first_pair].num_units;
@@ -149,7 +162,7 @@ void attention_run(attention *attention, frame *frame, int layer, float *output)
                            .run = run_unit,
                            .job = &job,
                            .job_bytes = sizeof job,
-                           .scratch_bytes = scratch_bytes(attention),
+                           .scratch_bytes = most_bytes(scratch_bytes(attention), scan_scratch_bytes(attention)),
                            .slot_bytes = slot_bytes,
                            .own_slots = attention->slots};
         long work = 0;

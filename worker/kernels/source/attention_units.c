@@ -2,6 +2,7 @@
 #include "attention_units.h"
 
 #include "packing.h"
+#include "scan.h"
 
 enum { CHUNK = 256, PACKED_KEYS = 64 };  // keys of a softmax; keys that are packed at a time
 
@@ -43,7 +44,7 @@ part part_at(void *slot, int num_queries) {
     return (part){maximum, sum, sum + round_up(num_queries, LANES)};
 }
 
-static void scale_rows(float *rows, int num_rows, int head_dim, const float *factors) {
+void scale_rows(float *rows, int num_rows, int head_dim, const float *factors) {
     for (int i = 0; i < num_rows; i++)
         for (int d = 0; d < head_dim; d += LANES) {
             float *place = rows + (long)i * head_dim + d;
@@ -197,10 +198,6 @@ static void run_span(const attention *attention, int layer, const span *span, vo
 
 // ---- tails
 
-INLINE vec load_elements(const attention *attention, const char *row, int first) {
-    return attention->element_bytes == 2 ? vec_load_bf16((const bf16 *)row + first) : vec_load((const float *)row + first);
-}
-
 // Adds weighted values of `blocks` times sixteen dimensions from `first` on, key by key.
 INLINE void add_tail(const int blocks, const attention *attention, const float *weights, const char *const *values,
                      int count, int first, float *output) {
@@ -210,6 +207,12 @@ INLINE void add_tail(const int blocks, const attention *attention, const float *
         for (int n = 0; n < blocks; n++)
             sum[n] = vec_fma(vec_set(weights[i]), load_elements(attention, values[i], first + n * LANES), sum[n]);
     for (int n = 0; n < blocks; n++) vec_store(output + first + n * LANES, sum[n]);
+}
+
+void sum_values(const attention *attention, const float *weights, const char *const *values, int count, float *output) {
+    int head_dim = attention->sizes.head_dim, d = 0;
+    for (; head_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, attention, weights, values, count, d, output);
+    for (; d < head_dim; d += LANES) add_tail(1, attention, weights, values, count, d, output);
 }
 
 // One query's softmax over its tail: a window of TAIL scores, whose rest weighs nothing.
@@ -227,10 +230,7 @@ static void tail_of_query(const attention *attention, const float *scores, const
     for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
     part.maximum[query] = maximum;
     part.sum[query] = vec_sum(sum);
-    int head_dim = attention->sizes.head_dim, d = 0;
-    float *output = part.output + (long)query * head_dim;
-    for (; head_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, attention, window, values, count, d, output);
-    for (; d < head_dim; d += LANES) add_tail(1, attention, window, values, count, d, output);
+    sum_values(attention, window, values, count, part.output + (long)query * attention->sizes.head_dim);
 }
 
 static void run_tails(const attention *attention, int layer, const head_rows *pair, void *slot, workspace space) {
@@ -260,7 +260,11 @@ static void run_tails(const attention *attention, int layer, const head_rows *pa
 void run_unit(const void *job, int unit, void *slot, void *scratch) {
     const unit_job *all = job;
     const span *span = &all->attention->units[all->first_unit + unit];
+    const head_rows *pair = &all->attention->pairs[span->pair];
     workspace space = workspace_at(all->attention, scratch);
-    if (span->count) run_span(all->attention, all->layer, span, slot, space);
-    else run_tails(all->attention, all->layer, &all->attention->pairs[span->pair], slot, space);
+    switch (span->kind) {
+        case PREFIX: run_span(all->attention, all->layer, span, slot, space); break;
+        case SCANNED: run_scan(all->attention, all->layer, pair, slot, scratch); break;
+        case TAILS: run_tails(all->attention, all->layer, pair, slot, space); break;
+    }
 }

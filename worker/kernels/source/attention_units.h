@@ -17,8 +17,11 @@ typedef struct {
     long first_query;  // elements from the first pair's
 } head_rows;
 
-// Keys from `start` on; a count of 0 says the tails. A pair's spans stand in order, the tails behind them.
+typedef enum { PREFIX, SCANNED, TAILS } span_kind;
+
+// Keys of the prefix from `start` on, or all of another kind. A pair's spans stand in order, its tails at the end.
 typedef struct {
+    span_kind kind;
     int pair, start, count;
 } span;
 
@@ -52,6 +55,14 @@ INLINE const char *head_start(const attention *attention, int layer, int group, 
     long element = layer * rows->layer_stride + head * rows->head_stride + (is_value ? rows->value_stride : 0);
     return (const char *)rows->cache + element * attention->element_bytes;
 }
+
+INLINE vec load_elements(const attention *attention, const char *row, int first) {
+    return attention->element_bytes == 2 ? vec_load_bf16((const bf16 *)row + first) : vec_load((const float *)row + first);
+}
+
+// Weighted values of all dimensions, key by key: output [head_dim].
+void sum_values(const attention *attention, const float *weights, const char *const *values, int count, float *output);
+void scale_rows(float *rows, int num_rows, int head_dim, const float *factors);
 
 size_t part_bytes(int num_queries, int head_dim);
 part part_at(void *slot, int num_queries);

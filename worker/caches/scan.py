@@ -1,0 +1,49 @@
+"""Scanned key-value cache: every query sees the first and newest positions and its own best others, the rest in sum.
+
+Which positions matter changes with every token. Whatever is chosen once for many tokens misses them, and where
+attention is flat no choice of few is enough. Here all keys are scanned by short codes for each query, the best are read
+from the full cache, and what the others bring follows from their moments (`worker/kernels/source/scan.c`).
+"""
+
+from __future__ import annotations
+
+from worker.caches.entries import Entries, NewEntries
+from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.partial import NUM_PINNED, PartialCache, Queries
+from worker.kernels.scan import SCAN_CHUNK, ScannedKeys
+from worker.sequence import Sequence
+
+NUM_RECENT = 256  # newest positions that are never scanned
+MOST_ENTRIES = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
+
+
+class ScanKVCache(PartialCache):
+    """Pinned positions and all behind the last whole chunk; the chunks between them are scanned."""
+
+    def __init__(
+        self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
+    ) -> None:
+        """`budget` is the number of positions that each query reads of those that are scanned."""
+        super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
+        self._budget, self._max_length = budget, sequence.max_length
+        self._keys: ScannedKeys | None = None
+        self._num_fed = 0
+
+    def _take_in(self, full: FullKVCache, queries: Queries) -> None:
+        if self._keys is None:
+            layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
+            self._keys = ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
+        if self._num_fed < NUM_PINNED:
+            self._copy(full, min(NUM_PINNED, full.length))
+        before = self._keys.end
+        self._keys.extend(full.length - NUM_RECENT)
+        if self._keys.end > before:  # what is scanned from now on leaves the entries
+            self.scanned = self._keys
+            self._num_sequence_entries, self._num_fed = NUM_PINNED, self._keys.end
+        self._copy(full, full.length)
+
+    def _copy(self, full: FullKVCache, end: int) -> None:
+        """Append the positions that are not there yet, up to `end`."""
+        self.entries.copy(full, slice(self._num_fed, end), self._num_sequence_entries)
+        self._num_sequence_entries += end - self._num_fed
+        self._num_fed = end

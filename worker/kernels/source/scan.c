@@ -1,0 +1,256 @@
+// Scanned keys: scores of all codes, the best few exactly, the rest by their moments.
+//
+// The rest of a cloud: where keys and values are jointly normal, the scores of a query are normal with mean m and
+// variance t^2, the weights of those below a threshold u sum to n e^(m + t^2 / 2) P with P = Phi((u - m) / t - t), and
+// the mean of their values under these weights is v + b (t^2 - t phi / P), with b what values gain with scores.
+#include "scan.h"
+
+#include "elementary.h"
+#include "elementwise.h"
+#include "packing.h"
+#include "scan_lookup.h"
+
+enum { MOST_STRIDE = 16, SAMPLE_OF_BEST = 32 };
+
+typedef struct {
+    lookup lookups;
+    float query[256], maximum;
+    int8_t least;  // score of the best keys
+    int num_best;
+} scan_query;
+
+typedef struct {
+    scan_query *queries;  // [num_queries]
+    int8_t *scores;       // [num_queries, most coded keys]
+    const char **keys;    // [2 most best], with `values` of one query at a time
+    const char **values;
+    float *weights;  // [2 most best]
+    float *dots;     // [LANES, LANES]
+    long most_keys;
+} scan_space;
+
+typedef struct {
+    const attention *attention;
+    const scanned_keys *keys;
+    const head_rows *pair;
+    long number;  // of the head among those of all layers
+    int layer;
+} scan_place;
+
+// ---- memory
+
+static scan_space space_at(long num_queries, long most_keys, long most_best, char *memory) {
+    scan_space space = {.most_keys = most_keys};
+    space.queries = (scan_query *)memory;
+    space.scores = (int8_t *)(space.queries + num_queries);
+    space.keys = (const char **)(space.scores + round_up(num_queries * most_keys, 64));
+    space.values = space.keys + 2 * most_best;
+    space.weights = (float *)(space.values + 2 * most_best);
+    space.dots = space.weights + 2 * most_best;
+    return space;
+}
+
+static scan_space scan_space_at(const attention *attention, char *memory) {
+    long most_keys = 0, most_best = 0;
+    for (int pair = 0; pair < attention->num_pairs; pair++) {
+        const scanned_keys *keys = attention->groups[attention->pairs[pair].group].scanned;
+        if (!keys) continue;
+        most_keys = num_coded(keys) > most_keys ? num_coded(keys) : most_keys;
+        most_best = keys->num_best > most_best ? keys->num_best : most_best;
+    }
+    return space_at(attention->most_queries, most_keys, round_up(most_best, 64), memory);
+}
+
+size_t scan_scratch_bytes(const attention *attention) {
+    return (size_t)((char *)(scan_space_at(attention, NULL).dots + LANES * LANES) - (char *)NULL);
+}
+
+// ---- scores
+
+static float product(const float *first, const float *second, int count) {
+    vec sum = vec_set(0.0f);
+    for (int i = 0; i < count; i += LANES) sum = vec_fma(vec_load(first + i), vec_load(second + i), sum);
+    return vec_sum(sum);
+}
+
+static const float *mean_of_chunk(const scan_place *place, int chunk) {
+    return place->keys->means + (place->number * place->keys->most_chunks + chunk) * place->attention->sizes.head_dim;
+}
+
+static void begin_query(const scan_place *place, int number, scan_query *to) {
+    const attention *attention = place->attention;
+    int head_dim = attention->sizes.head_dim;
+    long first = place->pair->first_query + (long)number * attention->depth;
+    const char *from = (const char *)attention->queries + first * (attention->uses_bf16_products ? 2 : 4);
+    load(attention->uses_bf16_products ? BF16 : F32, from, head_dim, to->query);
+    begin_lookup(to->query, place->keys->spreads + place->number * head_dim, head_dim, &to->lookups);
+    to->lookups.origin = -3.0e38f;
+    for (int chunk = 0; chunk < place->keys->num_chunks; chunk++) {
+        float mean = product(to->query, mean_of_chunk(place, chunk), head_dim);
+        to->lookups.origin = mean > to->lookups.origin ? mean : to->lookups.origin;
+    }
+}
+
+static void score_chunk(const scan_place *place, int chunk, const scan_query *query, int8_t *scores) {
+    int head_dim = place->attention->sizes.head_dim, num_bytes = head_dim / 4;
+    float mean = product(query->query, mean_of_chunk(place, chunk), head_dim);
+    int8_t offset = narrowed((mean - query->lookups.origin) / query->lookups.step);
+    const uint8_t *codes = place->keys->codes + place->number * code_bytes(place->keys, head_dim);
+    codes += (long)chunk * SCAN_CHUNK * num_bytes;
+    for (long first = 0; first < SCAN_CHUNK; first += 2 * CODE_BLOCK) {  // the usual heads of 64 and 128 are unrolled
+        const uint8_t *from = codes + first * num_bytes;
+        if (num_bytes == 16) score_blocks(&query->lookups, from, 16, offset, scores + first);
+        else if (num_bytes == 32) score_blocks(&query->lookups, from, 32, offset, scores + first);
+        else score_blocks(&query->lookups, from, num_bytes, offset, scores + first);
+    }
+}
+
+// ---- the best
+
+// The lowest score that at most about `num_best` keys reach, by some of all blocks.
+static int8_t threshold(const int8_t *scores, long num_keys, int num_best) {
+    int stride = num_best / SAMPLE_OF_BEST, low = -128, high = 127;
+    stride = stride < 1 ? 1 : stride > MOST_STRIDE ? MOST_STRIDE : stride;
+    while (low < high) {
+        int middle = (low + high) >> 1, found = 0;
+        for (long block = 0; block < num_keys; block += (long)CODE_BLOCK * stride)
+            found += __builtin_popcountll(at_least(scores + block, (int8_t)middle));
+        if (found > num_best / stride) low = middle + 1;
+        else high = middle;
+    }
+    return (int8_t)low;
+}
+
+static void find_best(const scan_place *place, const int8_t *scores, scan_query *query, scan_space space) {
+    const attention *attention = place->attention;
+    const scanned_keys *keys = place->keys;
+    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    long element = place->layer * keys->layer_stride + place->pair->head * keys->head_stride;
+    const char *first = (const char *)keys->cache + element * attention->element_bytes + keys->first * row_bytes;
+    int most = 2 * keys->num_best, count = 0;
+    query->least = threshold(scores, num_coded(keys), keys->num_best);
+    for (long block = num_coded(keys) - CODE_BLOCK; block >= 0 && count < most; block -= CODE_BLOCK)
+        for (uint64_t left = at_least(scores + block, query->least); left && count < most; left &= left - 1) {
+            const char *key = first + (block + __builtin_ctzll(left)) * row_bytes;
+            space.keys[count] = key;
+            space.values[count] = key + keys->value_stride * attention->element_bytes;
+            for (long i = 0; i < row_bytes; i += 64) {
+                __builtin_prefetch(key + i, 0, 2);
+                __builtin_prefetch(space.values[count] + i, 0, 2);
+            }
+            count++;
+        }
+    query->num_best = count;
+}
+
+// Scores of sixteen keys, to base 2.
+static void weigh_keys(const attention *attention, const float *query, const char *const *keys, float *dots, float *out) {
+    const char *rows[LANES];
+    for (int i = 0; i < LANES; i++) {
+        vec sum = vec_set(0.0f);
+        for (int d = 0; d < attention->sizes.head_dim; d += LANES)
+            sum = vec_fma(load_elements(attention, keys[i], d), vec_load(query + d), sum);
+        vec_store(dots + i * LANES, sum);
+        rows[i] = (const char *)(dots + i * LANES);
+    }
+    uint32_t turned[LANES * LANES];
+    transpose(rows, LANES, turned);
+    vec sum = vec_load((const float *)turned);
+    for (int i = 1; i < LANES; i++) sum = vec_add(sum, vec_load((const float *)turned + i * LANES));
+    vec_store(out, vec_mul(sum, vec_set(attention->scale)));
+}
+
+// Adds the best keys, exactly, to what is there of the query; weights are relative to `query->maximum`.
+static void add_best(const attention *attention, scan_query *query, scan_space space, int number, part part) {
+    int count = query->num_best, head_dim = attention->sizes.head_dim, padded = (int)round_up(count, LANES);
+    query->maximum = -3.0e38f;
+    part.sum[number] = 0.0f;
+    if (!count) return;
+    for (int i = count; i < padded; i++) space.keys[i] = space.keys[0];
+    for (int i = 0; i < padded; i += LANES) weigh_keys(attention, query->query, space.keys + i, space.dots, space.weights + i);
+    for (int i = 0; i < count; i++) query->maximum = query->maximum > space.weights[i] ? query->maximum : space.weights[i];
+    vec sum = vec_set(0.0f);
+    for (int i = 0; i < padded; i += LANES)
+        vec_store(space.weights + i, vec_exp2(vec_sub(vec_load(space.weights + i), vec_set(query->maximum))));
+    for (int i = count; i < padded; i++) space.weights[i] = 0.0f;
+    for (int i = 0; i < padded; i += LANES) sum = vec_add(sum, vec_load(space.weights + i));
+    part.sum[number] = vec_sum(sum);
+    sum_values(attention, space.weights, space.values, count, part.output + (long)number * head_dim);
+}
+
+// ---- the rest
+
+// Shares of a normal distribution below x, and its density there (Abramowitz and Stegun 26.2.17).
+static void normal(float x, float *share, float *density) {
+    float size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.2316419f * size);
+    float height = 0.39894228f * (float)exp_of(-0.5 * (double)size * size);
+    float series = t * (0.31938153f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
+    *density = height;
+    *share = x < 0 ? height * series : 1.0f - height * series;
+}
+
+// A row of numbers times a matrix [count, count].
+static void times_matrix(const float *row, const float *matrix, int count, float *out) {
+    for (int column = 0; column < count; column += 4 * LANES) {
+        int num_blocks = count - column < 4 * LANES ? (count - column) / LANES : 4;
+        vec sums[4] = {vec_set(0.0f), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
+        for (int i = 0; i < count; i++)
+            for (int n = 0; n < num_blocks; n++)
+                sums[n] = vec_fma(vec_set(row[i]), vec_load(matrix + (long)i * count + column + n * LANES), sums[n]);
+        for (int n = 0; n < num_blocks; n++) vec_store(out + column + n * LANES, sums[n]);
+    }
+}
+
+static void add_cloud(const scan_place *place, int cloud, scan_query *query, int number, part part) {
+    const attention *attention = place->attention;
+    const scanned_keys *keys = place->keys;
+    int head_dim = attention->sizes.head_dim;
+    long moments = 2L * head_dim * (head_dim + 1);
+    const float *mean_key = keys->moments + (place->number * keys->most_clouds + cloud) * moments;
+    const float *mean_value = mean_key + head_dim, *key_changes = mean_value + head_dim;
+    const float *value_changes = key_changes + (long)head_dim * head_dim;
+    float spread_query[256], gains[256], share, density, scale = attention->sizes.scale;
+    times_matrix(query->query, key_changes, head_dim, spread_query);
+    times_matrix(query->query, value_changes, head_dim, gains);
+    float mean = scale * product(query->query, mean_key, head_dim);
+    float variance = scale * scale * product(query->query, spread_query, head_dim);
+    variance = variance > 1e-4f ? variance : 1e-4f;
+    float deviation = __builtin_sqrtf(variance);
+    float limit = scale * (query->lookups.origin + ((float)query->least - 0.5f) * query->lookups.step);
+    normal((limit - mean) / deviation - deviation, &share, &density);
+    int num_chunks = keys->num_chunks - cloud * CLOUD_CHUNKS;
+    float num_keys = (float)(SCAN_CHUNK * (num_chunks < CLOUD_CHUNKS ? num_chunks : CLOUD_CHUNKS));
+    float height = (mean + 0.5f * variance + (float)log_of(num_keys)) * 1.44269504f;
+    if (height > query->maximum) {
+        float shrink = exp2_of(query->maximum - height);
+        scale_rows(part.output + (long)number * head_dim, 1, head_dim, &shrink);
+        part.sum[number] *= shrink;
+        query->maximum = height;
+    }
+    float weight = exp2_of(height - query->maximum), gain = scale * (share - density / deviation);
+    part.sum[number] += weight * share;
+    for (int d = 0; d < head_dim; d += LANES) {
+        float *sum = part.output + (long)number * head_dim + d;
+        vec value = vec_fma(vec_load(gains + d), vec_set(gain), vec_mul(vec_load(mean_value + d), vec_set(share)));
+        vec_store(sum, vec_fma(value, vec_set(weight), vec_load(sum)));
+    }
+}
+
+void run_scan(const attention *attention, int layer, const head_rows *pair, void *slot, void *scratch) {
+    const scanned_keys *keys = attention->groups[pair->group].scanned;
+    scan_space space = scan_space_at(attention, scratch);
+    scan_place place = {attention, keys, pair, (long)layer * attention->sizes.num_kv_heads + pair->head, layer};
+    part part = part_at(slot, pair->num_queries);
+    for (int i = 0; i < pair->num_queries; i++) begin_query(&place, i, &space.queries[i]);
+    for (int chunk = 0; chunk < keys->num_chunks; chunk++)
+        for (int i = 0; i < pair->num_queries; i++)
+            score_chunk(&place, chunk, &space.queries[i], space.scores + i * space.most_keys + (long)chunk * SCAN_CHUNK);
+    memset(part.output, 0, sizeof(float) * (size_t)(pair->num_queries * attention->sizes.head_dim));
+    for (int i = 0; i < pair->num_queries; i++) {
+        find_best(&place, space.scores + i * space.most_keys, &space.queries[i], space);
+        add_best(attention, &space.queries[i], space, i, part);
+        for (int cloud = 0; cloud * CLOUD_CHUNKS < keys->num_chunks; cloud++)
+            add_cloud(&place, cloud, &space.queries[i], i, part);
+        part.maximum[i] = space.queries[i].maximum;
+    }
+}
