@@ -73,11 +73,6 @@ void merge(part *whole, part next, int num_queries, int head_dim) {
 
 // ---- scores
 
-// What is read next is asked for a little at a time, so that memory works beside the products. It may lie beyond an end.
-INLINE void expect(const char *memory, long bytes) {
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
-}
-
 // Packs `count` keys, a multiple of sixteen, at these addresses as the right side of a product; `next` is read after it.
 static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, char *packed) {
     int row_bytes = attention->sizes.head_dim * attention->element_bytes, words = row_bytes / 4;

@@ -56,6 +56,11 @@ INLINE const char *head_start(const attention *attention, int layer, int group, 
     return (const char *)rows->cache + element * attention->element_bytes;
 }
 
+// What is read next is asked for a little at a time, so that memory works beside the products. It may lie beyond an end.
+INLINE void expect(const char *memory, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
+}
+
 INLINE vec load_elements(const attention *attention, const char *row, int first) {
     return attention->element_bytes == 2 ? vec_load_bf16((const bf16 *)row + first) : vec_load((const float *)row + first);
 }

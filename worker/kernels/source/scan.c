@@ -91,7 +91,7 @@ static void begin_query(const scan_place *place, int number, scan_query *to) {
     }
 }
 
-static void score_chunk(const scan_place *place, int chunk, const scan_query *query, int8_t *scores) {
+static void score_chunk(const scan_place *place, int chunk, const scan_query *query, bool expects, int8_t *scores) {
     int head_dim = place->attention->sizes.head_dim, num_bytes = head_dim / 4;
     float mean = product(query->query, mean_of_chunk(place, chunk), head_dim);
     int8_t offset = narrowed((mean - query->lookups.origin) / query->lookups.step);
@@ -99,6 +99,7 @@ static void score_chunk(const scan_place *place, int chunk, const scan_query *qu
     codes += (long)chunk * SCAN_CHUNK * num_bytes;
     for (long first = 0; first < SCAN_CHUNK; first += 2 * CODE_BLOCK) {  // the usual heads of 64 and 128 are unrolled
         const uint8_t *from = codes + first * num_bytes;
+        if (expects) expect((const char *)from + (long)SCAN_CHUNK * num_bytes, 2L * CODE_BLOCK * num_bytes);
         if (num_bytes == 16) score_blocks(&query->lookups, from, 16, offset, scores + first);
         else if (num_bytes == 32) score_blocks(&query->lookups, from, 32, offset, scores + first);
         else score_blocks(&query->lookups, from, num_bytes, offset, scores + first);
@@ -244,7 +245,7 @@ void run_scan(const attention *attention, int layer, const head_rows *pair, void
     for (int i = 0; i < pair->num_queries; i++) begin_query(&place, i, &space.queries[i]);
     for (int chunk = 0; chunk < keys->num_chunks; chunk++)
         for (int i = 0; i < pair->num_queries; i++)
-            score_chunk(&place, chunk, &space.queries[i], space.scores + i * space.most_keys + (long)chunk * SCAN_CHUNK);
+            score_chunk(&place, chunk, &space.queries[i], i == 0, space.scores + i * space.most_keys + (long)chunk * SCAN_CHUNK);
     memset(part.output, 0, sizeof(float) * (size_t)(pair->num_queries * attention->sizes.head_dim));
     for (int i = 0; i < pair->num_queries; i++) {
         find_best(&place, space.scores + i * space.most_keys, &space.queries[i], space);
