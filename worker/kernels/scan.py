@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from worker.kernels.variants import chosen_variant, load_library
 
 SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
 CLOUD_CHUNKS = 16  # whose moments are taken together
+WORTH_READING = 0.1  # share of a query's weight that its best keys must have
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""
@@ -29,6 +31,7 @@ class CScannedKeys(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "head_stride")),
         *((name, ctypes.c_void_p) for name in ("codes", "means", "spreads", "moments")),
         *((name, ctypes.c_int32) for name in ("first", "num_chunks", "most_chunks", "most_clouds", "num_best")),
+        ("flat_deviation", ctypes.c_float),
     )
 
 
@@ -85,6 +88,7 @@ class ScannedKeys:
         while self.end + SCAN_CHUNK <= min(length, self._first + self._most_chunks * SCAN_CHUNK):
             self._add_chunk(self._struct.num_chunks)
             self._struct.num_chunks += 1
+            self._struct.flat_deviation = flat_deviation(self._struct.num_best, self.end - self._first)
 
     def _add_chunk(self, chunk: int) -> None:
         positions = slice(self.end, self.end + SCAN_CHUNK)
@@ -109,3 +113,12 @@ class ScannedKeys:
         between = between.unflatten(-1, (2, head_dim)).transpose(-2, -3)
         own_changes.add_(share * (changes - own_changes) + share * (1 - share) * between)
         own_means.add_(share * away)
+
+
+def flat_deviation(num_best: int, num_keys: int) -> float:
+    """Deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little to be read.
+
+    Above the score z that so many reach there is, of the weights e^score with deviation t, the share Phi(t - z).
+    """
+    normal, share = NormalDist(), min(num_best / num_keys, 0.5)
+    return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))

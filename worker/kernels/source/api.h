@@ -35,6 +35,7 @@ typedef struct {
     int32_t first;          // slot of the first key that is coded
     int32_t num_chunks, most_chunks, most_clouds;
     int32_t num_best;       // keys that each query sees exactly
+    float flat_deviation;   // of scores: a query below it sees no key exactly, since the best would weigh next to nothing
 } scanned_keys;
 
 // ---- rows of one sequence that share a prefix

@@ -15,7 +15,8 @@ enum { MOST_STRIDE = 16, SAMPLE_OF_BEST = 32 };
 typedef struct {
     lookup lookups;
     float query[256], maximum;
-    int8_t least;  // score of the best keys
+    float limit;  // of the scores that are not read exactly
+    bool is_flat;
     int num_best;
 } scan_query;
 
@@ -26,7 +27,8 @@ typedef struct {
     const char **values;
     float *weights;  // [2 most best]
     float *dots;     // [LANES, LANES]
-    long most_keys;
+    float *moments;  // [num_queries, most clouds, 2]: mean and deviation of scores
+    long most_keys, most_clouds;
 } scan_space;
 
 typedef struct {
@@ -39,30 +41,33 @@ typedef struct {
 
 // ---- memory
 
-static scan_space space_at(long num_queries, long most_keys, long most_best, char *memory) {
-    scan_space space = {.most_keys = most_keys};
+static scan_space space_at(long num_queries, long most_keys, long most_best, long most_clouds, char *memory) {
+    scan_space space = {.most_keys = most_keys, .most_clouds = most_clouds};
     space.queries = (scan_query *)memory;
     space.scores = (int8_t *)(space.queries + num_queries);
     space.keys = (const char **)(space.scores + round_up(num_queries * most_keys, 64));
     space.values = space.keys + 2 * most_best;
     space.weights = (float *)(space.values + 2 * most_best);
     space.dots = space.weights + 2 * most_best;
+    space.moments = space.dots + LANES * LANES;
     return space;
 }
 
 static scan_space scan_space_at(const attention *attention, char *memory) {
-    long most_keys = 0, most_best = 0;
+    long most_keys = 0, most_best = 0, most_clouds = 0;
     for (int pair = 0; pair < attention->num_pairs; pair++) {
         const scanned_keys *keys = attention->groups[attention->pairs[pair].group].scanned;
         if (!keys) continue;
         most_keys = num_coded(keys) > most_keys ? num_coded(keys) : most_keys;
         most_best = keys->num_best > most_best ? keys->num_best : most_best;
+        most_clouds = num_clouds(keys) > most_clouds ? num_clouds(keys) : most_clouds;
     }
-    return space_at(attention->most_queries, most_keys, round_up(most_best, 64), memory);
+    return space_at(attention->most_queries, most_keys, round_up(most_best, 64), most_clouds, memory);
 }
 
 size_t scan_scratch_bytes(const attention *attention) {
-    return (size_t)((char *)(scan_space_at(attention, NULL).dots + LANES * LANES) - (char *)NULL);
+    scan_space space = scan_space_at(attention, NULL);
+    return (size_t)((char *)(space.moments + 2 * attention->most_queries * space.most_clouds) - (char *)NULL);
 }
 
 // ---- scores
@@ -129,9 +134,10 @@ static void find_best(const scan_place *place, const int8_t *scores, scan_query 
     long element = place->layer * keys->layer_stride + place->pair->head * keys->head_stride;
     const char *first = (const char *)keys->cache + element * attention->element_bytes + keys->first * row_bytes;
     int most = 2 * keys->num_best, count = 0;
-    query->least = threshold(scores, num_coded(keys), keys->num_best);
+    int8_t least = threshold(scores, num_coded(keys), keys->num_best);
+    query->limit = attention->sizes.scale * (query->lookups.origin + ((float)least - 0.5f) * query->lookups.step);
     for (long block = num_coded(keys) - CODE_BLOCK; block >= 0 && count < most; block -= CODE_BLOCK)
-        for (uint64_t left = at_least(scores + block, query->least); left && count < most; left &= left - 1) {
+        for (uint64_t left = at_least(scores + block, least); left && count < most; left &= left - 1) {
             const char *key = first + (block + __builtin_ctzll(left)) * row_bytes;
             space.keys[count] = key;
             space.values[count] = key + keys->value_stride * attention->element_bytes;
@@ -202,38 +208,70 @@ static void times_matrix(const float *row, const float *matrix, int count, float
     }
 }
 
-static void add_cloud(const scan_place *place, int cloud, scan_query *query, int number, part part) {
-    const attention *attention = place->attention;
-    const scanned_keys *keys = place->keys;
-    int head_dim = attention->sizes.head_dim;
-    long moments = 2L * head_dim * (head_dim + 1);
-    const float *mean_key = keys->moments + (place->number * keys->most_clouds + cloud) * moments;
-    const float *mean_value = mean_key + head_dim, *key_changes = mean_value + head_dim;
-    const float *value_changes = key_changes + (long)head_dim * head_dim;
-    float spread_query[256], gains[256], share, density, scale = attention->sizes.scale;
-    times_matrix(query->query, key_changes, head_dim, spread_query);
-    times_matrix(query->query, value_changes, head_dim, gains);
-    float mean = scale * product(query->query, mean_key, head_dim);
-    float variance = scale * scale * product(query->query, spread_query, head_dim);
-    variance = variance > 1e-4f ? variance : 1e-4f;
-    float deviation = __builtin_sqrtf(variance);
-    float limit = scale * (query->lookups.origin + ((float)query->least - 0.5f) * query->lookups.step);
-    normal((limit - mean) / deviation - deviation, &share, &density);
-    int num_chunks = keys->num_chunks - cloud * CLOUD_CHUNKS;
-    float num_keys = (float)(SCAN_CHUNK * (num_chunks < CLOUD_CHUNKS ? num_chunks : CLOUD_CHUNKS));
-    float height = (mean + 0.5f * variance + (float)log_of(num_keys)) * 1.44269504f;
-    if (height > query->maximum) {
-        float shrink = exp2_of(query->maximum - height);
-        scale_rows(part.output + (long)number * head_dim, 1, head_dim, &shrink);
-        part.sum[number] *= shrink;
-        query->maximum = height;
+typedef struct {
+    const float *mean_key, *mean_value, *key_changes, *value_changes;
+} cloud;
+
+static cloud cloud_at(const scan_place *place, int number) {
+    long head_dim = place->attention->sizes.head_dim;
+    const float *first = place->keys->moments + (place->number * place->keys->most_clouds + number) * 2 * head_dim * (head_dim + 1);
+    const float *changes = first + 2 * head_dim;
+    return (cloud){first, first + head_dim, changes, changes + head_dim * head_dim};
+}
+
+// Mean and deviation of a query's scores in each cloud; where all are flat, no key is worth reading.
+static void look_at_clouds(const scan_place *place, scan_query *query, float *moments) {
+    int head_dim = place->attention->sizes.head_dim;
+    float scale = place->attention->sizes.scale;
+    query->is_flat = true;
+    for (int i = 0; i < num_clouds(place->keys); i++) {
+        cloud cloud = cloud_at(place, i);
+        float spread[256];
+        times_matrix(query->query, cloud.key_changes, head_dim, spread);
+        float variance = scale * scale * product(query->query, spread, head_dim);
+        moments[2 * i] = scale * product(query->query, cloud.mean_key, head_dim);
+        moments[2 * i + 1] = __builtin_sqrtf(variance > 1e-4f ? variance : 1e-4f);
+        query->is_flat = query->is_flat && moments[2 * i + 1] < place->keys->flat_deviation;
     }
-    float weight = exp2_of(height - query->maximum), gain = scale * (share - density / deviation);
-    part.sum[number] += weight * share;
+}
+
+static void rescale(scan_query *query, float maximum, int head_dim, float *sum, float *output) {
+    float shrink = exp2_of(query->maximum - maximum);
+    scale_rows(output, 1, head_dim, &shrink);
+    *sum *= shrink;
+    query->maximum = maximum;
+}
+
+static void add_cloud(const scan_place *place, int number, scan_query *query, const float *moments, float *sum,
+                      float *output) {
+    int head_dim = place->attention->sizes.head_dim, num_chunks = place->keys->num_chunks - number * CLOUD_CHUNKS;
+    cloud cloud = cloud_at(place, number);
+    float mean = moments[2 * number], deviation = moments[2 * number + 1], share = 1.0f, density = 0.0f, gains[256];
+    if (!query->is_flat) normal((query->limit - mean) / deviation - deviation, &share, &density);
+    float num_keys = (float)(SCAN_CHUNK * (num_chunks < CLOUD_CHUNKS ? num_chunks : CLOUD_CHUNKS));
+    float height = (mean + 0.5f * deviation * deviation + (float)log_of(num_keys)) * 1.44269504f;
+    if (height > query->maximum) rescale(query, height, head_dim, sum, output);
+    float weight = exp2_of(height - query->maximum);
+    float gain = place->attention->sizes.scale * (share - density / deviation);
+    times_matrix(query->query, cloud.value_changes, head_dim, gains);
+    *sum += weight * share;
     for (int d = 0; d < head_dim; d += LANES) {
-        float *sum = part.output + (long)number * head_dim + d;
-        vec value = vec_fma(vec_load(gains + d), vec_set(gain), vec_mul(vec_load(mean_value + d), vec_set(share)));
-        vec_store(sum, vec_fma(value, vec_set(weight), vec_load(sum)));
+        vec value = vec_fma(vec_load(gains + d), vec_set(gain), vec_mul(vec_load(cloud.mean_value + d), vec_set(share)));
+        vec_store(output + d, vec_fma(value, vec_set(weight), vec_load(output + d)));
+    }
+}
+
+// ---- all of it
+
+static void score_keys(const scan_place *place, scan_space space) {
+    for (int chunk = 0; chunk < place->keys->num_chunks; chunk++) {
+        bool expects = true;
+        for (int i = 0; i < place->pair->num_queries; i++) {
+            if (space.queries[i].is_flat) continue;
+            int8_t *scores = space.scores + i * space.most_keys + (long)chunk * SCAN_CHUNK;
+            score_chunk(place, chunk, &space.queries[i], expects, scores);
+            expects = false;
+        }
     }
 }
 
@@ -242,16 +280,21 @@ void run_scan(const attention *attention, int layer, const head_rows *pair, void
     scan_space space = scan_space_at(attention, scratch);
     scan_place place = {attention, keys, pair, (long)layer * attention->sizes.num_kv_heads + pair->head, layer};
     part part = part_at(slot, pair->num_queries);
-    for (int i = 0; i < pair->num_queries; i++) begin_query(&place, i, &space.queries[i]);
-    for (int chunk = 0; chunk < keys->num_chunks; chunk++)
-        for (int i = 0; i < pair->num_queries; i++)
-            score_chunk(&place, chunk, &space.queries[i], i == 0, space.scores + i * space.most_keys + (long)chunk * SCAN_CHUNK);
-    memset(part.output, 0, sizeof(float) * (size_t)(pair->num_queries * attention->sizes.head_dim));
+    int head_dim = attention->sizes.head_dim;
     for (int i = 0; i < pair->num_queries; i++) {
-        find_best(&place, space.scores + i * space.most_keys, &space.queries[i], space);
-        add_best(attention, &space.queries[i], space, i, part);
-        for (int cloud = 0; cloud * CLOUD_CHUNKS < keys->num_chunks; cloud++)
-            add_cloud(&place, cloud, &space.queries[i], i, part);
-        part.maximum[i] = space.queries[i].maximum;
+        begin_query(&place, i, &space.queries[i]);
+        look_at_clouds(&place, &space.queries[i], space.moments + 2 * i * space.most_clouds);
+    }
+    score_keys(&place, space);
+    for (int i = 0; i < pair->num_queries; i++) {
+        scan_query *query = &space.queries[i];
+        float *output = part.output + (long)i * head_dim;
+        memset(output, 0, sizeof(float) * (size_t)head_dim);
+        query->num_best = 0;
+        if (!query->is_flat) find_best(&place, space.scores + i * space.most_keys, query, space);
+        add_best(attention, query, space, i, part);
+        for (int cloud = 0; cloud < num_clouds(keys); cloud++)
+            add_cloud(&place, cloud, query, space.moments + 2 * i * space.most_clouds, &part.sum[i], output);
+        part.maximum[i] = query->maximum;
     }
 }

@@ -8,6 +8,8 @@ enum { CODE_BLOCK = 64 };  // keys whose codes are looked up together
 // The number of keys whose codes there are.
 INLINE long num_coded(const scanned_keys *keys) { return (long)keys->num_chunks * SCAN_CHUNK; }
 
+INLINE int num_clouds(const scanned_keys *keys) { return (keys->num_chunks + CLOUD_CHUNKS - 1) / CLOUD_CHUNKS; }
+
 // Bytes of codes of one head of one layer.
 INLINE long code_bytes(const scanned_keys *keys, int head_dim) {
     return (long)keys->most_chunks * SCAN_CHUNK * (head_dim / 4);
