@@ -11,7 +11,6 @@ import torch
 
 from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from worker.kernels.scan import ScannedKeys
 from worker.sequence import Sequence
 from worker.target.tiles import BLOCK
 
@@ -20,6 +19,14 @@ NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
 
 Queries = Callable[[int], torch.Tensor]
 """Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
+
+
+class Scanned(Protocol):
+    """What rows see of a sequence beside the entries, as the kernels read it."""
+
+    @property
+    def address(self) -> int:
+        """Of a `scanned_keys` of `worker/kernels/source/api.h`."""
 
 
 class PartialCache(ABC):
@@ -36,7 +43,7 @@ class PartialCache(ABC):
         self.shape = shape
         self.entries = new_entries(shape, capacity_for(num_entries))
         self.bias = None
-        self.scanned: ScannedKeys | None = None  # what rows see of the sequence beside the entries
+        self.scanned: Scanned | None = None  # what rows see of the sequence beside the entries
         self._num_sequence_entries = 0
         self._num_drawn = 0
         self._buffer = self.entries.buffer

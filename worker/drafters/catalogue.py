@@ -133,6 +133,7 @@ def _function(place: str) -> Any:
 
 
 ENGINES = {
+    "auto": EngineEntry("auto.auto:auto", "whatever brings most tokens: trees, or chains drawn with scanned keys"),
     "autoregressive": EngineEntry("autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"),
     "prompt-lookup": EngineEntry(
         "lookup.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"

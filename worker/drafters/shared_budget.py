@@ -33,11 +33,9 @@ def best_shares(
     caches; in seconds, what a step takes beside its forward, and what proposing takes where anything is proposed.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
-    sequences = np.arange(len(lengths))
 
     def rate(chosen: np.ndarray) -> float:
-        forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
-        return float(tokens[sequences, chosen].sum() / (forward + overhead + proposing * bool(chosen.any())))
+        return rate_of(costs, tokens, own, chosen, overhead, proposing)
 
     alike = [np.full(len(lengths), choice) for choice in range(len(NODE_CHOICES))]
     rates = [rate(chosen) for chosen in alike]
@@ -47,6 +45,18 @@ def best_shares(
         priced = [(tokens - rate(best) * (own + price * NUM_ROWS)).argmax(axis=1) for price in prices]
         best = max([best, *priced], key=rate)
     return best
+
+
+def rate_of(
+    costs: StepCosts, tokens: np.ndarray, own: np.ndarray, chosen: np.ndarray, overhead: float, proposing: float
+) -> float:
+    """Tokens per second where the sequences have the `chosen` ones of `NODE_CHOICES`, `[num_sequences]`.
+
+    `tokens` and `own` seconds are `[num_sequences, num_choices]`, the others as `best_shares` has them.
+    """
+    sequences = np.arange(len(chosen))
+    forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
+    return float(tokens[sequences, chosen].sum() / (forward + overhead + proposing * bool(chosen.any())))
 
 
 class SharedBudget:
@@ -70,6 +80,22 @@ class SharedBudget:
         choices = [self._own[name].looked_at(self._plan[name], len(NODE_CHOICES)) for name in names]
         return [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
 
+    def rate(self, requests: list[DraftRequest]) -> float:
+        """Tokens per second of all that the best trees promise."""
+        tokens, lengths = self.tokens(requests), lengths_of(requests)
+        overhead = requests[0].overhead
+        shares = best_shares(self._costs, tokens, lengths, overhead, self._proposing)
+        own = self._costs.own_seconds(NUM_ROWS, lengths)
+        return rate_of(self._costs, tokens, own, shares, overhead, self._proposing)
+
+    def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
+        """What trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
+        return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
+
+    def learn(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
+        """From a tree that was checked beside a step's own."""
+        self._of(sequence).learn(num_draft_tokens, path)
+
     def proposed(self, seconds: float) -> None:
         """A step's trees took so long to propose; 0: known already, or there were none."""
         if seconds > 0.0:
@@ -87,9 +113,8 @@ class SharedBudget:
             self._mean = (self._mean + np.array(left.shares)) / 2
 
     def _shares(self, requests: list[DraftRequest]) -> list[int]:
-        tokens = np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
-        lengths = np.array([len(request.sequence) - 1 for request in requests])
-        shares: list[int] = best_shares(self._costs, tokens, lengths, requests[0].overhead, self._proposing).tolist()
+        overhead, lengths = requests[0].overhead, lengths_of(requests)
+        shares: list[int] = best_shares(self._costs, self.tokens(requests), lengths, overhead, self._proposing).tolist()
         return shares
 
     def _of(self, sequence: Sequence) -> NodeAcceptance:
@@ -98,12 +123,17 @@ class SharedBudget:
         return self._own[sequence.sequence_id]
 
 
+def lengths_of(requests: list[DraftRequest]) -> np.ndarray:
+    """Cached positions of sequences, `[num_sequences]`."""
+    return np.array([len(request.sequence) - 1 for request in requests])
+
+
 class BudgetedDrafter(Drafter):
     """Drafts for each sequence by itself, with as many nodes as pay."""
 
     def __init__(self, costs: Costs | None) -> None:
         """Without `costs` trees are as large as they may be."""
-        self._budget = None if costs is None else SharedBudget(costs())
+        self.budget = None if costs is None else SharedBudget(costs())
         self._seconds = 0.0  # that the last trees took, where there were any
 
     @abstractmethod
@@ -111,9 +141,9 @@ class BudgetedDrafter(Drafter):
         """At most `max_nodes` nodes, none deeper than `max_depth`; may be empty."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        if self._budget is None:
+        if self.budget is None:
             return [self.tree(r.sequence, r.max_nodes, r.max_depth) for r in requests]
-        sizes = self._budget.num_nodes(requests)
+        sizes = self.budget.num_nodes(requests)
         started = time.perf_counter()
         trees = [
             self.tree(r.sequence, n, r.max_depth) if n else DraftTree() for r, n in zip(requests, sizes, strict=True)
@@ -122,11 +152,11 @@ class BudgetedDrafter(Drafter):
         return trees
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        if self._budget is not None:
-            self._budget.observe(sequence, verification.num_draft_tokens, verification.path)
-            self._budget.proposed(self._seconds)
+        if self.budget is not None:
+            self.budget.observe(sequence, verification.num_draft_tokens, verification.path)
+            self.budget.proposed(self._seconds)
             self._seconds = 0.0
 
     def stop(self, sequence: Sequence) -> None:
-        if self._budget is not None:
-            self._budget.forget(sequence)
+        if self.budget is not None:
+            self.budget.forget(sequence)

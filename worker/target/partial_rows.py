@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from worker.caches.partial import PartialCache
-from worker.kernels.scan import ScannedKeys
+from worker.caches.partial import PartialCache, Scanned
 from worker.target.tiles import BLOCK, tails
 from worker.tree import DraftTree
 
@@ -28,7 +27,7 @@ class PartialRows:
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the root, the ancestors and the row itself
     tail_lengths: list[int]  # [num_rows] how many of them are real
     biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None where all would be 0
-    scanned: ScannedKeys | None  # what is seen beside them
+    scanned: Scanned | None  # what is seen beside them
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -52,7 +51,8 @@ def partial_rows(cache: PartialCache, token_id: int, position: int, tree: DraftT
     entries, lengths = tails(first_entry, first_entry, tree)
     positions = [position + length - 1 for length in lengths]
     biases = _biases(cache, boundary)
-    return PartialRows(cache, [token_id, *tree.token_ids], positions, first_entry, boundary, entries, lengths, biases, cache.scanned)
+    token_ids, scanned = [token_id, *tree.token_ids], cache.scanned
+    return PartialRows(cache, token_ids, positions, first_entry, boundary, entries, lengths, biases, scanned)
 
 
 def _biases(cache: PartialCache, boundary: int) -> np.ndarray | None:

@@ -41,6 +41,10 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         super().update(sequence, verification)
+        self.take(sequence, verification)
+
+    def take(self, sequence: Sequence, verification: Verification) -> None:
+        """Keep the target's candidates at the rows of a verified step, whoever proposed its tree."""
         text_rows = np.array([0, *(node + 1 for node in verification.path)])  # of tokens that stand in the text now
         root = len(sequence) - len(verification.committed_ids) - 1
         previous_ids = sequence.token_ids[[max(root + i - 1, 0) for i in range(len(text_rows))]]

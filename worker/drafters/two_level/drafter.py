@@ -91,6 +91,10 @@ class TwoLevelDrafter(Drafter):
             self.counters.num_checked_nodes += round_.num_nodes
             self.counters.num_agreed_nodes += len(round_.path)
 
+    def rounds_of(self, sequence: Sequence) -> list[Round]:
+        """What came before the newest tree of a sequence."""
+        return self._tracked[sequence.sequence_id].proposed.rounds
+
     def stop(self, sequence: Sequence) -> None:
         self._proposer.stop(sequence)
         del self._tracked[sequence.sequence_id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED, PartialCache, Queries
-from worker.kernels.scan import SCAN_CHUNK, ScannedKeys
+from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
 from worker.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions that are never scanned
@@ -26,20 +26,20 @@ class ScanKVCache(PartialCache):
         """`budget` is the number of positions that each query reads of those that are scanned."""
         super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
         self._budget, self._max_length = budget, sequence.max_length
-        self._keys: ScannedKeys | None = None
+        self._scannable: ScannedKeys | None = None
         self._num_fed = 0
 
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
-        if self._keys is None:
+        if self._scannable is None:
             layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
-            self._keys = ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
+            self._scannable = ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
         if self._num_fed < NUM_PINNED:
             self._copy(full, min(NUM_PINNED, full.length))
-        before = self._keys.end
-        self._keys.extend(full.length - NUM_RECENT)
-        if self._keys.end > before:  # what is scanned from now on leaves the entries
-            self.scanned = self._keys
-            self._num_sequence_entries, self._num_fed = NUM_PINNED, self._keys.end
+        before = self._scannable.end
+        self._scannable.extend(full.length - NUM_RECENT)
+        if self._scannable.end > before:  # what is scanned from now on leaves the entries
+            self.scanned = self._scannable
+            self._num_sequence_entries, self._num_fed = NUM_PINNED, self._scannable.end
         self._copy(full, full.length)
 
     def _copy(self, full: FullKVCache, end: int) -> None:

@@ -81,7 +81,8 @@ class ScannedKeys:
     @property
     def end(self) -> int:
         """Position behind those that are scanned."""
-        return self._first + self._struct.num_chunks * SCAN_CHUNK
+        num_chunks: int = self._struct.num_chunks
+        return self._first + num_chunks * SCAN_CHUNK
 
     def extend(self, length: int) -> None:
         """Take in all whole chunks in front of position `length`, which are in the cache."""

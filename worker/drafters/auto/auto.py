@@ -1,0 +1,114 @@
+"""The engine that chooses by itself: plain decoding, trees of recycled candidates, or chains drawn with scanned keys.
+
+Where caches are short a tree costs next to nothing, and recycled candidates are free. Where they are long, the target
+itself drafts, with scanned keys in place of all, and a forward verifies what it drew. Which of them brings most tokens
+per second follows from measured costs, from how much of each was accepted, and from all sequences of the step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from worker.caches.full import FullKVCache
+from worker.caches.scan.cache import ScanKVCache
+from worker.drafters.auto.plan import Rounds, RoundsPlanner
+from worker.drafters.auto.proposer import RecycledProposer
+from worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from worker.drafters.shared_budget import SharedBudget, lengths_of
+from worker.drafters.two_level.drafter import TwoLevelDrafter
+from worker.sequence import Sequence
+from worker.target.native_forwards import NativeForwards
+from worker.target.step_costs import Costs
+from worker.target.target import TargetModel
+from worker.tree import DraftTree
+from worker.verification import Verification
+
+NUM_BEST = 256  # keys that a query of a round sees exactly
+PLAN_EVERY = 8  # steps
+ALWAYS_BETTER = 1.03  # times the other way's rate: what is no better than that is not changed for
+
+
+def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
+    """A `DrafterFactory`. Keys are scanned by the compiled kernels; elsewhere trees are all there is."""
+    recycling = TokenRecyclingDrafter(target, costs)
+    if not isinstance(target.forwards, NativeForwards) or recycling.budget is None:
+        return recycling
+    return AutoDrafter(target, costs, recycling, recycling.budget)
+
+
+class AutoDrafter(Drafter):
+    """Two drafters, of which one proposes for all sequences of a step; both have the same tables."""
+
+    needs_top_k = True
+
+    def __init__(
+        self, target: TargetModel, costs: Costs, recycling: TokenRecyclingDrafter, budget: SharedBudget
+    ) -> None:
+        self._recycling, self._budget = recycling, budget
+        self._planner = RoundsPlanner(costs())
+        self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
+        self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
+        self._names: list[str] = []  # of the sequences that this was planned for
+        self._num_steps = 0  # since then
+
+    @property
+    def phases(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._chains.phases
+
+    @property
+    def counters(self) -> DraftCounters:
+        return self._chains.counters
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self._chains.start(sequence, cache)
+        self._recycling.start(sequence, cache)
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        self._plan(requests)
+        if self._rounds is None:
+            return self._recycling.propose(requests)
+        self._planner.begin(self._rounds, lengths_of(requests))
+        return self._chains.propose(requests)
+
+    def learn(self, rows: ReadRows) -> None:
+        self._recycling.learn(rows)
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        if self._rounds is None:
+            self._recycling.update(sequence, verification)
+            return
+        self._recycling.take(sequence, verification)
+        self._chains.update(sequence, verification)
+        for round_ in self._chains.rounds_of(sequence):
+            self._budget.learn(sequence, round_.num_nodes, round_.path)
+
+    def stop(self, sequence: Sequence) -> None:
+        self._chains.stop(sequence)
+        self._recycling.stop(sequence)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        return self._recycling.state(sequence) | self._planner.state()
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        before = self._planner.state()
+        self._planner.restore(state)
+        try:
+            self._recycling.restore(sequence, state)
+        except ValueError:
+            self._planner.restore(before)
+            raise
+
+    def _plan(self, requests: list[DraftRequest]) -> None:
+        """Every few steps, and where other sequences share the step, choose what brings most tokens per second."""
+        names = [request.sequence.sequence_id for request in requests]
+        self._num_steps += 1
+        if not requests or (self._num_steps < PLAN_EVERY and names == self._names):
+            return
+        self._names, self._num_steps = names, 0
+        rounds = self._planner.best(lengths_of(requests), self._budget.tokens(requests), requests[0].overhead)
+        trees = self._budget.rate(requests)
+        least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
+        self._rounds = rounds if rounds.rate > least else None

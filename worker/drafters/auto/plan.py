@@ -1,0 +1,107 @@
+"""Whether rounds pay, and how long chains should be: tokens per second by measured costs and running agreement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from worker.caches.scan.cache import MOST_ENTRIES
+from worker.drafters.budget import NODE_CHOICES
+from worker.drafters.two_level.chain import RoundPlan
+from worker.drafters.two_level.chain_tree import ChainTree
+from worker.drafters.two_level.plan import Planner
+from worker.target.step_costs import StepCosts
+from worker.target.tiles import TILE_ROWS
+
+CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
+ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
+SCAN_SHARE = 0.12  # of the seconds that a row takes for all keys: what it takes to scan them
+ROW_SHARE = 0.33  # of a row's scan: what the next row of the same sequence takes
+LEARNING_RATE = 0.05
+PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
+PRIOR_ALIKE = 0.95
+KEPT = 0.97  # of what earlier steps count, with every step
+NO_ROUNDS = RoundPlan(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One way to go on: rounds that check so many nodes each, until a chain is so long, and what it promises."""
+
+    num_nodes: int
+    chain_length: int
+    rate: float  # tokens per second of all sequences
+
+
+class RoundsPlanner(Planner):
+    """All sequences of a step have the same plan, since they wait for each other."""
+
+    max_nodes = TILE_ROWS - 1
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._current = NO_ROUNDS
+        self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
+        self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
+        self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
+        self._compared = PRIOR_TRIALS
+
+    def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> Rounds:
+        """What pays most for sequences of so many cached positions, `[num_sequences]`.
+
+        `tree_tokens [num_sequences, num_choices]` that trees of `NODE_CHOICES` nodes bring where they are checked;
+        `overhead` seconds that a step takes beside forwards and drafts.
+        """
+        plans = []
+        for num_nodes in ROUND_NODES:
+            drawn = float(tree_tokens[:, NODE_CHOICES.index(num_nodes)].mean())
+            round_seconds = self._slowness * self._round_seconds(lengths, num_nodes)
+            for chain_length in CHAIN_LENGTHS:
+                tokens = len(lengths) * self._tokens(chain_length)
+                seconds = overhead + self._forward_seconds(lengths, chain_length + 1)
+                seconds += max(1.0, chain_length / drawn) * round_seconds
+                plans.append(Rounds(num_nodes, chain_length, tokens / seconds))
+        return max(plans, key=lambda plan: plan.rate)
+
+    def begin(self, rounds: Rounds, lengths: np.ndarray) -> None:
+        """The coming step goes this way."""
+        self._current = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
+        self._expected = self._round_seconds(lengths, rounds.num_nodes) / len(lengths)
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
+        return self._current
+
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:
+        for round_ in proposed.rounds:
+            self._slowness += LEARNING_RATE * (round_.seconds / self._expected - self._slowness)
+        num_alike = sum(node < proposed.chain_length for node in path)
+        self._alike = KEPT * self._alike + num_alike
+        self._compared = KEPT * self._compared + min(num_alike + 1, proposed.chain_length)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"rounds_plan": np.array([self._slowness, self._alike, self._compared])}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        found = state.get("rounds_plan", np.empty(0))
+        if found.shape != (3,) or not (np.isfinite(found) & (found > 0)).all() or found[1] > found[2]:
+            raise ValueError(f"plan of rounds: found {found}, expected a factor and two numbers of tokens")
+        _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
+
+    def _tokens(self, chain_length: int) -> float:
+        """Of a step that verifies such a chain, the bonus token included."""
+        alike = self._alike / self._compared
+        return sum(alike**depth for depth in range(chain_length + 1))
+
+    def _forward_seconds(self, lengths: np.ndarray, num_rows: int) -> float:
+        """Of a verification with so many rows for each sequence."""
+        own = self._costs.own_seconds(np.array([num_rows]), lengths).sum()
+        return float(self._costs.shared_seconds(num_rows * len(lengths)) + own)
+
+    def _round_seconds(self, lengths: np.ndarray, num_nodes: int) -> float:
+        """Of one round for all sequences: some entries are read exactly, all others are scanned."""
+        entries = np.minimum(lengths, MOST_ENTRIES)
+        exact = self._forward_seconds(entries, num_nodes + 1)
+        rows = np.array([1])
+        beyond = (self._costs.own_seconds(rows, lengths) - self._costs.own_seconds(rows, entries)).clip(min=0.0).sum()
+        return exact + SCAN_SHARE * (1 + ROW_SHARE * num_nodes) * float(beyond)
