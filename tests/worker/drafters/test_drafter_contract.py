@@ -187,5 +187,5 @@ def test_users_choose_from_few_engines_and_variants_are_no_choice() -> None:
 
 
 def test_an_unknown_engine_names_the_known_ones() -> None:
-    with pytest.raises(ModelError, match="unknown engine 'medusa'; expected one of: autoregressive, prompt-lookup"):
+    with pytest.raises(ModelError, match="unknown engine 'medusa'; expected one of: auto, autoregressive"):
         create_drafter("medusa", NO_TARGET, free_rows)

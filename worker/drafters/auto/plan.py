@@ -17,6 +17,7 @@ from worker.target.tiles import TILE_ROWS
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 SCAN_SHARE = 0.12  # of the seconds that a row takes for all keys: what it takes to scan them
+ROUND_SECONDS = 0.0004  # of a round beside its forward
 ROW_SHARE = 0.33  # of a row's scan: what the next row of the same sequence takes
 LEARNING_RATE = 0.05
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
@@ -104,4 +105,4 @@ class RoundsPlanner(Planner):
         exact = self._forward_seconds(entries, num_nodes + 1)
         rows = np.array([1])
         beyond = (self._costs.own_seconds(rows, lengths) - self._costs.own_seconds(rows, entries)).clip(min=0.0).sum()
-        return exact + SCAN_SHARE * (1 + ROW_SHARE * num_nodes) * float(beyond)
+        return ROUND_SECONDS + exact + SCAN_SHARE * (1 + ROW_SHARE * num_nodes) * float(beyond)

@@ -1,0 +1,154 @@
+"""The engine that chooses by itself: the same tokens whatever it does, and it does what pays."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.kernels.kernel_parts import needs_kernels
+from worker.caches.scan.cache import MOST_ENTRIES
+from worker.drafters.auto.auto import AutoDrafter, auto
+from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner
+from worker.drafters.budget import NODE_CHOICES
+from worker.drafters.catalogue import create_drafter
+from worker.drafters.two_level.chain import Round
+from worker.drafters.two_level.chain_tree import ChainTree
+from worker.engine import Engine
+from worker.sequence import Sequence
+from worker.target.step_costs import ROW_COUNTS, StepCosts
+from worker.target.target import TargetModel
+from worker.tree import DraftTree
+
+pytestmark = needs_kernels
+LENGTHS = (64, 8192, 100_000)
+SAMPLERS = {
+    "T=0": {"temperature": 0.0},
+    "T=1, min-p 0.1, penalty": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 128},
+}
+
+
+def long_caches_cost() -> StepCosts:
+    """A millisecond a forward, and what 100,000 positions take: 18 for a row, 2.5 more for every other."""
+    rows = np.array(ROW_COUNTS)
+    return StepCosts(LENGTHS, np.array([[0.001 + length / 1e5 * (0.018 + 0.0025 * rows)] for length in LENGTHS])[:, 0])
+
+
+def rounds_always_pay() -> StepCosts:
+    """Whatever reads a cache takes so long that a row of it is worth any number of scans."""
+    return StepCosts((64, MOST_ENTRIES, 8192), np.array([[0.001] * 6, [0.001] * 6, [10.0 + 0.001 * n for n in ROW_COUNTS]]))
+
+
+def new_sequence(target: TargetModel, sampler: str, length: int, num_tokens: int, name: str = "a") -> Sequence:
+    prompt = np.random.default_rng(5).integers(3, target.vocab_size, length).tolist()
+    params = SamplingParams(max_tokens=num_tokens, seed=5, ignore_eos=True, **SAMPLERS[sampler])  # type: ignore[arg-type]
+    return Sequence(name, prompt, params, target.vocab_size)
+
+
+def drafter_with(target: TargetModel, costs: StepCosts) -> AutoDrafter:
+    drafter = auto(target, lambda: costs, None)
+    assert isinstance(drafter, AutoDrafter)
+    return drafter
+
+
+def run(engine: Engine, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in sequences):
+        engine.step()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: TargetModel, sampler: str) -> None:
+    plain, drafted = (new_sequence(target, sampler, 2500, 150) for _ in range(2))
+    run(Engine(target, create_drafter("autoregressive", target, free_rows)), plain)
+    drafter = drafter_with(target, rounds_always_pay())
+    engine = Engine(target, drafter)
+    run(engine, drafted)
+    assert drafted.output_ids.tolist() == plain.output_ids.tolist()
+    assert drafter.counters.num_rounds > 30
+    assert engine.counters.num_accepted_tokens > 0.3 * engine.counters.num_draft_tokens
+
+
+def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: TargetModel) -> None:
+    alone, together = (
+        [new_sequence(target, "T=0", length, 60, f"{length}") for length in (30, 1300, 2500)] for _ in "ab"
+    )
+    for sequence in alone:
+        run(Engine(target, create_drafter("autoregressive", target, free_rows)), sequence)
+    drafter = drafter_with(target, rounds_always_pay())
+    run(Engine(target, drafter), *together)
+    assert drafter.counters.num_rounds > 10
+    assert [each.output_ids.tolist() for each in together] == [each.output_ids.tolist() for each in alone]
+
+
+def test_a_resumed_job_drafts_the_same_chain(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    undisturbed, resumed = (drafter_with(target, rounds_always_pay()) for _ in range(2))
+    sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
+    engine = Engine(target, undisturbed)
+    slot = engine.start(sequence)
+    while sequence.num_generated_tokens < 100:
+        engine.step()
+    resumed.start(sequence, slot.cache)
+    resumed.restore(sequence, undisturbed.state(sequence))
+    first, second = (proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed))
+    assert first == second
+    assert len(first) > 2
+
+
+@pytest.mark.parametrize("damage", [np.array([1.0]), np.array([1.0, 5.0, 2.0]), np.array([1.0, np.nan, 2.0])], ids=str)
+def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: np.ndarray) -> None:
+    drafter = drafter_with(target, rounds_always_pay())
+    sequence = new_sequence(target, "T=0", 1400, 40)
+    run(Engine(target, drafter), sequence)
+    state = drafter.state(sequence)
+    before = {name: array.copy() for name, array in state.items()}
+    with pytest.raises(ValueError, match="plan of rounds"):
+        drafter.restore(sequence, state | {"rounds_plan": damage})
+    with pytest.raises(ValueError, match="recycling matrix"):
+        drafter.restore(sequence, state | {"recycling_ids": np.zeros(3)})
+    assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
+
+
+def best(lengths: list[int], planner: RoundsPlanner | None = None) -> float:
+    """Tokens per second that rounds without trees promise, beside plain decoding."""
+    costs, no_tokens = long_caches_cost(), np.ones((len(lengths), len(NODE_CHOICES)))
+    found = (planner or RoundsPlanner(costs)).best(np.array(lengths), no_tokens, 0.0)
+    own = costs.own_seconds(np.array([1]), np.array(lengths)).sum()
+    return float(found.rate / (len(lengths) / (costs.shared_seconds(len(lengths)) + own)))
+
+
+def test_rounds_promise_most_where_caches_are_long() -> None:
+    gains = [best([length]) for length in (500, 8000, 30_000, 100_000)]
+    assert gains == sorted(gains)
+    assert gains[0] < 1.0
+    assert gains[-1] > 2.0
+
+
+def test_one_long_text_makes_no_batch_of_short_ones_wait() -> None:
+    assert best([100_000]) > 2 > 1 > best([500] * 31 + [3000])
+
+
+def test_what_is_not_accepted_and_what_takes_long_promises_less() -> None:
+    chain = ChainTree(DraftTree.chain([1] * 9), 9, [Round(0, [], 0.1)] * 9)
+    rejecting, slow = (RoundsPlanner(long_caches_cost()) for _ in range(2))
+    for planner in (rejecting, slow):
+        lengths = np.array([100_000])
+        planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    for _ in range(60):
+        rejecting.observe(ChainTree(chain.tree, 9), [])
+        slow.observe(chain, list(range(9)))
+    assert best([100_000], rejecting) < best([100_000])
+    assert best([100_000], slow) < 1.0 < best([100_000])
+    alike, compared = rejecting.state()["rounds_plan"][1:]
+    assert alike / compared < 0.2 < PRIOR_ALIKE
+
+
+def test_nothing_is_planned_before_it_is_asked_for() -> None:
+    assert RoundsPlanner(long_caches_cost()).plan(100, 1, 20) == NO_ROUNDS
