@@ -40,7 +40,9 @@ def long_caches_cost() -> StepCosts:
 
 def rounds_always_pay() -> StepCosts:
     """Whatever reads a cache takes so long that a row of it is worth any number of scans."""
-    return StepCosts((64, MOST_ENTRIES, 8192), np.array([[0.001] * 6, [0.001] * 6, [10.0 + 0.001 * n for n in ROW_COUNTS]]))
+    return StepCosts(
+        (64, MOST_ENTRIES, 8192), np.array([[0.001] * 6, [0.001] * 6, [10.0 + 0.001 * n for n in ROW_COUNTS]])
+    )
 
 
 def new_sequence(target: TargetModel, sampler: str, length: int, num_tokens: int, name: str = "a") -> Sequence:
