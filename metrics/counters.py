@@ -20,6 +20,7 @@ MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up 
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 JOB_SECONDS_BOUNDS = (1.0, 5.0, 15.0, _MINUTE, 300.0, 900.0, _HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY)
 JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 131,072 tokens
+DRAFT_KINDS = ("none", "tree", "chain")
 CHECKPOINT_KINDS = ("tokens", "state")
 STATES_OF_ONE_WORKER = ("last_checkpoint", "checkpoint_interval_seconds", "kv_cache_tokens")  # they have no sum
 CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
@@ -55,6 +56,13 @@ class EngineCounters:
         by="position",
         of=lambda c: {str(position): count for position, count in enumerate(c.num_accepted_tokens_per_pos)},
         start=lambda: [0] * MAX_POSITIONS_COUNTED,
+    )
+    num_tokens_by_draft: Counter[str] = exported(
+        "generation_tokens_by_draft_total",
+        "Tokens generated, by what the step verified: nothing drafted (none), a drafter's tree, or a chain that the "
+        "target drew with a partial cache.",
+        by="draft",
+        known=DRAFT_KINDS,
     )
     kv_cache_tokens: int = exported("kv_cache_tokens", "Positions held in the full key-value caches.", kind="gauge")
     num_steps: int = 0

@@ -134,7 +134,9 @@ class Engine:
         row_token_ids = np.array([root_id, *tree.token_ids])
         top_ids, top_logprobs = walk.candidates or (None, None)
         hidden = rows_of_path(outputs.hidden, walk.path) if self.drafter.needs_hidden else None
-        return Verification(tree, walk.path, walk.drawn, row_token_ids, top_ids, top_logprobs, hidden)
+        kind = self.drafter.draft_kind if len(tree) else "none"
+        self.counters.num_tokens_by_draft[kind] += len(walk.drawn)
+        return Verification(tree, walk.path, walk.drawn, row_token_ids, top_ids, top_logprobs, hidden, kind)
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):

@@ -70,7 +70,8 @@ class Progress(Frozen):
     `running` holds the tokens of each running job by its `custom_id`, `epoch` is the number of the driver's claim. In a
     driver's last beat, `running` holds the jobs that it had to leave without a whole checkpoint. `max_tokens` says how
     many tokens the running jobs may get, `num_tokens_left` how many all unfinished jobs may get. `num_preemptions` (by
-    reason), `num_resumes` (by kind) and `mean_acceptance_length` are of this driver's time.
+    reason), `num_resumes` (by kind), `mean_acceptance_length` and `num_tokens_by_draft` (none, tree, chain) are of this
+    driver's time.
     """
 
     state: RunState
@@ -88,6 +89,7 @@ class Progress(Frozen):
     num_preemptions: dict[str, int] = Field(default_factory=dict)
     num_resumes: dict[str, int] = Field(default_factory=dict)
     mean_acceptance_length: float | None = None  # tokens per draft; None before the first
+    num_tokens_by_draft: dict[str, int] = Field(default_factory=dict)
     num_rejects: int = 0  # lines of the newest job file
     driver_host: str
     driver_pid: int

@@ -27,7 +27,7 @@ def summary(facts: RunFacts, found: Stretches, begin: float, end: float) -> list
         _jobs(facts),
         _tokens(facts),
         _speed(facts, found, begin, end),
-        _acceptance(found),
+        _acceptance(facts, found),
         _preemptions(facts),
         _problems(facts),
     ]
@@ -55,12 +55,22 @@ def _speed(facts: RunFacts, found: Stretches, begin: float, end: float) -> Figur
     return Figure(f"on average, in {clock(end - begin)}", speed, ", ".join(details), "#speed")
 
 
-def _acceptance(found: Stretches) -> Figure:
+def _acceptance(facts: RunFacts, found: Stretches) -> Figure:
     drafts = found.num_drafts.sum()
     if drafts == 0:
         return Figure("mean acceptance length", "1", "plain decoding: nothing was drafted")
     length = 1 + found.num_accepted_tokens.sum() / drafts
-    return Figure("mean acceptance length", f"{length:.2f}", "tokens per drafted step; plain decoding has 1", "#length")
+    detail = ", ".join(["tokens per drafted step", *_shares_of_drafts(facts)])
+    return Figure("mean acceptance length", f"{length:.2f}", detail, "#length")
+
+
+def _shares_of_drafts(facts: RunFacts) -> list[str]:
+    """How the tokens of the jobs' last attempts came; nothing where no job has said it."""
+    counts: Counter[str] = Counter()
+    for job in facts.jobs:
+        counts.update(job.metrics.get("num_tokens_by_draft") or {})
+    words = {"chain": "chains", "tree": "trees", "none": "plain steps"}
+    return [f"{counts[kind] / counts.total():.0%} by {words[kind]}" for kind in words if counts[kind]]
 
 
 def _preemptions(facts: RunFacts) -> Figure:

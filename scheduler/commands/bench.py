@@ -1,4 +1,4 @@
-"""The command `bench`: decode, kernels, checkpoints, long, gpu; ablations have a file of their own."""
+"""The command `bench`: decode, kernels, agreement, checkpoints, long, gpu; ablations have a file of their own."""
 
 from __future__ import annotations
 
@@ -101,6 +101,29 @@ def kernels(**options: Any) -> None:
     from worker.bench.kernels.records import render
 
     show(render(run_kernel_bench(checked(KernelBenchOptions, options), say)))
+
+
+@bench.command()
+@MODEL
+@click.option("--caches", default="scan:256,summary:2048", callback=_split, help="name:budget, comma-separated.")
+@POSITIONS
+@click.option("--tokens", "num_tokens", type=int, default=256, help="To draw at each position.")
+@click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
+@MIN_P
+@SEED
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
+@JSON
+@COMPUTING
+def agreement(**options: Any) -> None:
+    """Count how often the model draws with a partial cache what it draws with all keys.
+
+    \b
+    Example:
+      swiftbatch bench agreement --caches scan:256,streaming:512 --positions 16384 --text book.txt --json agreement.json
+    """
+    from worker.bench.agreement.agreement import AgreementOptions, render, run_agreement_bench
+
+    show(render(run_agreement_bench(checked(AgreementOptions, options), say)))
 
 
 @bench.command()

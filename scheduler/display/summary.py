@@ -24,10 +24,12 @@ def summary_line(progress: Progress) -> str:
 
 
 def speed_of(progress: Progress) -> str:
-    """Tokens per second of the run, and per step of the model once there were steps."""
+    """Tokens per second of the run, those of a step of the model once there were steps, and how many came in chains."""
     length = progress.mean_acceptance_length
     per_step = "" if length is None else f", {length:.2f} tokens/step"
-    return f"{progress.tokens_per_second:,.1f} tokens/s{per_step}"
+    num_tokens = progress.num_tokens_by_draft
+    by_chains = f" ({num_tokens['chain'] / sum(num_tokens.values()):.0%} in chains)" if num_tokens.get("chain") else ""
+    return f"{progress.tokens_per_second:,.1f} tokens/s{per_step}{by_chains}"
 
 
 def safety(progress: Progress) -> list[str]:

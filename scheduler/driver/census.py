@@ -45,6 +45,7 @@ class Census:
             "num_preemptions": counters.num_preemptions,
             "num_resumes": totals.num_resumes,
             "mean_acceptance_length": round(totals.mean_acceptance_length, 3) if totals.num_steps else None,
+            "num_tokens_by_draft": totals.num_tokens_by_draft,
         }
 
     def _status(self, worker: Worker, info: WorkerInfo, now: float) -> WorkerStatus:

@@ -82,6 +82,7 @@ def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: f
         metrics={
             "num_drafts": 200,
             "num_accepted_tokens": 400,
+            "num_tokens_by_draft": {"none": num_tokens - num_tokens // 4, "tree": 0, "chain": num_tokens // 4},
             "mean_acceptance_length": 3.0,
             "ms_per_token": 20.0,
             "attempts": [entry.model_dump() for entry in attempts],

@@ -169,6 +169,7 @@ def test_the_summary_counts_the_whole_run(tmp_path: Path) -> None:
     assert figures["tokens generated"].value == "2,000"
     assert figures["on average, in 1:40"].value == "20 tokens/s"
     assert figures["mean acceptance length"].value == "3.00"
+    assert figures["mean acceptance length"].detail == "tokens per drafted step, 25% by chains, 75% by plain steps"
     assert figures["preemptions"].value == "2"
     assert figures["preemptions"].detail == "1 lost, 1 handed back; 860 tokens recovered, 40 drawn again"
     assert (figures["dead-letters"].value, figures["dead-letters"].detail) == ("0", "2 lines of the job file rejected")

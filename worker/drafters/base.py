@@ -79,6 +79,11 @@ class Drafter(Learner, ABC):
 
     phases: tuple[str, ...] = ()  # parts of proposing that it takes the time of
 
+    @property
+    def draft_kind(self) -> str:
+        """What it proposed last, of `metrics.counters.DRAFT_KINDS`, where that is not empty."""
+        return "tree"
+
     @functools.cached_property
     def counters(self) -> DraftCounters:
         """Its own counts, beside the engine's."""

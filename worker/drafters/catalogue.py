@@ -133,7 +133,9 @@ def _function(place: str) -> Any:
 
 
 ENGINES = {
-    "auto": EngineEntry("auto.auto:auto", "whatever brings most tokens: trees, or chains drawn with scanned keys"),
+    "auto": EngineEntry(
+        "auto.auto:auto", "whatever brings most tokens: recycled candidates, or chains drawn with scanned keys"
+    ),
     "autoregressive": EngineEntry("autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"),
     "prompt-lookup": EngineEntry(
         "lookup.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
@@ -159,7 +161,7 @@ ENGINES = {
         memory="griffin.memory:griffin_memory",
     ),
 }
-DEFAULT_ENGINE = "token-recycling"
+DEFAULT_ENGINE = "auto"
 
 
 def engine_entry(name: str) -> EngineEntry:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.checkpoints.store import AttemptRecord, ResumeRecord
 from jobs.checkpoints.timeline import TimelineRecorder
+from metrics.counters import DRAFT_KINDS
 from worker.caches.full import FullKVCache
 from worker.diversity import distinct
 from worker.sequence import Sequence as TokenSequence
@@ -32,6 +34,7 @@ class RunningJob:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_tokens_by_draft: Counter[str] = field(default_factory=Counter)
     recorder: TimelineRecorder = field(default_factory=TimelineRecorder)
 
     @property
@@ -68,6 +71,7 @@ class RunningJob:
         self.num_drafts += verification.num_draft_tokens > 0
         self.num_draft_tokens += verification.num_draft_tokens
         self.num_accepted_tokens += verification.num_accepted_tokens
+        self.num_tokens_by_draft[verification.draft_kind] += len(verification.committed_ids)
         counts = (self.sequence.num_generated_tokens, self.num_drafts, self.num_accepted_tokens)
         self.recorder.note(time.monotonic(), time.time(), *counts)
 
@@ -89,6 +93,7 @@ class RunningJob:
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
+            "num_tokens_by_draft": {kind: self.num_tokens_by_draft[kind] for kind in DRAFT_KINDS},
             "mean_acceptance_length": round(1 + self.num_accepted_tokens / max(1, self.num_drafts), 3),
             "ms_per_token": round(1000 * seconds / max(1, num_new_tokens), 3),
             **distinct(self.sequence.output_ids),

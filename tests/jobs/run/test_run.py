@@ -79,6 +79,7 @@ PROGRESS_JSON = """{
   "num_preemptions": {},
   "num_resumes": {},
   "mean_acceptance_length": null,
+  "num_tokens_by_draft": {},
   "num_rejects": 0,
   "driver_host": "here",
   "driver_pid": 11,

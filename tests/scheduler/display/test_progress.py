@@ -41,10 +41,11 @@ def test_the_summary_tells_acceptance_checkpoints_and_preemptions_once_there_are
         mean_acceptance_length=1.804,
         num_preemptions={"worker_died": 2},
         num_resumes={"kv": 1},
+        num_tokens_by_draft={"none": 20, "tree": 0, "chain": 60},
     )
     assert summary_line(progress) == (
-        "running; jobs: 1 pending, 2 running; 2,500 tokens, 100.0 tokens/s, 1.80 tokens/step, at most 0:01:05 left; "
-        "checkpoint 3 s ago; 2 preemptions, 1 resume"
+        "running; jobs: 1 pending, 2 running; 2,500 tokens, 100.0 tokens/s, 1.80 tokens/step (75% in chains), at most "
+        "0:01:05 left; checkpoint 3 s ago; 2 preemptions, 1 resume"
     )
 
 

@@ -59,6 +59,10 @@ class AutoDrafter(Drafter):
         return self._chains.phases
 
     @property
+    def draft_kind(self) -> str:
+        return "chain" if self._rounds else "tree"
+
+    @property
     def counters(self) -> DraftCounters:
         return self._chains.counters
 
