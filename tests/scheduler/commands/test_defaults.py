@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from scheduler.chaos.options import ChaosOptions
 from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import COMMANDS
+from worker.bench.agreement.agreement import AgreementOptions
 from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
 from worker.bench.decode.decode import DecodeBenchOptions
 from worker.bench.gpu.options import GPUBenchOptions
@@ -47,6 +48,7 @@ FIELDS = {
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
     "bench kernels": defaults(KernelBenchOptions),
+    "bench agreement": defaults(AgreementOptions),
     "bench checkpoints": defaults(CheckpointBenchOptions),
     "bench long": defaults(LongBenchOptions),
     "bench gpu": defaults(GPUBenchOptions),

@@ -57,7 +57,7 @@ def test_a_run_that_was_made_with_a_variant_says_how_it_goes_on(
     place, variant = str(tmp_path / "run"), "token-recycling-static"  # a choice of `submit` in earlier versions
     submit_file(jobs_file, place, model=str(tiny_model), engine=variant)
     for line in (refusal("resume", place), refusal("submit", jobs_file, "--run", place)):
-        assert f"unknown engine '{variant}'; expected one of: autoregressive, " in line
+        assert f"unknown engine '{variant}'; expected one of: auto, autoregressive, " in line
         assert "`swiftbatch resume RUN --engine auto`" in line
     assert variant in invoke("status", place).output
 

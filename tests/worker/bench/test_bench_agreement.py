@@ -12,6 +12,7 @@ from rich.console import Console
 from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.bench.agreement.agreement import AgreementOptions, render, run_agreement_bench
 from worker.bench.engine import BenchError
+from worker.kernels.variants import NO_KERNELS, OVERRIDE
 
 
 @pytest.fixture
@@ -57,6 +58,9 @@ def test_an_unknown_cache_names_the_known_ones(text: Path, cache: str) -> None:
         make_options(text, caches=(cache,))
 
 
-def test_models_whose_keys_are_not_scanned_are_refused(text: Path, tiny_model: Path) -> None:
+def test_models_whose_keys_are_not_scanned_are_refused(
+    text: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
     with pytest.raises(BenchError, match="keys are scanned by compiled kernels alone"):
-        run_agreement_bench(make_options(text, model=str(tiny_model), positions=(100,), dtype="float32"))
+        run_agreement_bench(make_options(text, model=str(tiny_model), positions=(100,)))

@@ -75,7 +75,9 @@ def run_agreement_bench(
     check_length(files, highest, options.num_tokens)
     target = options.load(files)
     if any(_name(entry) == "scan" for entry in options.caches) and not isinstance(target.forwards, NativeForwards):
-        raise BenchError(f"keys are scanned by compiled kernels alone, and {files.name} runs on {target.forwards.numerics}")
+        raise BenchError(
+            f"keys are scanned by compiled kernels alone, and {files.name} runs on {target.forwards.numerics}"
+        )
     text = text_tokens(options.text, files, highest)
     full = target.new_cache(highest + options.num_tokens)
     records: list[AgreementRecord] = []
