@@ -54,15 +54,15 @@ class RoundsPlanner(Planner):
         `tree_tokens [num_sequences, num_choices]` that trees of `NODE_CHOICES` nodes bring where they are checked;
         `overhead` seconds that a step takes beside forwards and drafts.
         """
+        verifying = [self._forward_seconds(lengths, chain + 1) for chain in CHAIN_LENGTHS]
         plans = []
         for num_nodes in ROUND_NODES:
             drawn = float(tree_tokens[:, NODE_CHOICES.index(num_nodes)].mean())
             round_seconds = self._slowness * self._round_seconds(lengths, num_nodes)
-            for chain_length in CHAIN_LENGTHS:
+            for chain_length, seconds in zip(CHAIN_LENGTHS, verifying, strict=True):
+                drafting = max(1.0, chain_length / drawn) * round_seconds
                 tokens = len(lengths) * self._tokens(chain_length)
-                seconds = overhead + self._forward_seconds(lengths, chain_length + 1)
-                seconds += max(1.0, chain_length / drawn) * round_seconds
-                plans.append(Rounds(num_nodes, chain_length, tokens / seconds))
+                plans.append(Rounds(num_nodes, chain_length, tokens / (drafting + seconds + overhead)))
         return max(plans, key=lambda plan: plan.rate)
 
     def begin(self, rounds: Rounds, lengths: np.ndarray) -> None:
