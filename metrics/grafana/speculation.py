@@ -68,6 +68,12 @@ CHARTS = (
         "{{drafter}}",
     ),
     stack(
+        "Tokens by draft",
+        "What the steps verified that brought them: a chain that the target drew itself, a drafter's tree, or nothing.",
+        _rate("run_generation_tokens_by_draft_total", "draft"),
+        "{{draft}}",
+    ),
+    stack(
         "Time of a step by phase",
         "Propose is the drafter, verify the target's forward, commit all that is left.",
         STEP_BY_PHASE,

@@ -27,6 +27,7 @@ JOBS = [
 NAMES = {
     "prompt_tokens_total",
     "generation_tokens_total",
+    "generation_tokens_by_draft_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -48,7 +49,7 @@ NAMES = {
     "step_seconds_count",
 }
 LABELS = {"__name__", "instance", "job", "run", "model_name", "drafter", "worker"}
-OWN_LABELS = {"le", "state", "reason", "kind", "phase", "position", "device"}
+OWN_LABELS = {"le", "state", "reason", "kind", "phase", "position", "device", "draft"}
 EMPTY_PANELS = {"throughput: Tokens per GPU-hour (timeseries, A)": "no worker has a GPU"}
 COUNTERS = '{__name__=~"swiftbatch_.+(_total|_bucket|_count|_sum)"}'
 

@@ -133,7 +133,7 @@ def test_a_missing_text_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engines": ("medusa",)}, "expected some of: autoregressive"),
+        ({"engines": ("medusa",)}, "expected some of: auto, autoregressive"),
         ({"engines": ()}, "got none"),
         ({"positions": ()}, "at least one position"),
         ({"positions": (0,)}, "each 1 or more"),

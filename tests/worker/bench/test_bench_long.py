@@ -254,7 +254,7 @@ def test_a_text_that_is_too_short_is_refused(make_options: Callable[..., LongBen
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "medusa"}, "expected one of: autoregressive"),
+        ({"engine": "medusa"}, "expected one of: auto, autoregressive"),
         ({"prefill": 0}, "greater than or equal to 1"),
         ({"sampling": {"temperature": -1.0}}, "greater than or equal to 0"),
     ],

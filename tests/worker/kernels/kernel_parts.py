@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.worker.caches.cache_parts import everything_of
 from worker.caches.full import CacheShape, FullKVCache
+from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
 from worker.kernels.angles import Rotary, default_frequencies
 from worker.kernels.griffin import GriffinWeights
 from worker.kernels.native import NativeDecoder
@@ -177,6 +178,15 @@ def whole(outputs: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]
 
 def chain(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
+
+
+def scanned_noise(shape: Shape, num_chunks: int, num_best: int, first: int = 16) -> ScannedKeys:
+    """Scanned keys of a cache of noise, of which a little more than the chunks is committed."""
+    length = first + num_chunks * SCAN_CHUNK + 70
+    cache = random_cache(shape, length)
+    keys = ScannedKeys([cache.stored(layer) for layer in range(2)], first, length, num_best)
+    keys.extend(length)
+    return keys
 
 
 def random_partial_rows(numbers: random.Random, shape: Shape, num_entries: int, num_nodes: int) -> PartialRows:

@@ -22,9 +22,11 @@ from tests.worker.kernels.kernel_parts import (
     random_partial_rows,
     random_tree,
     random_weights,
+    scanned_noise,
 )
 from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
 from worker.caches.full import MAX_TREE_NODES
+from worker.caches.scan import keys
 from worker.kernels import causal, native, sampling, sampling_calls
 from worker.kernels.griffin import NativeGriffin
 from worker.kernels.native import NativeDecoder, native_attention
@@ -43,7 +45,10 @@ SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialRows:
     length = numbers.choice((0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100))
     if numbers.random() < 0.4:
-        return random_partial_rows(numbers, shape, length, numbers.randrange(MAX_TREE_NODES))
+        rows = random_partial_rows(numbers, shape, length, numbers.randrange(MAX_TREE_NODES))
+        num_best, first = numbers.choice((1, 40, 5000)), numbers.randrange(80)
+        scanned = scanned_noise(shape, numbers.randrange(1, 4), num_best, first) if numbers.random() < 0.5 else None
+        return dataclasses.replace(rows, scanned=scanned)
     tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
     return tree_rows(random_cache(shape, length), numbers.randrange(shape.vocab), tree)
 
@@ -51,7 +56,7 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialR
 def spoil(numbers: random.Random, rows: SequenceRows | PartialRows) -> SequenceRows | PartialRows:
     """The same with one number of its table changed."""
     value = numbers.choice(SPOILED)
-    name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name != "cache"])
+    name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name not in ("cache", "scanned")])
     field = getattr(rows, name)
     if isinstance(field, int):
         return dataclasses.replace(rows, **{name: value})
@@ -123,6 +128,7 @@ def fuzz_causal(numbers: random.Random) -> None:
 
 
 if __name__ == "__main__":
+    keys.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
     causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
     for each in SHAPES:
