@@ -187,13 +187,20 @@ static void add_best(const attention *attention, scan_query *query, scan_space s
 
 // ---- the rest
 
-// Shares of a normal distribution below x, and its density there (Abramowitz and Stegun 26.2.17).
-static void normal(float x, float *share, float *density) {
-    float size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.2316419f * size);
-    float height = 0.39894228f * (float)exp_of(-0.5 * (double)size * size);
-    float series = t * (0.31938153f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
-    *density = height;
-    *share = x < 0 ? height * series : 1.0f - height * series;
+// Logarithm of the share P of a normal distribution below x, and its density there over P (Abramowitz and Stegun
+// 26.2.17; far below the mean, where both are next to nothing, by their asymptotic series).
+static void normal(float x, float *log_share, float *density) {
+    double size = x < 0 ? -x : x, log_density = -0.5 * size * size - 0.91893853;
+    if (x < -5.0f) {
+        *density = (float)(size + 1.0 / size);
+        *log_share = (float)(log_density - log_of(size + 1.0 / size));
+        return;
+    }
+    double t = 1.0 / (1.0 + 0.2316419 * size), height = exp_of(log_density);
+    double series = t * (0.31938153 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))));
+    double share = x < 0 ? height * series : 1.0 - height * series;
+    *density = (float)(height / share);
+    *log_share = (float)log_of(share);
 }
 
 // A row of numbers times a matrix [count, count].
@@ -246,17 +253,16 @@ static void add_cloud(const scan_place *place, int number, scan_query *query, co
                       float *output) {
     int head_dim = place->attention->sizes.head_dim, num_chunks = place->keys->num_chunks - number * CLOUD_CHUNKS;
     cloud cloud = cloud_at(place, number);
-    float mean = moments[2 * number], deviation = moments[2 * number + 1], share = 1.0f, density = 0.0f, gains[256];
-    if (!query->is_flat) normal((query->limit - mean) / deviation - deviation, &share, &density);
+    float mean = moments[2 * number], deviation = moments[2 * number + 1], log_share = 0.0f, density = 0.0f, gains[256];
+    if (!query->is_flat) normal((query->limit - mean) / deviation - deviation, &log_share, &density);
     float num_keys = (float)(SCAN_CHUNK * (num_chunks < CLOUD_CHUNKS ? num_chunks : CLOUD_CHUNKS));
-    float height = (mean + 0.5f * deviation * deviation + (float)log_of(num_keys)) * 1.44269504f;
+    float height = (mean + 0.5f * deviation * deviation + log_share + (float)log_of(num_keys)) * 1.44269504f;
     if (height > query->maximum) rescale(query, height, head_dim, sum, output);
-    float weight = exp2_of(height - query->maximum);
-    float gain = place->attention->sizes.scale * (share - density / deviation);
+    float weight = exp2_of(height - query->maximum), gain = place->attention->sizes.scale * (1.0f - density / deviation);
     times_matrix(query->query, cloud.value_changes, head_dim, gains);
-    *sum += weight * share;
+    *sum += weight;
     for (int d = 0; d < head_dim; d += LANES) {
-        vec value = vec_fma(vec_load(gains + d), vec_set(gain), vec_mul(vec_load(cloud.mean_value + d), vec_set(share)));
+        vec value = vec_fma(vec_load(gains + d), vec_set(gain), vec_load(cloud.mean_value + d));
         vec_store(output + d, vec_fma(value, vec_set(weight), vec_load(output + d)));
     }
 }

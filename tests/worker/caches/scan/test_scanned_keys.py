@@ -25,7 +25,7 @@ def test_where_all_keys_are_among_the_best_attention_is_exact(head_dim: int, dty
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("deviation", [0.3, 1.0, 2.5], ids=["flat", "between", "sharp"])
+@pytest.mark.parametrize("deviation", [0.3, 1.0, 2.5, 40.0], ids=["flat", "between", "sharp", "one key"])
 def test_the_best_few_and_the_cloud_of_the_others_come_close(deviation: float, variant: str) -> None:
     text = Text()
     query = queries(text, deviation=deviation)
