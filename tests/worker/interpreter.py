@@ -1,10 +1,12 @@
-"""Triton's interpreter, without the work that it does again for every call of one kernel function by another.
+"""Triton's interpreter, without the work that it does again for every call, and for every operation.
 
 Its products are summed in one order on every machine: libraries have kernels in which a row's place decides its bits.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
@@ -14,9 +16,14 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-_patch = interpreter._patch_lang
+_patch, _cast = interpreter._patch_lang, interpreter.InterpreterBuilder.cast_impl
+_new_block_type = tl.block_type.__init__
+_dtype_of = interpreter._get_np_dtype
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+_dtypes: dict[str, np.dtype[Any]] = {}
 
 
 def patch_for_a_launch(_: Any) -> Any:
@@ -42,3 +49,48 @@ def summed_in_order(
 
 
 interpreter.InterpreterBuilder.create_dot = summed_in_order
+
+
+def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """Made and named once for each shape."""
+    key = (element_ty.name, *(each if type(each) is int else each.value for each in shape))
+    if key not in _block_types:
+        _new_block_type(self, element_ty, shape)
+        _block_types[key] = vars(self).copy()
+    vars(self).update(_block_types[key])
+
+
+@functools.cache
+def shape_of(*sizes: int) -> tuple[Any, Any]:
+    return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+
+
+def tensor(self: Any, handle: Any, type: Any) -> None:
+    """With constants that all of its shape share."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = shape_of(*type.shape) if type.is_block() else shape_of()
+
+
+def dtype_of(type: Any) -> np.dtype[Any]:
+    if type.name not in _dtypes:
+        _dtypes[type.name] = _dtype_of(type)
+    return _dtypes[type.name]
+
+
+def cast_by_bits(self: Any, src: Any, dst_type: Any) -> Any:
+    """Bfloat16 are the upper halves of float32, cut off on the way back: `rounded` has rounded before."""
+    dtypes = src.dtype.scalar, dst_type.scalar
+    if dtypes == (tl.bfloat16, tl.float32):
+        bits = src.data.astype(np.uint32) << np.uint32(16)
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+    if dtypes == (tl.float32, tl.bfloat16):
+        bits = np.ascontiguousarray(src.data).view(np.uint32) >> np.uint32(16)
+        return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
+    return _cast(self, src, dst_type)
+
+
+interpreter._get_np_dtype = dtype_of
+interpreter.InterpreterBuilder.cast_impl = cast_by_bits
+TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computes what is asserted in debug builds alone
+tl.block_type.__init__ = block_type
+tl.tensor.__init__ = tensor

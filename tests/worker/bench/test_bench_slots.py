@@ -37,7 +37,7 @@ def _numbers_as_a_gpu_has_them() -> Iterator[None]:
 
 
 def decode_bench(**shared: Any) -> None:
-    asked = {"positions": (20, 40), "num_tokens": 5, "engines": ("autoregressive", "suffix")}
+    asked = {"positions": (10, 20), "num_tokens": 5, "engines": ("autoregressive", "suffix")}
     run_decode_bench(DecodeBenchOptions(temperature=0.0, min_p=0.1, repetition_penalty=1.0, seed=0, **asked, **shared))
 
 

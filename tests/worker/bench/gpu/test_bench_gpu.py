@@ -33,6 +33,7 @@ from worker.kernels.cuda.linear import LINEAR_KERNELS
 from worker.memory.plan import GPUMemory
 from worker.memory.sizing import MODELS
 from worker.model.files import ModelError, locate_model
+from worker.target import step_costs
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,10 @@ STAGES = {  # by the first word of a line that is said: what the file holds then
 }
 
 
-def test_all_of_it_comes_out_as_tables_and_json_stage_by_stage(parts: Parts, tiny_model: Path, tmp_path: Path) -> None:
+def test_all_of_it_comes_out_as_tables_and_json_stage_by_stage(
+    parts: Parts, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_costs, "seconds_of", lambda target, forward: 0.001)
     text = tmp_path / "text.txt"
     text.write_text("the lazy fox jumps over the quick brown dog")
     file, found = tmp_path / "gpu.json", dict[str, dict[str, object]]()

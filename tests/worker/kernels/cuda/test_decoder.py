@@ -60,12 +60,16 @@ def upload(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> None:
     decoder.table_buffer.copy_(torch.from_numpy(buffer))
 
 
-def run(decoder: CudaDecoder, sequences: Sequence[tuple[Rows, int]]) -> tuple[Tensor, Tensor]:
+def run(
+    decoder: CudaDecoder,
+    sequences: Sequence[tuple[Rows, int]],
+    tap: Callable[[int, Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Hidden states and logits of the real rows; whatever lay in the outputs before is gone."""
     upload(decoder, sequences)
     decoder.hidden.fill_(NAN)
     decoder.logits.fill_(NAN)
-    decoder.forward()
+    decoder.forward(tap)
     num_rows = sum(len(rows) for rows, _ in sequences)
     return decoder.hidden[:num_rows].clone(), decoder.logits[:num_rows].clone()
 

@@ -160,14 +160,17 @@ def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: S
     arena, _ = written(shape, (5, 64, 300), (), seed=8)
     other, sizes = arena.copy(), (3, 25, 1)
     decoder, shown = decoder_of(arena), list[Tensor]()
-    found = run(decoder, random_rows(random.Random(1), arena, sizes))
+
+    def show(layer: int, query: Tensor) -> None:
+        if layer == 0:
+            shown.append(query[0].clone())
+
+    found = run(decoder, random_rows(random.Random(1), arena, sizes), show)
     expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, sizes)]
     for mine, its in zip(found, whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows)), strict=True):
         assert (mine.float() - its.float()).abs().max() <= 0.03 * its.float().abs().max()
     in_order = CudaDecoder(decoder._weights, other.buffer, 6000, NUM_SPLITS, triton_linear)
-    for each, held in ((in_order, other), (decoder, arena)):
-        upload(each, random_rows(random.Random(1), held, sizes))
-        each.forward(lambda layer, query: shown.append(query[0].clone()) if layer == 0 else None)
+    run(in_order, random_rows(random.Random(1), other, sizes), show)
     assert torch.equal(*shown)
 
 

@@ -30,6 +30,8 @@ from worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from worker.target.target import TargetModel
 
 LAUNCHES_PER_LAYER = 10
+# Prompts, the interpreter takes its time for each token: those that reach the second block or begin in it take more.
+SHORT, CROSSING, LONG = (6, 18), (6, 62), (30, 50, 70)
 SAMPLING = (
     {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "penalty_window": 20},
     {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "eta": 1e-3},
@@ -42,11 +44,11 @@ def files(tiny_model: Path) -> ModelFiles:
     return locate_model(str(tiny_model))
 
 
-def sequences(vocab_size: int, num_tokens: int, num_sequences: int) -> list[Sequence]:
-    """Jobs with their own ways of sampling, of prompts that end in different blocks."""
+def sequences(vocab_size: int, num_tokens: int, prompts: tuple[int, ...]) -> list[Sequence]:
+    """Jobs with their own ways of sampling, of prompts of these lengths."""
     made = []
-    for number, fields in enumerate(SAMPLING[:num_sequences]):
-        prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(30 + 20 * number)]
+    for number, fields in enumerate(SAMPLING[: len(prompts)]):
+        prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(prompts[number])]
         params = SamplingParams(max_tokens=num_tokens, seed=number, ignore_eos=True, **fields)  # type: ignore[arg-type]
         made.append(Sequence(str(number), prompt, params, vocab_size))
     return made
@@ -56,12 +58,12 @@ def generated(
     target: TargetModel,
     engine_name: str,
     num_tokens: int,
-    num_sequences: int = 2,
+    prompts: tuple[int, ...] = SHORT,
     num_at_a_time: int = 3,
     costs: Costs = free_rows,
 ) -> list[list[int]]:
     engine = Engine(target, create_bench_drafter(engine_name, target, costs))
-    waiting = sequences(target.vocab_size, num_tokens, num_sequences)
+    waiting = sequences(target.vocab_size, num_tokens, prompts)
     outputs = []
     while waiting:
         running, waiting = waiting[:num_at_a_time], waiting[num_at_a_time:]
@@ -77,15 +79,15 @@ def generated(
 
 @pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling"])
 def test_engines_give_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
-    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 6)
-    assert generated(cuda_target(files, torch.float32), engine_name, 6) == expected
+    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 6, CROSSING)
+    assert generated(cuda_target(files, torch.float32), engine_name, 6, CROSSING) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine_name", BENCH_ENGINES)
 def test_every_engine_gives_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
-    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 24, 3)
-    assert generated(cuda_target(files, torch.float32, 3), engine_name, 24, 3) == expected
+    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 24, LONG)
+    assert generated(cuda_target(files, torch.float32, 3), engine_name, 24, LONG) == expected
 
 
 def test_tokens_do_not_depend_on_what_shares_a_step(files: ModelFiles) -> None:
@@ -106,7 +108,7 @@ def test_a_step_is_two_replays_and_one_wait(files: ModelFiles, monkeypatch: pyte
 
     target = cuda_target(files, torch.float32)
     engine = Engine(target, create_bench_drafter("token-recycling", target, free_rows))
-    engine.start(sequences(target.vocab_size, 4, 1)[0])
+    engine.start(sequences(target.vocab_size, 4, SHORT)[0])
     engine.step()
     for kind, name, call in ((CheckedGraph, "replay", replay), (Upload, "send", send), (Download, "wait", wait)):
         monkeypatch.setattr(kind, name, noted(name, call))
@@ -197,9 +199,9 @@ def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
     """With small trees: each row takes the interpreter a quarter of a second."""
     monkeypatch.setattr("worker.engine.MAX_TREE_NODES", 3)
     reference = TargetModel.load(embedded_files, "float32", "cpu")
-    expected = generated(reference, "autoregressive", 200, 1)
+    expected = generated(reference, "autoregressive", 200, LONG[:1])
     target = cuda_target(embedded_files, torch.float32, 1, 300, "cublas")
-    assert generated(target, engine_name, 200, 1, costs=dear_rows) == expected
+    assert generated(target, engine_name, 200, LONG[:1], costs=dear_rows) == expected
 
 
 def dear_rows() -> StepCosts:
@@ -216,8 +218,12 @@ def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:
 
 @pytest.mark.parametrize(("longest_job", "lengths"), [(1, (0,)), (200, (64, 192))])
 def test_costs_are_measured_in_a_slot_however_short_before_jobs_take_all(
-    files: ModelFiles, longest_job: int, lengths: tuple[int, ...]
+    files: ModelFiles, longest_job: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of the fewest rows and the most, once."""
+    monkeypatch.setattr(step_costs, "ROW_COUNTS", (ROW_COUNTS[0], ROW_COUNTS[-1]))
+    monkeypatch.setattr(step_costs, "PROBE_REPEATS", 1)
+    monkeypatch.setattr(step_costs, "FEWEST_REPEATS", 1)
     long_model = cuda_target(replace(files, max_positions=20_000), torch.float32, 1, longest_job)
     costs = step_costs_of(long_model)
     taken = long_model.new_cache(longest_job)  # noqa: F841

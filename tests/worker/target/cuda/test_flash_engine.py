@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,25 +16,34 @@ from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, genera
 from worker.model.files import ModelFiles, locate_model
 from worker.target.target import TargetModel
 
+PROMPTS = (6, 64)  # the second one is a whole block, which is a prefix from then on
 
-@pytest.fixture
-def files(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
-    flash_stub.install(monkeypatch)
-    return locate_model(str(tiny_model))
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> Iterator[ModelFiles]:
+    with pytest.MonkeyPatch.context() as patches:
+        flash_stub.install(patches)
+        yield locate_model(str(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def together(files: ModelFiles) -> list[list[int]]:
+    """What jobs generate that share their steps, drafted."""
+    with np.errstate(all="ignore"):
+        return generated(flash_target(files), "token-recycling", 3, PROMPTS)
 
 
 def flash_target(files: ModelFiles, num_slots: int = 2) -> TargetModel:
     return cuda_target(files, torch.bfloat16, num_slots, attention="flash")
 
 
-def test_tokens_do_not_depend_on_drafts_or_on_what_shares_a_step(files: ModelFiles) -> None:
-    together = generated(flash_target(files), "token-recycling", 3)
-    assert generated(flash_target(files, 1), "autoregressive", 3, num_at_a_time=1) == together
+def test_tokens_do_not_depend_on_drafts_or_on_what_shares_a_step(files: ModelFiles, together: list[list[int]]) -> None:
+    assert generated(flash_target(files, 1), "autoregressive", 3, PROMPTS, num_at_a_time=1) == together
 
 
-def test_caches_outside_the_device_change_no_token(files: ModelFiles) -> None:
+def test_caches_outside_the_device_change_no_token(files: ModelFiles, together: list[list[int]]) -> None:
     offloaded = offloaded_target(files, torch.bfloat16, attention="flash")
-    assert generated(offloaded, "token-recycling", 3) == generated(flash_target(files), "token-recycling", 3)
+    assert generated(offloaded, "token-recycling", 3, PROMPTS) == together
 
 
 def test_a_layer_is_ten_launches_and_the_numerics_name_them(files: ModelFiles) -> None:

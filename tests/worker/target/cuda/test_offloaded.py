@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.worker.kernels.kernel_parts import random_tree
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
-from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, generated
+from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, LONG, generated
 from worker.bench.variants import BENCH_ENGINES
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.streams import ComputingStream, computing_stream
@@ -139,8 +139,9 @@ def test_queries_are_those_of_caches_on_the_device(files: ModelFiles) -> None:
 
 
 def test_an_engine_gives_the_reference_s_tokens(files: ModelFiles) -> None:
-    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 4, 1)
-    assert generated(offloaded_target(files, torch.float32, linear="cublas"), "token-recycling", 4, 1) == expected
+    expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 4, LONG[:1])
+    offloaded = offloaded_target(files, torch.float32, linear="cublas")
+    assert generated(offloaded, "token-recycling", 4, LONG[:1]) == expected
 
 
 @pytest.mark.parametrize("kind", [offloaded_target, cuda_target])
@@ -158,8 +159,8 @@ def test_a_forward_is_behind_all_that_was_computed_on_other_streams(
 @pytest.mark.parametrize("engine_name", BENCH_ENGINES)
 def test_every_engine_gives_the_reference_s_tokens(tiny_model: Path, engine_name: str) -> None:
     tiny = locate_model(str(tiny_model))
-    expected = generated(TargetModel.load(tiny, "float32", "cpu"), "autoregressive", 24, 3)
-    assert generated(offloaded_target(tiny, torch.float32, 3), engine_name, 24, 3) == expected
+    expected = generated(TargetModel.load(tiny, "float32", "cpu"), "autoregressive", 24, LONG)
+    assert generated(offloaded_target(tiny, torch.float32, 3), engine_name, 24, LONG) == expected
 
 
 def test_a_layer_is_a_graph_of_ten_launches_replayed_once_a_forward(files: ModelFiles) -> None:

@@ -81,7 +81,7 @@ def job(name: str, num_prompt: int, num_tokens: int, first: int = 3) -> Sequence
     return Sequence(name, prompt, params, 289)
 
 
-JOBS = (("a", 3, 4, 3), ("bb", 70, 2, 1), ("ccc", 40, 1, 2))
+JOBS = (("a", 3, 4, 3), ("bb", 66, 2, 1), ("ccc", 20, 1, 2))
 
 
 def alone(target: TargetModel, fields: tuple[str, int, int, int]) -> tuple[list[int], np.ndarray]:

@@ -37,7 +37,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary_cache, "CHUNK_SIZE", 8)
     monkeypatch.setattr(summary_cache, "NUM_RECENT", 8)
     monkeypatch.setattr(summary_cache, "PERIOD", 8)
-    monkeypatch.setattr(draft_model, "WINDOW", 24)
+    monkeypatch.setattr(draft_model, "WINDOW", 16)
     monkeypatch.setattr(draft_model, "PROBE_REPEATS", 1)
 
 
@@ -55,7 +55,7 @@ def plain(files: ModelFiles) -> list[list[int]]:
 def sequences(target: TargetModel) -> list[Sequence]:
     made = []
     for number, fields in enumerate(({"temperature": 0.0}, PENALISED)):
-        prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(45 + number)]
+        prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(36 + number)]
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, ignore_eos=True, **fields)  # type: ignore[arg-type]
         made.append(Sequence(str(number), prompt, params, target.vocab_size))
     return made
