@@ -68,6 +68,10 @@ class PartialCache(ABC):
         self._num_drawn = 0
         self._take_in(full, queries)
 
+    def catch_up(self, full: FullKVCache) -> bool:
+        """Take in a part of what was committed, so that `follow` need not do it at once; whether no more is to come."""
+        return True
+
     @abstractmethod
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
         """Bring the sequence's entries up to `full.length`."""

@@ -105,7 +105,11 @@ def test_a_resumed_job_drafts_the_same_chain(target: TargetModel, monkeypatch: p
     assert len(first) > 2
 
 
-@pytest.mark.parametrize("damage", [np.array([1.0]), np.array([1.0, 5.0, 2.0]), np.array([1.0, np.nan, 2.0])], ids=str)
+@pytest.mark.parametrize(
+    "damage",
+    [np.array([1.0]), np.array([1.0, 5.0, 2.0]), np.array([1.0, np.nan, 2.0]), np.ones(3, dtype=complex)],
+    ids=str,
+)
 def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: np.ndarray) -> None:
     drafter = drafter_with(target, rounds_always_pay())
     sequence = new_sequence(target, "T=0", 1400, 40)
@@ -145,12 +149,59 @@ def test_what_is_not_accepted_and_what_takes_long_promises_less() -> None:
         lengths = np.array([100_000])
         planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
     for _ in range(60):
-        rejecting.observe(ChainTree(chain.tree, 9), [])
+        rejecting.observe(ChainTree(chain.tree, 9, [Round(0, [], rejecting._expected)] * 9), [])
         slow.observe(chain, list(range(9)))
     assert best([100_000], rejecting) < best([100_000])
     assert best([100_000], slow) < 1.0 < best([100_000])
     alike, compared = rejecting.state()["rounds_plan"][1:]
     assert alike / compared < 0.2 < PRIOR_ALIKE
+    for planner in (rejecting, slow):  # neither holds for ever
+        for _ in range(150):
+            planner.forget()
+        assert best([100_000], planner) > 0.95 * best([100_000])
+
+
+def test_one_round_that_took_long_says_little() -> None:
+    planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
+    planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    planner.observe(ChainTree(DraftTree.chain([1]), 1, [Round(0, [], 60.0)]), [0])
+    assert best([100_000], planner) > 0.9 * best([100_000])
+
+
+def test_rounds_in_which_nothing_can_be_drawn_count_against_them() -> None:
+    planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
+    planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    for _ in range(100):
+        planner.observe(ChainTree(DraftTree(), 0, [Round(0, [], planner._expected)]), [])
+    assert best([100_000], planner) < 1.0
+
+
+def test_a_worker_that_has_seen_texts_does_not_unlearn_by_a_resumed_one() -> None:
+    planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
+    planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    planner.observe(ChainTree(DraftTree.chain([1] * 9), 9, [Round(0, [], 0.004)] * 9), list(range(9)))
+    before = planner.state()["rounds_plan"]
+    planner.restore({"rounds_plan": np.array([1.0, 1.0, 20.0])})
+    assert np.array_equal(planner.state()["rounds_plan"], before)
+
+
+def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> None:
+    drafter = drafter_with(target, long_caches_cost())
+    sequence = new_sequence(target, "T=0", 100, 40)
+    run(Engine(target, drafter), sequence)
+    assert drafter._chains._tracked == {}
+    drafter.stop(sequence)
+
+
+def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel) -> None:
+    sequence = new_sequence(target, "T=0", 16 + 256 + 10 * 1024, 30)
+    drafter = drafter_with(target, rounds_always_pay())
+    engine = Engine(target, drafter)
+    engine.start(sequence)
+    while sequence.finish_reason is None:
+        engine.step()
+    assert engine.counters.num_tokens_by_draft["tree"] + engine.counters.num_tokens_by_draft["none"] > 0
+    assert engine.counters.num_tokens_by_draft["chain"] > 0
 
 
 def test_nothing_is_planned_before_it_is_asked_for() -> None:

@@ -14,6 +14,7 @@ from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
 from worker.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions that are never scanned
+CHUNKS_AT_ONCE = 8  # that are taken in while others wait
 MOST_ENTRIES = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 
 
@@ -27,20 +28,29 @@ class ScanKVCache(PartialCache):
         super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
         self._budget, self._max_length = budget, sequence.max_length
         self._scannable: ScannedKeys | None = None
+        self._scanned_to = NUM_PINNED  # as the entries know it
         self._num_fed = 0
 
+    def catch_up(self, full: FullKVCache) -> bool:
+        length, keys = full.length - NUM_RECENT, self._keys_of(full)
+        keys.extend(min(length, keys.end + CHUNKS_AT_ONCE * SCAN_CHUNK))
+        return keys.end + SCAN_CHUNK > length
+
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
+        if self._num_fed < NUM_PINNED:
+            self._copy(full, min(NUM_PINNED, full.length))
+        keys = self._keys_of(full)
+        keys.extend(full.length - NUM_RECENT)
+        if keys.end > self._scanned_to:  # what is scanned from now on leaves the entries
+            self.scanned, self._scanned_to = keys, keys.end
+            self._num_sequence_entries, self._num_fed = NUM_PINNED, keys.end
+        self._copy(full, full.length)
+
+    def _keys_of(self, full: FullKVCache) -> ScannedKeys:
         if self._scannable is None:
             layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
             self._scannable = ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
-        if self._num_fed < NUM_PINNED:
-            self._copy(full, min(NUM_PINNED, full.length))
-        before = self._scannable.end
-        self._scannable.extend(full.length - NUM_RECENT)
-        if self._scannable.end > before:  # what is scanned from now on leaves the entries
-            self.scanned = self._scannable
-            self._num_sequence_entries, self._num_fed = NUM_PINNED, self._scannable.end
-        self._copy(full, full.length)
+        return self._scannable
 
     def _copy(self, full: FullKVCache, end: int) -> None:
         """Append the positions that are not there yet, up to `end`."""

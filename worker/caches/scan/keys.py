@@ -93,24 +93,25 @@ class ScannedKeys:
 
     def _add_chunk(self, chunk: int) -> None:
         positions = slice(self.end, self.end + SCAN_CHUNK)
-        keys, values = (torch.stack([pair[part][:, positions] for pair in self._layers]).float() for part in (0, 1))
-        mean_keys, mean_values = keys.mean(dim=2), values.mean(dim=2)  # [num_layers, num_kv_heads, head_dim]
-        keys, values = keys - mean_keys[:, :, None], values - mean_values[:, :, None]
-        self._means[:, :, chunk] = mean_keys
-        if chunk == 0:
-            self._spreads[:] = keys.abs().mean(dim=2)
-        means = torch.cat([mean_keys, mean_values], dim=2)
-        changes = torch.stack([keys.mT @ keys, keys.mT @ values], dim=2) / SCAN_CHUNK
-        self._add_moments(chunk, means, changes)
+        for layer, pair in enumerate(self._layers):
+            keys, values = (part[:, positions].float() for part in pair)
+            mean_keys, mean_values = keys.mean(dim=1), values.mean(dim=1)  # [num_kv_heads, head_dim]
+            keys, values = keys - mean_keys[:, None], values - mean_values[:, None]
+            self._means[layer, :, chunk] = mean_keys
+            if chunk == 0:
+                self._spreads[layer] = keys.abs().mean(dim=1)
+            means = torch.cat([mean_keys, mean_values], dim=1)
+            changes = torch.stack([keys.mT @ keys, keys.mT @ values], dim=1) / SCAN_CHUNK
+            self._add_moments(layer, chunk, means, changes)
         self._library.scan_code_chunk(ctypes.byref(self._sizes), self.address, len(self._layers), chunk)
 
-    def _add_moments(self, chunk: int, means: Tensor, changes: Tensor) -> None:
-        """Join a chunk's means `[..., 2 * head_dim]` and changes `[..., 2, head_dim, head_dim]` with its cloud's."""
-        cloud, share = self._moments[:, :, chunk // CLOUD_CHUNKS], 1 / (chunk % CLOUD_CHUNKS + 1)
+    def _add_moments(self, layer: int, chunk: int, means: Tensor, changes: Tensor) -> None:
+        """Join means `[heads, 2 * head_dim]` and changes `[heads, 2, head_dim, head_dim]` with the cloud's."""
+        cloud, share = self._moments[layer, :, chunk // CLOUD_CHUNKS], 1 / (chunk % CLOUD_CHUNKS + 1)
         head_dim = changes.shape[-1]
-        own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].view(changes.shape)
+        own_means, own_changes = cloud[:, : 2 * head_dim], cloud[:, 2 * head_dim :].view(changes.shape)
         away = means - own_means
-        between = away[..., :head_dim, None] @ away[..., None, :]  # [..., head_dim, 2 * head_dim]
+        between = away[:, :head_dim, None] @ away[:, None, :]  # [num_kv_heads, head_dim, 2 * head_dim]
         between = between.unflatten(-1, (2, head_dim)).transpose(-2, -3)
         own_changes.add_(share * (changes - own_changes) + share * (1 - share) * between)
         own_means.add_(share * away)

@@ -53,6 +53,9 @@ class AutoDrafter(Drafter):
         self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
         self._names: list[str] = []  # of the sequences that this was planned for
         self._num_steps = 0  # since then
+        self._caches: dict[str, FullKVCache] = {}
+        self._in_chains: set[str] = set()  # sequences that chains were drawn for
+        self._is_chain = False  # what was proposed last
 
     @property
     def phases(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -60,20 +63,21 @@ class AutoDrafter(Drafter):
 
     @property
     def draft_kind(self) -> str:
-        return "chain" if self._rounds else "tree"
+        return "chain" if self._is_chain else "tree"
 
     @property
     def counters(self) -> DraftCounters:
         return self._chains.counters
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        self._chains.start(sequence, cache)
         self._recycling.start(sequence, cache)
+        self._caches[sequence.sequence_id] = cache
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if requests:
             self._plan(requests)
-        if self._rounds is None or not requests:
+        self._is_chain = self._rounds is not None and self._are_scanned(requests)
+        if self._rounds is None or not self._is_chain:
             return self._recycling.propose(requests)
         self._planner.begin(self._rounds, lengths_of(requests))
         return self._chains.propose(requests)
@@ -82,7 +86,7 @@ class AutoDrafter(Drafter):
         self._recycling.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        if self._rounds is None:
+        if not self._is_chain:
             self._recycling.update(sequence, verification)
             return
         self._recycling.take(sequence, verification)
@@ -91,8 +95,11 @@ class AutoDrafter(Drafter):
             self._budget.learn(sequence, round_.num_nodes, round_.path)
 
     def stop(self, sequence: Sequence) -> None:
-        self._chains.stop(sequence)
+        if sequence.sequence_id in self._in_chains:
+            self._chains.stop(sequence)
+            self._in_chains.remove(sequence.sequence_id)
         self._recycling.stop(sequence)
+        del self._caches[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return self._recycling.state(sequence) | self._planner.state()
@@ -117,3 +124,15 @@ class AutoDrafter(Drafter):
         trees = self._budget.rate(requests)
         least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
         self._rounds = rounds if rounds.rate > least else None
+        if self._rounds is None:
+            self._planner.forget()
+
+    def _are_scanned(self, requests: list[DraftRequest]) -> bool:
+        """Take some more of each sequence in for rounds; False while there is more to come: no step waits for long."""
+        for request in requests:
+            name = request.sequence.sequence_id
+            if name not in self._in_chains:  # those that stay short never need room for a partial cache
+                self._chains.start(request.sequence, self._caches[name])
+                self._in_chains.add(name)
+        caught_up = [self._chains.catch_up(request.sequence) for request in requests]
+        return all(caught_up)

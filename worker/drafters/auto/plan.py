@@ -19,10 +19,13 @@ ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 SCAN_SHARE = 0.12  # of the seconds that a row takes for all keys: what it takes to scan them
 ROUND_SECONDS = 0.0004  # of a round beside its forward
 ROW_SHARE = 0.33  # of a row's scan: what the next row of the same sequence takes
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.03
+MOST_SLOWNESS = 8.0  # of one round: what the machine does for a moment says nothing of the next
+FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
 KEPT = 0.97  # of what earlier steps count, with every step
+MOST_COUNTED = 16 / (1 - KEPT)  # tokens, where every chain is as long as can be
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
 
 
@@ -47,6 +50,7 @@ class RoundsPlanner(Planner):
         self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
         self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
         self._compared = PRIOR_TRIALS
+        self._has_learned = False
 
     def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> Rounds:
         """What pays most for sequences of so many cached positions, `[num_sequences]`.
@@ -75,19 +79,31 @@ class RoundsPlanner(Planner):
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
         for round_ in proposed.rounds:
-            self._slowness += LEARNING_RATE * (round_.seconds / self._expected - self._slowness)
+            slowness = min(MOST_SLOWNESS, round_.seconds / self._expected)
+            self._slowness += LEARNING_RATE * (slowness - self._slowness)
+        if not proposed.rounds:  # there was no depth for one
+            return
         num_alike = sum(node < proposed.chain_length for node in path)
-        self._alike = KEPT * self._alike + num_alike
-        self._compared = KEPT * self._compared + min(num_alike + 1, proposed.chain_length)
+        num_compared = min(num_alike + 1, max(1, proposed.chain_length))  # nothing drawn is nothing alike
+        self._alike, self._compared = KEPT * self._alike + num_alike, KEPT * self._compared + num_compared
+        self._has_learned = True
+
+    def forget(self) -> None:
+        """Rounds do not pay now: what is known of them counts a little less."""
+        self._slowness += FORGETTING * (1.0 - self._slowness)
+        self._alike += FORGETTING * (PRIOR_ALIKE * PRIOR_TRIALS - self._alike)
+        self._compared += FORGETTING * (PRIOR_TRIALS - self._compared)
 
     def state(self) -> dict[str, np.ndarray]:
         return {"rounds_plan": np.array([self._slowness, self._alike, self._compared])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         found = state.get("rounds_plan", np.empty(0))
-        if found.shape != (3,) or not (np.isfinite(found) & (found > 0)).all() or found[1] > found[2]:
+        is_number = found.dtype == np.float64 and found.shape == (3,)
+        if not is_number or not ((found >= 0) & (found <= MOST_COUNTED)).all() or found[1] > found[2] or found[2] < 1:
             raise ValueError(f"plan of rounds: found {found}, expected a factor and two numbers of tokens")
-        _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
+        if not self._has_learned:  # what other texts showed here counts more than what this one showed elsewhere
+            _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
 
     def _tokens(self, chain_length: int) -> float:
         """Of a step that verifies such a chain, the bonus token included."""

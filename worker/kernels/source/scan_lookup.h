@@ -14,7 +14,10 @@ typedef struct {
     float origin, step;
 } lookup;
 
-INLINE int8_t narrowed(float x) { return (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x + (x < 0 ? -0.5f : 0.5f)); }
+// To the nearest; no number at all is as little as can be.
+INLINE int8_t narrowed(float x) {
+    return (int8_t)(x > 127.0f ? 127.0f : x >= -127.0f ? x + (x < 0 ? -0.5f : 0.5f) : -127.0f);
+}
 
 INLINE int saturated(int x) { return x > 127 ? 127 : x < -128 ? -128 : x; }
 
