@@ -11,7 +11,9 @@ import pytest
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.caches.scan.cache import MOST_ENTRIES
+from worker.caches.partial import NUM_PINNED
+from worker.caches.scan.cache import CHUNKS_AT_ONCE, MOST_ENTRIES, NUM_RECENT
+from worker.caches.scan.keys import SCAN_CHUNK
 from worker.drafters.auto.auto import AutoDrafter, auto
 from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner
 from worker.drafters.budget import NODE_CHOICES
@@ -185,6 +187,17 @@ def test_a_worker_that_has_seen_texts_does_not_unlearn_by_a_resumed_one() -> Non
     assert np.array_equal(planner.state()["rounds_plan"], before)
 
 
+def test_what_a_planner_says_of_itself_another_one_takes() -> None:
+    """After the longest chains that there are: rounds that check trees draw more tokens than were asked for."""
+    planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
+    planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    for _ in range(400):
+        planner.observe(ChainTree(DraftTree.chain([1] * 18), 18, [Round(3, [0, 1, 2], 0.004)] * 5), list(range(18)))
+    other = RoundsPlanner(long_caches_cost())
+    other.restore(planner.state())
+    assert np.array_equal(other.state()["rounds_plan"][1:], planner.state()["rounds_plan"][1:])
+
+
 def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> None:
     drafter = drafter_with(target, long_caches_cost())
     sequence = new_sequence(target, "T=0", 100, 40)
@@ -194,14 +207,17 @@ def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> No
 
 
 def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel) -> None:
-    sequence = new_sequence(target, "T=0", 16 + 256 + 10 * 1024, 30)
-    drafter = drafter_with(target, rounds_always_pay())
-    engine = Engine(target, drafter)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
-    assert engine.counters.num_tokens_by_draft["tree"] + engine.counters.num_tokens_by_draft["none"] > 0
-    assert engine.counters.num_tokens_by_draft["chain"] > 0
+    sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + 10 * SCAN_CHUNK, 30)
+    drafter, cache = drafter_with(target, rounds_always_pay()), target.new_cache(sequence.max_length)
+    cache.advance(len(sequence) - 1)
+    drafter.start(sequence, cache)
+    kinds = []
+    for _ in range(3):
+        proposed(drafter, sequence, 31, 20)
+        kinds.append(drafter.draft_kind)
+        keys = drafter._chains._tracked["a"].partial._scannable  # type: ignore[union-attr]
+        assert keys.end <= NUM_PINNED + len(kinds) * CHUNKS_AT_ONCE * SCAN_CHUNK
+    assert kinds == ["tree", "chain", "chain"]
 
 
 def test_nothing_is_planned_before_it_is_asked_for() -> None:

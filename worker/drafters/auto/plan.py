@@ -25,7 +25,7 @@ FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tr
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
 KEPT = 0.97  # of what earlier steps count, with every step
-MOST_COUNTED = 16 / (1 - KEPT)  # tokens, where every chain is as long as can be
+MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
 
 
