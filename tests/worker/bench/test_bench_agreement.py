@@ -52,6 +52,12 @@ def test_a_cache_that_holds_everything_always_agrees_and_others_less(text: Path)
     assert "scan:128" in console.export_text()
 
 
+@pytest.mark.parametrize("temperature", [-1.0, 101.0, float("nan")])
+def test_a_temperature_that_is_none_is_refused_before_the_text_is_read(text: Path, temperature: float) -> None:
+    with pytest.raises(ValidationError, match="temperatures"):
+        make_options(text, temperatures=(temperature,))
+
+
 @pytest.mark.parametrize("cache", ["scan", "scan:0", "scan:many", "medusa:5"])
 def test_an_unknown_cache_names_the_known_ones(text: Path, cache: str) -> None:
     with pytest.raises(ValidationError, match=r"expected one of summary, .*scan, with a budget, as in `scan:256`"):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ from worker.tree import DraftTree
 
 CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+
 
 class AgreementOptions(BenchOptions):
     """What is to be measured: `num_tokens` behind each of `positions`, at each temperature, with each of `caches`."""
@@ -41,7 +44,7 @@ class AgreementOptions(BenchOptions):
     caches: tuple[str, ...]  # name, or name:budget
     positions: Positions
     num_tokens: int = Field(ge=1)
-    temperatures: tuple[float, ...] = Field(min_length=1)
+    temperatures: tuple[Temperature, ...] = Field(min_length=1)
     min_p: float = Field(ge=0.0, le=1.0)
     text: Path
     seed: int = Field(ge=0)
