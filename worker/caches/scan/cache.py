@@ -14,7 +14,7 @@ from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
 from worker.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions that are never scanned
-CHUNKS_AT_ONCE = 8  # that are taken in while others wait
+CHUNKS_AT_ONCE = 16  # that are taken in while others wait
 MOST_ENTRIES = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 
 

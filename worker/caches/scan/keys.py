@@ -17,6 +17,7 @@ from worker.kernels.variants import chosen_variant, load_library
 
 SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
 CLOUD_CHUNKS = 16  # whose moments are taken together
+MOMENT_STRIDE = 2  # of the keys whose changes are taken: every other one tells as much
 WORTH_READING = 0.1  # share of a query's weight that its best keys must have
 
 Layers = Sequence[tuple[Tensor, Tensor]]
@@ -93,28 +94,28 @@ class ScannedKeys:
 
     def _add_chunk(self, chunk: int) -> None:
         positions = slice(self.end, self.end + SCAN_CHUNK)
-        for layer, pair in enumerate(self._layers):
-            keys, values = (part[:, positions].float() for part in pair)
-            mean_keys, mean_values = keys.mean(dim=1), values.mean(dim=1)  # [num_kv_heads, head_dim]
-            keys, values = keys - mean_keys[:, None], values - mean_values[:, None]
-            self._means[layer, :, chunk] = mean_keys
-            if chunk == 0:
-                self._spreads[layer] = keys.abs().mean(dim=1)
-            means = torch.cat([mean_keys, mean_values], dim=1)
-            changes = torch.stack([keys.mT @ keys, keys.mT @ values], dim=1) / SCAN_CHUNK
-            self._add_moments(layer, chunk, means, changes)
+        pairs = [torch.stack([part[:, positions] for part in pair]) for pair in self._layers]
+        both = torch.stack(pairs).float()  # [num_layers, keys or values, num_kv_heads, SCAN_CHUNK, head_dim]
+        means = both.mean(dim=-2, keepdim=True)
+        keys, values = both.sub_(means).unbind(dim=1)
+        mean_keys, mean_values = means.squeeze(-2).unbind(dim=1)  # [num_layers, num_kv_heads, head_dim]
+        self._means[:, :, chunk] = mean_keys
+        if chunk == 0:
+            self._spreads.copy_(keys.abs().mean(dim=-2))
+        joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
+        changes = joined[..., : keys.shape[-1]].mT @ joined / joined.shape[-2]
+        self._add_moments(chunk, torch.cat([mean_keys, mean_values], dim=-1), changes)
         self._library.scan_code_chunk(ctypes.byref(self._sizes), self.address, len(self._layers), chunk)
 
-    def _add_moments(self, layer: int, chunk: int, means: Tensor, changes: Tensor) -> None:
-        """Join means `[heads, 2 * head_dim]` and changes `[heads, 2, head_dim, head_dim]` with the cloud's."""
-        cloud, share = self._moments[layer, :, chunk // CLOUD_CHUNKS], 1 / (chunk % CLOUD_CHUNKS + 1)
-        head_dim = changes.shape[-1]
-        own_means, own_changes = cloud[:, : 2 * head_dim], cloud[:, 2 * head_dim :].view(changes.shape)
+    def _add_moments(self, chunk: int, means: Tensor, changes: Tensor) -> None:
+        """Join all heads' means `[..., 2 * head_dim]` and changes `[..., head_dim, 2 * head_dim]` with the cloud's."""
+        cloud, share = self._moments[:, :, chunk // CLOUD_CHUNKS], 1 / (chunk % CLOUD_CHUNKS + 1)
+        head_dim = changes.shape[-2]
+        own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))
         away = means - own_means
-        between = away[:, :head_dim, None] @ away[:, None, :]  # [num_kv_heads, head_dim, 2 * head_dim]
-        between = between.unflatten(-1, (2, head_dim)).transpose(-2, -3)
-        own_changes.add_(share * (changes - own_changes) + share * (1 - share) * between)
-        own_means.add_(share * away)
+        changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]  # of the chunks' means
+        own_changes.lerp_(changes.unflatten(-1, (2, head_dim)).transpose(-2, -3), share)
+        own_means.lerp_(means, share)
 
 
 def flat_deviation(num_best: int, num_keys: int) -> float:

@@ -5,9 +5,13 @@
 
 #define FAR_FROM_MEAN 1.22f  // in mean distances
 
-static int level_of(float distance, float spread) {
-    bool is_far = __builtin_fabsf(distance) > FAR_FROM_MEAN * spread;
-    return distance > 0.0f ? 2 + is_far : !is_far;
+// Levels 0 to 3 of a key: from far below the mean to far above it.
+static void find_levels(const float *values, const float *mean, const float *spread, int head_dim, uint8_t *levels) {
+    for (int d = 0; d < head_dim; d++) {
+        float distance = values[d] - mean[d];
+        int is_above = distance > 0.0f, is_far = __builtin_fabsf(distance) > FAR_FROM_MEAN * spread[d];
+        levels[d] = (uint8_t)(2 * is_above + (is_above == is_far));
+    }
 }
 
 static void code_head(const attention_sizes *sizes, const char *keys, const float *mean, const float *spread,
@@ -15,13 +19,13 @@ static void code_head(const attention_sizes *sizes, const char *keys, const floa
     int head_dim = sizes->head_dim, bytes = head_dim * (sizes->element == BF16 ? 2 : 4);
     for (long key = 0; key < SCAN_CHUNK; key++) {
         float values[256];
+        uint8_t levels[256];
         load((element)sizes->element, keys + key * bytes, head_dim, values);
+        find_levels(values, mean, spread, head_dim, levels);
         uint8_t *block = codes + key / CODE_BLOCK * CODE_BLOCK * (head_dim / 4) + key % CODE_BLOCK;
-        for (int d = 0; d < head_dim; d += 4) {
-            int code = 0;
-            for (int i = 3; i >= 0; i--) code = code << 2 | level_of(values[d + i] - mean[d + i], spread[d + i]);
-            block[d / 4 * CODE_BLOCK] = (uint8_t)code;
-        }
+        for (int d = 0; d < head_dim; d += 4)
+            block[d / 4 * CODE_BLOCK] =
+                (uint8_t)(levels[d] | levels[d + 1] << 2 | levels[d + 2] << 4 | levels[d + 3] << 6);
     }
 }
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.worker.caches.scan.scan_parts import LENGTH, NUM_ENTRIES, Text, error, queries
+from tests.worker.caches.scan.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.caches.scan.keys import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation
+from worker.caches.scan.keys import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
 
 pytestmark = needs_kernels
 SIZES = [(64, torch.bfloat16), (64, torch.float32), (80, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16)]
@@ -63,17 +63,22 @@ def test_codes_and_moments_are_the_same_however_the_text_came() -> None:
     assert whole.end == parts.end == LENGTH
 
 
-def test_moments_are_those_of_all_keys_and_values_of_a_cloud() -> None:
+def test_moments_are_those_of_all_keys_and_values_of_a_cloud_changes_by_every_other_one() -> None:
     assert LENGTH <= SCAN_CHUNK * CLOUD_CHUNKS
     text, head_dim = Text(), 64
-    keys, values = (part[1, :LENGTH].double() for part in text.full.layer(0))
+    pair = torch.cat([part[1, :LENGTH].double() for part in text.full.layer(0)], dim=-1)
     moments = text.scanned(64)._moments[0, 1, 0].double()
-    means, changes = moments[: 2 * head_dim].view(2, -1), moments[2 * head_dim :].view(2, head_dim, head_dim)
-    torch.testing.assert_close(means[0], keys.mean(dim=0), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(means[1], values.mean(dim=0), atol=1e-5, rtol=1e-4)
-    away = keys - keys.mean(dim=0)
-    torch.testing.assert_close(changes[0], away.T @ away / LENGTH, atol=1e-4, rtol=1e-3)
-    torch.testing.assert_close(changes[1], away.T @ (values - values.mean(dim=0)) / LENGTH, atol=1e-4, rtol=1e-3)
+    means, changes = moments[: 2 * head_dim], moments[2 * head_dim :].view(2, head_dim, head_dim)
+    torch.testing.assert_close(means, pair.mean(dim=0), atol=1e-5, rtol=1e-4)
+    chunks = pair.view(NUM_CHUNKS, SCAN_CHUNK, -1)
+    away = chunks - chunks.mean(dim=1, keepdim=True)
+    seen = away[:, ::MOMENT_STRIDE].flatten(0, 1)
+    between = chunks.mean(dim=1) - pair.mean(dim=0)
+    joint = seen.T @ seen / len(seen) + between.T @ between / NUM_CHUNKS  # [2 * head_dim, 2 * head_dim]
+    expected = joint[:head_dim].unflatten(1, (2, head_dim)).transpose(0, 1)
+    torch.testing.assert_close(changes, expected, atol=1e-4, rtol=1e-3)
+    everything = (pair - pair.mean(dim=0)).T @ (pair - pair.mean(dim=0)) / LENGTH
+    assert error(joint, everything) < 0.25
 
 
 def test_a_code_says_on_which_side_of_the_mean_a_key_lies_and_whether_far() -> None:
