@@ -1,4 +1,4 @@
-"""The command `bench`: decode, kernels, agreement, checkpoints, long, gpu; ablations have a file of their own."""
+"""The command `bench`: decode, auto, kernels, agreement, checkpoints, long, gpu; ablations have a file of their own."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from scheduler.commands.model_options import (
 )
 from worker.config import CheckpointSettings, Computation
 from worker.drafters.catalogue import ENGINES
+
+SINGLES = [name for name in ENGINES if name not in (Computation.engine, "autoregressive")]
 
 
 def _split(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -74,6 +76,33 @@ def decode(**options: Any) -> None:
     from worker.bench.decode.records import render
 
     show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
+
+
+@bench.command()
+@MODEL
+@click.option("--engines", default=",".join(SINGLES), callback=_split, help="To compare with, comma-separated.")
+@POSITIONS
+@click.option("--slots", "slot_counts", default="1,4,8", callback=_split, help="Jobs of a step, comma-separated.")
+@click.option("--tokens", "num_tokens", type=int, default=256, help="To generate for each job.")
+@click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
+@MIN_P
+@SEED
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
+@JSON
+@COMPUTING
+def auto(**options: Any) -> None:
+    """Compare the engine that chooses with plain decoding and the best single engine, at every place of a grid.
+
+    All generate the same tokens in turn. What an engine takes to get ready for a long text counts.
+
+    \b
+    Example:
+      swiftbatch bench auto --positions 2048,16384 --slots 1,8 --temperatures 0.6,1.0 --text book.txt --json auto.json
+    """
+    from worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
+    from worker.bench.auto.records import render
+
+    show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
 
 
 @bench.command()

@@ -19,7 +19,9 @@ def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
     runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "cancel"}
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
-    benches = {f"bench {name}" for name in ("decode", "kernels", "agreement", "checkpoints", "long", "gpu")} | ablations
+    benches = {
+        f"bench {name}" for name in ("decode", "auto", "kernels", "agreement", "checkpoints", "long", "gpu")
+    } | ablations
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
     assert names == runs | benches | trainings | {"doctor", "chaos"}
 

@@ -13,6 +13,7 @@ from scheduler.chaos.options import ChaosOptions
 from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import COMMANDS
 from worker.bench.agreement.agreement import AgreementOptions
+from worker.bench.auto.auto import AutoBenchOptions
 from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
 from worker.bench.decode.decode import DecodeBenchOptions
 from worker.bench.gpu.options import GPUBenchOptions
@@ -47,6 +48,7 @@ FIELDS = {
     "doctor": defaults(Computation),
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
+    "bench auto": defaults(AutoBenchOptions),
     "bench kernels": defaults(KernelBenchOptions),
     "bench agreement": defaults(AgreementOptions),
     "bench checkpoints": defaults(CheckpointBenchOptions),

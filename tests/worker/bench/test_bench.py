@@ -59,7 +59,9 @@ def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_m
         read_tokens(target, cache, text, [])
         sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
         sequence = Sequence("a", text, sampling, target.vocab_size)
-        contestant = EngineContestant("suffix", target, create_drafter("suffix", target, free_rows), sequence, cache)
+        contestant = EngineContestant(
+            "suffix", target, create_drafter("suffix", target, free_rows), [sequence], [cache]
+        )
         for num_tokens in (15, 40):
             contestant.generate_to(num_tokens)
             if left_behind is not None:

@@ -23,44 +23,61 @@ class Timing:
 
     seconds_per_step: list[float] = field(default_factory=list)  # one per round
     num_steps: int = 0
+    seconds: float = 0.0  # of all rounds
 
     def add(self, seconds: float, num_steps: int) -> None:
         """Take in one round; a round without steps (the last one had run ahead of it) counts nothing."""
         if num_steps:
             self.seconds_per_step.append(seconds / num_steps)
             self.num_steps += num_steps
+            self.seconds += seconds
 
 
 class EngineContestant:
-    """One drafter on the shared cache of all. Between rounds it keeps only its own positions behind the text."""
+    """One drafter for one or more sequences, each on a cache that all contestants share.
+
+    Between rounds it keeps only its own positions behind the text.
+    """
 
     def __init__(
-        self, name: str, target: TargetModel, drafter: Drafter, sequence: Sequence, cache: FullKVCache
+        self,
+        name: str,
+        target: TargetModel,
+        drafter: Drafter,
+        sequences: list[Sequence],
+        caches: list[FullKVCache],
     ) -> None:
         self.name = name
         self.timing = Timing()
         self._target = target
-        self._sequence = sequence
-        self._own = OwnPositions(cache)
+        self._sequences = sequences
+        self._own = [OwnPositions(cache) for cache in caches]
         self._engine = BenchEngine(target, drafter)
         self.counters = self._engine.counters
-        self._engine.start(sequence, cache)
+        for sequence, cache in zip(sequences, caches, strict=True):
+            self._engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:
-        """Generate until there are at least `num_tokens` tokens in all, and take the time."""
-        self._own.put_back()
+        """Generate until every sequence has at least `num_tokens` tokens in all, and take the time."""
+        for own in self._own:
+            own.put_back()
         num_steps = self.counters.num_steps
         _wait(self._target.device)
         started = time.perf_counter()
-        while self._sequence.num_generated_tokens < num_tokens:
+        while min(sequence.num_generated_tokens for sequence in self._sequences) < num_tokens:
             self._engine.step()
         _wait(self._target.device)
         self.timing.add(time.perf_counter() - started, self.counters.num_steps - num_steps)
-        self._own.take_away()
+        for own in self._own:
+            own.take_away()
 
     def token_ids(self) -> np.ndarray:
-        """The generated tokens, `[num_generated] int64`."""
-        return self._sequence.output_ids
+        """The generated tokens of all sequences, one behind the other, `[num_generated] int64`."""
+        return np.concatenate([sequence.output_ids for sequence in self._sequences])
+
+    def first_token_ids(self, num_tokens: int) -> list[np.ndarray]:
+        """Those that all contestants have, of every sequence."""
+        return [sequence.output_ids[:num_tokens] for sequence in self._sequences]
 
 
 class TransformersContestant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Literal
 
@@ -82,23 +83,23 @@ def decode_records(
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
     costs = step_costs_of(target)
-    drafters = _warm_drafters(target, costs, options)
+    drafters = warm_drafters(target, costs, options.engines, options.draft_model)
     cache = target.new_cache(highest + options.num_tokens)
     for position in options.positions:
         report(f"position {position}: reading the text, then {options.num_tokens} tokens with each engine")
         read_tokens(target, cache, text[:position], list(drafters.values()))
         contestants = list(_contestants(options, target, costs, cache, text[:position], drafters))
-        _compete(contestants, options.num_tokens)
+        compete(contestants, options.num_tokens)
         yield from make_records(contestants, position, options.temperature)
         cache.roll_back(position - 1)
 
 
 def _longest(files: ModelFiles, options: DecodeBenchOptions) -> int:
     """Positions of the longest text that is read or generated."""
-    return max(options.positions[-1] + options.num_tokens, _num_warmup_tokens(files))
+    return max(options.positions[-1] + options.num_tokens, num_warmup_tokens(files))
 
 
-def _num_warmup_tokens(files: ModelFiles) -> int:
+def num_warmup_tokens(files: ModelFiles) -> int:
     return min(NUM_WARMUP_TOKENS, files.max_positions // 2)
 
 
@@ -109,7 +110,7 @@ def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], d
         read_tile(target, cache, known, drafters, drawing)
 
 
-def _compete(contestants: list[Contestant], num_tokens: int) -> None:
+def compete(contestants: Items[Contestant], num_tokens: int) -> None:
     """Let all generate a part of the tokens in turn, round by round, each time in another order."""
     for round_number in range(NUM_ROUNDS):
         first = round_number % len(contestants)
@@ -134,22 +135,36 @@ def _contestants(
         ignore_eos=True,
     )
     for name in options.engines:
-        drafter = create_bench_drafter(name, target, costs, options.draft_model)
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
-        contestant = EngineContestant(name, target, drafter, sequence, cache)
-        state = drafters[name].state(sequence)
-        if state:
-            drafter.restore(sequence, state)
-        yield contestant
+        drafter = create_bench_drafter(name, target, costs, options.draft_model)
+        yield hot_contestant(name, target, drafter, drafters[name], [sequence], [cache])
     if options.against == "transformers":
         yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
 
 
-def _warm_drafters(target: TargetModel, costs: Costs, options: DecodeBenchOptions) -> dict[str, Drafter]:
+def hot_contestant(
+    name: str,
+    target: TargetModel,
+    drafter: Drafter,
+    warm: Drafter,
+    sequences: list[Sequence],
+    caches: list[FullKVCache],
+) -> EngineContestant:
+    """One whose fresh `drafter` knows of other jobs what the `warm` one has learned."""
+    contestant = EngineContestant(name, target, drafter, sequences, caches)
+    for sequence in sequences:
+        if state := warm.state(sequence):
+            drafter.restore(sequence, state)
+    return contestant
+
+
+def warm_drafters(
+    target: TargetModel, costs: Costs, engines: tuple[str, ...], parts: Path | None
+) -> dict[str, Drafter]:
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
-    drafters = {name: create_bench_drafter(name, target, costs, options.draft_model) for name in options.engines}
+    drafters = {name: create_bench_drafter(name, target, costs, parts) for name in engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
-        num_tokens = _num_warmup_tokens(target.files)
+        num_tokens = num_warmup_tokens(target.files)
         other_job = own_tokens(target, num_tokens)
         read_tokens(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
     return drafters

@@ -1,0 +1,79 @@
+"""What `auto` loses on a grid: every cell has all engines, the same tokens, and what the best of them is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Group
+
+from tests.worker.bench.bench_parts import words
+from worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
+from worker.bench.auto.records import AutoRecord, render
+from worker.bench.engine import BenchError
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the lazy fox number {n} jumps. " for n in range(60)))
+    return path
+
+
+def make_options(tiny_model: Path, text: Path, **changes: object) -> AutoBenchOptions:
+    fields = {"model": str(tiny_model), "engines": ("suffix",), "positions": (60, 30), "slot_counts": (1, 3)}
+    grid = {"temperatures": (0.0, 1.0), "num_tokens": 20, "min_p": 0.1, "seed": 0, "text": text, "device": "cpu"}
+    return AutoBenchOptions.model_validate(fields | grid | changes)
+
+
+def test_every_cell_has_all_engines_with_the_same_tokens(tiny_model: Path, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "auto.json"
+    records = run_auto_bench(make_options(tiny_model, text, json_path=path))
+    cells = [(record.position, record.num_sequences, record.temperature) for record in records]
+    assert cells == [(p, n, t) for p in (30, 60) for n in (1, 3) for t in (0.0, 1.0)]
+    for record in records:
+        assert list(record.tokens_per_second) == ["autoregressive", "auto", "suffix"]
+        assert all(rate > 0 for rate in record.tokens_per_second.values())
+        assert record.has_same_tokens
+    assert json.loads(path.read_text())["results"] == [record.model_dump() for record in records]
+
+
+def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:
+    rates = {"autoregressive": 100.0, "auto": 150.0, "suffix": 200.0}
+    record = AutoRecord(
+        position=60_000,
+        temperature=0.6,
+        num_sequences=8,
+        num_tokens=20,
+        tokens_per_second=rates,
+        has_same_tokens=False,
+    )
+    lines = words(Group(render([record])))
+    assert ["60000", "0.6", "8", "100", "1.50x", "suffix", "2.00x", "0.75x", "no"] in lines
+    caption = "auto at worst: 0.75x of the best other engine, 1.50x of plain decoding"
+    assert caption in [" ".join(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engines": ("medusa",)}, "expected some of: auto, autoregressive"),
+        ({"slot_counts": ()}, "got none; expected numbers from 1 to 32"),
+        ({"slot_counts": (0,)}, "expected numbers from 1 to 32"),
+        ({"temperatures": (-1.0,)}, "temperatures"),
+        ({"positions": ()}, "at least one position"),
+        ({"num_tokens": 4}, "num_tokens"),
+    ],
+)
+def test_a_grid_that_can_not_be_is_refused(
+    tiny_model: Path, text: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        make_options(tiny_model, text, **changes)
+
+
+def test_a_text_that_is_too_short_is_refused(tiny_model: Path, text: Path) -> None:
+    with pytest.raises(BenchError, match="the highest position needs 3000"):
+        run_auto_bench(make_options(tiny_model, text, positions=(3000,)))
