@@ -68,8 +68,8 @@ class PartialCache(ABC):
         self._num_drawn = 0
         self._take_in(full, queries)
 
-    def catch_up(self, full: FullKVCache) -> bool:
-        """Take in a part of what was committed, so that `follow` need not do it at once; whether no more is to come."""
+    def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
+        """Take in some chunks of what was committed, so that `follow` need not do it at once; whether no more come."""
         return True
 
     @abstractmethod

@@ -96,6 +96,14 @@ class SharedBudget:
         """From a tree that was checked beside a step's own."""
         self._of(sequence).learn(num_draft_tokens, path)
 
+    def state(self, sequence: Sequence) -> np.ndarray:
+        """What was learned of a sequence: as `NodeAcceptance.state`."""
+        return self._of(sequence).state()
+
+    def restore(self, sequence: Sequence, state: np.ndarray) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        self._of(sequence).restore(state)
+
     def proposed(self, seconds: float) -> None:
         """A step's trees took so long to propose; 0: known already, or there were none."""
         if seconds > 0.0:

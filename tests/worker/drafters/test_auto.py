@@ -12,9 +12,9 @@ from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.caches.partial import NUM_PINNED
-from worker.caches.scan.cache import CHUNKS_AT_ONCE, MOST_ENTRIES, NUM_RECENT
+from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
 from worker.caches.scan.keys import SCAN_CHUNK
-from worker.drafters.auto.auto import AutoDrafter, auto
+from worker.drafters.auto.auto import CHUNKS_AT_ONCE, AutoDrafter, auto
 from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner
 from worker.drafters.budget import NODE_CHOICES
 from worker.drafters.catalogue import create_drafter
@@ -122,6 +122,8 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
         drafter.restore(sequence, state | {"rounds_plan": damage})
     with pytest.raises(ValueError, match="recycling matrix"):
         drafter.restore(sequence, state | {"recycling_ids": np.zeros(3)})
+    with pytest.raises(ValueError, match="node budget"):
+        drafter.restore(sequence, state | {"tree_acceptance": np.zeros(3)})
     assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
 
 
@@ -207,7 +209,7 @@ def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> No
 
 
 def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel) -> None:
-    sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + 10 * SCAN_CHUNK, 30)
+    sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + (CHUNKS_AT_ONCE + 2) * SCAN_CHUNK, 300)
     drafter, cache = drafter_with(target, rounds_always_pay()), target.new_cache(sequence.max_length)
     cache.advance(len(sequence) - 1)
     drafter.start(sequence, cache)
@@ -218,6 +220,16 @@ def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel) -> None
         keys = drafter._chains._tracked["a"].partial._scannable  # type: ignore[union-attr]
         assert keys.end <= NUM_PINNED + len(kinds) * CHUNKS_AT_ONCE * SCAN_CHUNK
     assert kinds == ["tree", "chain", "chain"]
+
+
+def test_a_text_is_taken_in_where_what_is_left_to_draw_pays_for_it(target: TargetModel) -> None:
+    for num_tokens, num_taken in ((4, 0), (200, 1)):
+        sequence = new_sequence(target, "T=0", 4 * SCAN_CHUNK, num_tokens)
+        drafter, cache = drafter_with(target, rounds_always_pay()), target.new_cache(sequence.max_length)
+        cache.advance(len(sequence) - 1)
+        drafter.start(sequence, cache)
+        proposed(drafter, sequence, 31, 20)
+        assert len(drafter._chains._tracked) == num_taken
 
 
 def test_nothing_is_planned_before_it_is_asked_for() -> None:

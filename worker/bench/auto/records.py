@@ -34,7 +34,16 @@ class AutoRecord(Frozen):
 
 def render(records: Items[AutoRecord]) -> Table:
     """A table for people: what `auto` makes of plain decoding, and of the engine that is best in a cell."""
-    headers = ("position", "T", "jobs", "plain\ntokens/s", "auto\n/ plain", "best other", "its\n/ plain", "auto\n/ best")
+    headers = (
+        "position",
+        "T",
+        "jobs",
+        "plain\ntokens/s",
+        "auto\n/ plain",
+        "best other",
+        "its\n/ plain",
+        "auto\n/ best",
+    )
     table = new_table("", (), headers)
     table.add_column("same\ntokens")
     for record in records:

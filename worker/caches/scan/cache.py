@@ -14,7 +14,6 @@ from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
 from worker.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions that are never scanned
-CHUNKS_AT_ONCE = 16  # that are taken in while others wait
 MOST_ENTRIES = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 
 
@@ -31,9 +30,9 @@ class ScanKVCache(PartialCache):
         self._scanned_to = NUM_PINNED  # as the entries know it
         self._num_fed = 0
 
-    def catch_up(self, full: FullKVCache) -> bool:
+    def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
         length, keys = full.length - NUM_RECENT, self._keys_of(full)
-        keys.extend(min(length, keys.end + CHUNKS_AT_ONCE * SCAN_CHUNK))
+        keys.extend(min(length, keys.end + num_chunks * SCAN_CHUNK))
         return keys.end + SCAN_CHUNK > length
 
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:

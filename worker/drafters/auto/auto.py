@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from worker.caches.full import FullKVCache
-from worker.caches.scan.cache import ScanKVCache
+from worker.caches.scan.cache import MOST_ENTRIES, ScanKVCache
 from worker.drafters.auto.plan import Rounds, RoundsPlanner
 from worker.drafters.auto.proposer import RecycledProposer
 from worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
@@ -28,6 +28,7 @@ from worker.verification import Verification
 
 NUM_BEST = 256  # keys that a query of a round sees exactly
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 32  # steps: to plan takes a fifth of a short step
+CHUNKS_AT_ONCE = 16  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.03  # times the other way's rate: what is no better than that is not changed for
 
 
@@ -102,15 +103,18 @@ class AutoDrafter(Drafter):
         del self._caches[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        return self._recycling.state(sequence) | self._planner.state()
+        acceptance = {"tree_acceptance": self._budget.state(sequence)}
+        return self._recycling.state(sequence) | self._planner.state() | acceptance
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
-        before = self._planner.state()
+        before = self._planner.state(), self._budget.state(sequence)
         self._planner.restore(state)
         try:
+            self._budget.restore(sequence, state.get("tree_acceptance", np.empty(0)))
             self._recycling.restore(sequence, state)
         except ValueError:
-            self._planner.restore(before)
+            self._planner.restore(before[0])
+            self._budget.restore(sequence, before[1])
             raise
 
     def _plan(self, requests: list[DraftRequest]) -> None:
@@ -120,12 +124,23 @@ class AutoDrafter(Drafter):
         if self._num_steps < (ROUNDS_PER_PLAN if self._rounds else TREES_PER_PLAN) and names == self._names:
             return
         self._names, self._num_steps = names, 0
-        rounds = self._planner.best(lengths_of(requests), self._budget.tokens(requests), requests[0].overhead)
-        trees = self._budget.rate(requests)
-        least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
-        self._rounds = rounds if rounds.rate > least else None
+        self._rounds = self._rounds_that_pay(requests)
         if self._rounds is None:
             self._planner.forget()
+
+    def _rounds_that_pay(self, requests: list[DraftRequest]) -> Rounds | None:
+        """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
+        lengths = lengths_of(requests)
+        if lengths.max() <= MOST_ENTRIES:
+            return None  # nothing would be scanned
+        rounds = self._planner.best(lengths, self._budget.tokens(requests), requests[0].overhead)
+        trees = self._budget.rate(requests)
+        least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
+        is_new = np.array([request.sequence.sequence_id not in self._in_chains for request in requests])
+        num_tokens = sum(request.sequence.num_remaining_tokens for request in requests)
+        saved = num_tokens * (1 / trees - 1 / rounds.rate)
+        is_worth_it = not is_new.any() or saved > self._planner.taking_in_seconds(lengths[is_new])
+        return rounds if rounds.rate > least and is_worth_it else None
 
     def _are_scanned(self, requests: list[DraftRequest]) -> bool:
         """Take some more of each sequence in for rounds; False while there is more to come: no step waits for long."""
@@ -134,5 +149,6 @@ class AutoDrafter(Drafter):
             if name not in self._in_chains:  # those that stay short never need room for a partial cache
                 self._chains.start(request.sequence, self._caches[name])
                 self._in_chains.add(name)
-        caught_up = [self._chains.catch_up(request.sequence) for request in requests]
+        num_chunks = max(1, CHUNKS_AT_ONCE // len(requests))
+        caught_up = [self._chains.catch_up(request.sequence, num_chunks) for request in requests]
         return all(caught_up)

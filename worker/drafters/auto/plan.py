@@ -19,6 +19,7 @@ ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 SCAN_SHARE = 0.12  # of the seconds that a row takes for all keys: what it takes to scan them
 ROUND_SECONDS = 0.0004  # of a round beside its forward
 ROW_SHARE = 0.33  # of a row's scan: what the next row of the same sequence takes
+TAKING_IN_ROWS = 10.0  # rows that take as long, behind the same text, as to make it ready to be scanned
 LEARNING_RATE = 0.03
 MOST_SLOWNESS = 8.0  # of one round: what the machine does for a moment says nothing of the next
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
@@ -68,6 +69,10 @@ class RoundsPlanner(Planner):
                 tokens = len(lengths) * self._tokens(chain_length)
                 plans.append(Rounds(num_nodes, chain_length, tokens / (drafting + seconds + overhead)))
         return max(plans, key=lambda plan: plan.rate)
+
+    def taking_in_seconds(self, lengths: np.ndarray) -> float:
+        """Until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
+        return TAKING_IN_ROWS * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: Rounds, lengths: np.ndarray) -> None:
         """The coming step goes this way."""

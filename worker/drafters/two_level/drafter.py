@@ -91,11 +91,11 @@ class TwoLevelDrafter(Drafter):
             self.counters.num_checked_nodes += round_.num_nodes
             self.counters.num_agreed_nodes += len(round_.path)
 
-    def catch_up(self, sequence: Sequence) -> bool:
+    def catch_up(self, sequence: Sequence, num_chunks: int) -> bool:
         """Take some of what is new of a sequence into its partial cache; whether a round would find all of it there."""
         tracked = self._tracked[sequence.sequence_id]
         with timed(self.counters.seconds, "follow"):
-            return tracked.partial is None or tracked.partial.catch_up(tracked.cache)
+            return tracked.partial is None or tracked.partial.catch_up(tracked.cache, num_chunks)
 
     def rounds_of(self, sequence: Sequence) -> list[Round]:
         """What came before the newest tree of a sequence."""
