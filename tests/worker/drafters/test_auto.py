@@ -81,7 +81,7 @@ def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: Tar
 
 def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: TargetModel) -> None:
     alone, together = (
-        [new_sequence(target, "T=0", length, 60, f"{length}") for length in (30, 1300, 2500)] for _ in "ab"
+        [new_sequence(target, "T=0", length, 150, f"{length}") for length in (30, 1300, 2500)] for _ in "ab"
     )
     for sequence in alone:
         run(Engine(target, create_drafter("autoregressive", target, free_rows)), sequence)
