@@ -13,7 +13,7 @@ from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.caches.partial import NUM_PINNED
 from worker.caches.scan.cache import CHUNKS_AT_ONCE, MOST_ENTRIES, NUM_RECENT
-from worker.caches.scan.keys import SCAN_CHUNK
+from worker.caches.scan.coding import SCAN_CHUNK
 from worker.drafters.auto.auto import AutoDrafter, auto
 from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner
 from worker.drafters.budget import NODE_CHOICES

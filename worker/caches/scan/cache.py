@@ -10,7 +10,8 @@ from __future__ import annotations
 from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED, PartialCache, Queries
-from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
+from worker.caches.scan.coding import SCAN_CHUNK
+from worker.caches.scan.keys import ScannedKeys
 from worker.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions that are never scanned

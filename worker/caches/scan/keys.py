@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from worker.caches.huge_pages import ask_for_huge_pages
+from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, flat_deviation
 from worker.kernels.native import CAttentionSizes
 from worker.kernels.rows import CachePlace, CacheShape
 from worker.kernels.team import ELEMENTS
 from worker.kernels.variants import chosen_variant, load_library
-
-SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
-CLOUD_CHUNKS = 16  # whose moments are taken together
-WORTH_READING = 0.1  # share of a query's weight that its best keys must have
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""
@@ -94,33 +90,10 @@ class ScannedKeys:
     def _add_chunk(self, chunk: int) -> None:
         positions = slice(self.end, self.end + SCAN_CHUNK)
         for layer, pair in enumerate(self._layers):
-            keys, values = (part[:, positions].float() for part in pair)
-            mean_keys, mean_values = keys.mean(dim=1), values.mean(dim=1)  # [num_kv_heads, head_dim]
-            keys, values = keys - mean_keys[:, None], values - mean_values[:, None]
+            (keys, mean_keys), (values, mean_values) = (centred(part[:, positions]) for part in pair)
             self._means[layer, :, chunk] = mean_keys
             if chunk == 0:
                 self._spreads[layer] = keys.abs().mean(dim=1)
             means = torch.cat([mean_keys, mean_values], dim=1)
-            changes = torch.stack([keys.mT @ keys, keys.mT @ values], dim=1) / SCAN_CHUNK
-            self._add_moments(layer, chunk, means, changes)
+            add_to_cloud(self._moments[layer, :, chunk // CLOUD_CHUNKS], chunk, keys, values, means)
         self._library.scan_code_chunk(ctypes.byref(self._sizes), self.address, len(self._layers), chunk)
-
-    def _add_moments(self, layer: int, chunk: int, means: Tensor, changes: Tensor) -> None:
-        """Join means `[heads, 2 * head_dim]` and changes `[heads, 2, head_dim, head_dim]` with the cloud's."""
-        cloud, share = self._moments[layer, :, chunk // CLOUD_CHUNKS], 1 / (chunk % CLOUD_CHUNKS + 1)
-        head_dim = changes.shape[-1]
-        own_means, own_changes = cloud[:, : 2 * head_dim], cloud[:, 2 * head_dim :].view(changes.shape)
-        away = means - own_means
-        between = away[:, :head_dim, None] @ away[:, None, :]  # [num_kv_heads, head_dim, 2 * head_dim]
-        between = between.unflatten(-1, (2, head_dim)).transpose(-2, -3)
-        own_changes.add_(share * (changes - own_changes) + share * (1 - share) * between)
-        own_means.add_(share * away)
-
-
-def flat_deviation(num_best: int, num_keys: int) -> float:
-    """Deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little to be read.
-
-    Above the score z that so many reach there is, of the weights e^score with deviation t, the share Phi(t - z).
-    """
-    normal, share = NormalDist(), min(num_best / num_keys, 0.5)
-    return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))
