@@ -38,9 +38,7 @@ class SlotKeys:
     def _add_chunk(self, layer: int) -> None:
         texts, slot, chunk = self._texts, self._slot, self._num_chunks
         positions = slice(self.end, self.end + SCAN_CHUNK)
-        (keys, mean_keys), (values, mean_values) = (
-            centred(part[:, positions]) for part in self._full.stored(layer)
-        )
+        (keys, mean_keys), (values, mean_values) = (centred(part[:, positions]) for part in self._full.stored(layer))
         texts.means[layer, slot, :, chunk] = mean_keys
         if chunk == 0:
             texts.spreads[layer, slot] = keys.abs().mean(dim=1)

@@ -17,6 +17,23 @@ LEAST_VARIANCE = tl.constexpr(1e-4)  # of scores
 
 
 @triton.jit
+def times_changes(row_ptr, is_real, changes_ptr, some, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Queries times some columns of both matrices: how keys change with keys, and values with keys."""
+    spread = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
+    gains = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
+    for first in range(0, HEAD_DIM, COLUMNS):  # float32 in one piece has no room in registers
+        d = first + tl.arange(0, COLUMNS)
+        query = load_rows(row_ptr + d[None, :], is_real, d, HEAD_DIM, True).to(tl.float32)
+        matrix_ptr = changes_ptr + d[:, None] * HEAD_DIM + some[None, :]
+        inside = (d < HEAD_DIM)[:, None] & (some < HEAD_DIM)[None, :]
+        keys = tl.load(matrix_ptr, mask=inside, other=0.0)
+        spread = tl.dot(query, keys, spread, input_precision="ieee")
+        values = tl.load(matrix_ptr + HEAD_DIM * HEAD_DIM, mask=inside, other=0.0)
+        gains = tl.dot(query, values, gains, input_precision="ieee")
+    return spread, gains
+
+
+@triton.jit
 def look_at_clouds(
     query_ptr, moments_ptr, stats_ptr, gains_ptr, groups_ptr, texts_ptr, scale,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -30,30 +47,23 @@ def look_at_clouds(
         return
     cloud_ptr = moments_ptr + ((slot * NUM_KV_HEADS + kv_head) * MOST_CLOUDS + cloud) * (2 * HEAD_DIM * (HEAD_DIM + 1))
     columns = tl.arange(0, WIDTH)
-    is_dim = columns < HEAD_DIM
-    mean_key = tl.load(cloud_ptr + columns, mask=is_dim, other=0.0)
+    some = tl.arange(0, COLUMNS)
+    mean_key = tl.load(cloud_ptr + columns, mask=columns < HEAD_DIM, other=0.0)
     for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
         row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
         row_ptr = query_ptr + row_head[:, None] * HEAD_DIM
-        query = load_rows(row_ptr + columns[None, :], is_real, columns, HEAD_DIM, True).to(tl.float32)
-        variance = tl.zeros([TILE_ROWS], tl.float32)
         gain_ptr = gains_ptr + (cloud * (NUM_ROWS * NUM_KV_HEADS * HEADS_PER_KV) + row_head)[:, None] * HEAD_DIM
+        variance = tl.zeros([TILE_ROWS], tl.float32)
         for first in range(0, HEAD_DIM, COLUMNS):
-            some = first + tl.arange(0, COLUMNS)
-            matrix_ptr = cloud_ptr + 2 * HEAD_DIM + columns[:, None] * HEAD_DIM + some[None, :]
-            inside = is_dim[:, None] & (some < HEAD_DIM)[None, :]
-            zeros = tl.zeros([TILE_ROWS, COLUMNS], tl.float32)
-            key_changes = tl.load(matrix_ptr, mask=inside, other=0.0)
-            spread = tl.dot(query, key_changes, zeros, input_precision="ieee")
-            own = load_rows(row_ptr + some[None, :], is_real, some, HEAD_DIM, True).to(tl.float32)
-            variance += tl.sum(own * spread, 1)
-            value_changes = tl.load(matrix_ptr + HEAD_DIM * HEAD_DIM, mask=inside, other=0.0)
-            gains = tl.dot(query, value_changes, zeros, input_precision="ieee")
-            tl.store(gain_ptr + some[None, :], gains, mask=is_real[:, None] & (some < HEAD_DIM)[None, :])
+            spread, gains = times_changes(row_ptr, is_real, cloud_ptr + 2 * HEAD_DIM, first + some, HEAD_DIM, COLUMNS)
+            own = load_rows(row_ptr + (first + some)[None, :], is_real, first + some, HEAD_DIM, True)
+            variance += tl.sum(own.to(tl.float32) * spread, 1)
+            is_place = is_real[:, None] & (first + some < HEAD_DIM)[None, :]
+            tl.store(gain_ptr + (first + some)[None, :], gains, mask=is_place)
+        query = load_rows(row_ptr + columns[None, :], is_real, columns, HEAD_DIM, True).to(tl.float32)
         stat_ptr = stats_ptr + (row_head * MOST_CLOUDS + cloud) * 2
         tl.store(stat_ptr, scale * tl.sum(query * mean_key[None, :], 1), mask=is_real)
-        deviation = tl.sqrt(tl.maximum(scale * scale * variance, LEAST_VARIANCE))
-        tl.store(stat_ptr + 1, deviation, mask=is_real)
+        tl.store(stat_ptr + 1, tl.sqrt(tl.maximum(scale * scale * variance, LEAST_VARIANCE)), mask=is_real)
 
 
 @triton.jit

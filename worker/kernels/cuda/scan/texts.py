@@ -102,7 +102,7 @@ class ScanScratch:
 
 
 def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[str, int]]:
-    """What each kernel of the scan is compiled for, by its name, with its warps."""
+    """What each kernel of the scan is compiled for, by its name, with its warps and stages."""
     width = triton.next_power_of_2(shape.head_dim)
     known = {
         "NUM_ROWS": NUM_ROWS,
@@ -135,7 +135,9 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
         "attend_best": (*heads, *chunks, "NUM_SPLITS", "NUM_ROWS"),
         "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "NUM_ROWS"),
     }
-    wide = {"find_threshold": 8} if shape.dtype == torch.bfloat16 else dict.fromkeys(names, 8)
+    wide = {"find_threshold", "scan_merge"} if shape.dtype == torch.bfloat16 else names
     return {
-        kernel: {name: known[name] for name in own} | {"num_warps": wide.get(kernel, 4)} for kernel, own in names.items()
+        kernel: {name: known[name] for name in own}
+        | {"num_warps": 8 if kernel in wide else 4, "num_stages": 3 if kernel == "attend_best" else 2}
+        for kernel, own in names.items()
     }

@@ -125,13 +125,17 @@ def test_where_texts_are_long_some_blocks_say_where_the_best_begin() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize(("num_best", "apart"), [(NUM_BEST, 0.15), (4 * SCAN_CHUNK, 0.02)], ids=["some", "all"])
 @pytest.mark.parametrize(("head_dim", "dtype"), SIZES, ids=str)
-def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(head_dim: int, dtype: torch.dtype) -> None:
-    texts, scan, query, found = attended(head_dim, dtype)
+def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(
+    head_dim: int, dtype: torch.dtype, num_best: int, apart: float
+) -> None:
+    """Where some keys are read, thresholds lie a little apart: scores have eight bits there."""
+    texts, scan, query, found = attended(head_dim, dtype, num_best=num_best)
     for slot in (0, 2):
         cache, rows = texts.caches[slot], texts.rows_of(slot)
         length = FIRST + texts.sequences[slot].num_chunks * SCAN_CHUNK
-        keys = ScannedKeys([cache.stored(0)], FIRST, length, NUM_BEST)
+        keys = ScannedKeys([cache.stored(0)], FIRST, length, num_best)
         keys.extend(length)
         codes = texts.texts.codes[0, slot, :, : keys._codes.shape[-1]]
         assert (codes == keys._codes[0]).float().mean() > 0.9999  # but for keys that lie on the border of a level
@@ -143,4 +147,4 @@ def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(head_dim: int, dtyp
             team = Team(load_library(VARIANTS[0]), 1)
             compiled = native_attention(team, [texts.chain(slot)], 0, query[rows].contiguous(), *own, scan.scale)
             away.append(float((found[rows].double() - compiled.double()).norm() / compiled.double().norm()))
-        assert away[0] < 0.1 < 0.5 < away[1]  # thresholds lie a little apart: scores there have eight bits
+        assert away[0] < apart < 0.5 < away[1]
