@@ -1,4 +1,4 @@
-"""What stands for a chunk of keys: its moments, which are joined with its cloud's, and codes, as the kernels have them."""
+"""What stands for a chunk of keys: moments, which are joined with those of its cloud, and codes as kernels read them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
     quarters = levels.unflatten(-1, (-1, 4)).unbind(-1)  # each [num_kv_heads, SCAN_CHUNK, head_dim / 4]
     codes = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
     return codes.to(torch.uint8).unflatten(1, (-1, CODE_BLOCK)).mT.flatten(1)
+
+
+def most_chunks(num_keys: int) -> int:
+    """Chunks that there is room for where so many keys may be scanned."""
+    return max(1, num_keys // SCAN_CHUNK)
 
 
 def flat_deviation(num_best: int, num_keys: int) -> float:

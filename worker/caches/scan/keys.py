@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.caches.huge_pages import ask_for_huge_pages
-from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, flat_deviation
+from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, flat_deviation, most_chunks
 from worker.kernels.native import CAttentionSizes
 from worker.kernels.rows import CachePlace, CacheShape
 from worker.kernels.team import ELEMENTS
@@ -44,7 +44,7 @@ class ScannedKeys:
         num_kv_heads, _, head_dim = keys.shape
         self._library = load_library(chosen_variant() or "portable")
         self._layers, self._first = layers, first
-        self._most_chunks = max(1, (length - first) // SCAN_CHUNK)
+        self._most_chunks = most_chunks(length - first)
         num_clouds = -(-self._most_chunks // CLOUD_CHUNKS)
         heads = (num_layers, num_kv_heads)
         self._codes = torch.empty(*heads, self._most_chunks * SCAN_CHUNK * head_dim // 4, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Which rows and chunks a program of the scan has, and how many there are: read on the device, so that graphs replay."""
+"""Which rows and chunks a program of the scan has: read on the device, so that graphs replay."""
 
 from __future__ import annotations
 

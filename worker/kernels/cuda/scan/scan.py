@@ -85,8 +85,8 @@ def scan_attend(
     scan: Scan,
     layer: int,
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
-    entries: Tensor,  # [2, num_slots, num_kv_heads, capacity, head_dim], keys and values of a layer of partial caches
-    full: Tensor,  # as entries, of full caches
+    entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
+    full: Tensor,  # [2, num_slots, num_kv_heads, capacity, head_dim], keys and values of full caches
     bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
     table: RowTable[Tensor],
     prefixes: Scratch,

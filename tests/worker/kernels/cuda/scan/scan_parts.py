@@ -124,7 +124,7 @@ class Texts:
         prefixes.lse.fill_(NAN)
         mixed = torch.full_like(query, NAN)
         bias = torch.zeros(len(self.sequences), ENTRIES)
-        scan_attend(scan, 0, query, self.entries[0], self.full[0], bias, self.table(), prefixes, mixed)
+        scan_attend(scan, 0, query, tuple(self.entries[0]), self.full[0], bias, self.table(), prefixes, mixed)
         num_rows = sum(rows.num_rows for rows in self.sequences)
         assert mixed[num_rows:].isnan().all()
         return mixed[:num_rows]
