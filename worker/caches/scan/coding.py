@@ -1,4 +1,4 @@
-"""What stands for a chunk of keys: moments, which are joined with those of its cloud, and codes as kernels read them."""
+"""What stands for a chunk of keys: moments, which are joined with those of its cloud, codes as kernels read them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
     is_far = keys.abs() > FAR_FROM_MEAN * spread[:, None]
     levels = torch.where(keys > 0, 2 + is_far.int(), 1 - is_far.int())
     quarters = levels.unflatten(-1, (-1, 4)).unbind(-1)  # each [num_kv_heads, SCAN_CHUNK, head_dim / 4]
-    codes = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
+    codes: Tensor = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
     return codes.to(torch.uint8).unflatten(1, (-1, CODE_BLOCK)).mT.flatten(1)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from worker.caches.full import FullKVCache
+from worker.caches.offloaded_arena import OffloadedArena
 from worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
 from worker.drafters.auto.plan import ON_A_CPU, RoundCosts, Rounds, RoundsPlanner, costs_on_a_gpu
 from worker.drafters.auto.proposer import RecycledProposer
@@ -45,7 +46,7 @@ def round_costs(target: TargetModel) -> RoundCosts | None:
     if isinstance(target.forwards, NativeForwards):
         return ON_A_CPU
     arena = target.forwards.arena
-    if arena is None or target.is_offloaded or arena.longest_job < SHORTEST_SCANNED:
+    if arena is None or isinstance(arena, OffloadedArena) or arena.longest_job < SHORTEST_SCANNED:
         return None
     return costs_on_a_gpu(arena.shape.head_dim, arena.shape.dtype.itemsize)
 

@@ -58,7 +58,7 @@ class Scan:
             **constants["choose_keys"],
         )  # fmt: skip
 
-    def attend_best(self, query: Tensor, keys: Tensor, values: Tensor, table: RowTable[Tensor]) -> None:
+    def read_best(self, query: Tensor, keys: Tensor, values: Tensor, table: RowTable[Tensor]) -> None:
         """To the chosen keys of one layer of full caches, `[num_slots, num_kv_heads, capacity, head_dim]`."""
         texts, scratch = self.texts, self.scratch
         attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
@@ -101,5 +101,6 @@ def scan_attend(
         HAS_BIAS=True, **shape.prefix_constants(),
     )  # fmt: skip
     scan.choose(layer, query, table)
-    scan.attend_best(query, *full, table)
+    full_keys, full_values = full
+    scan.read_best(query, full_keys, full_values, table)
     scan.merge(layer, query, keys, values, prefixes, table, mixed)
