@@ -41,8 +41,9 @@ def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
     is_far = keys.abs() > FAR_FROM_MEAN * spread[:, None]
     levels = torch.where(keys > 0, 2 + is_far.int(), 1 - is_far.int())
     quarters = levels.unflatten(-1, (-1, 4)).unbind(-1)  # each [num_kv_heads, SCAN_CHUNK, head_dim / 4]
-    codes: Tensor = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
-    return codes.to(torch.uint8).unflatten(1, (-1, CODE_BLOCK)).mT.flatten(1)
+    codes = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
+    blocks: Tensor = codes.to(torch.uint8).unflatten(1, (-1, CODE_BLOCK))
+    return blocks.mT.flatten(1)
 
 
 def most_chunks(num_keys: int) -> int:

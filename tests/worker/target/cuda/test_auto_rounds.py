@@ -29,9 +29,9 @@ from worker.target.cuda.partial_arena import PartialArena
 from worker.target.step_costs import ROW_COUNTS, StepCosts
 from worker.target.target import TargetModel
 
-CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 5, 256
+CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
-LENGTHS = (165, 20)  # of prompts: one is scanned in two chunks, one is not
+LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
 PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
 
 
@@ -97,7 +97,7 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(files: ModelFil
             tensor.fill_(torch.nan)
     assert run(target, drafter, sequences(target)) == plain
     assert drafter.counters.num_rounds > 2
-    assert sorted(arena.texts.places[:, 1].tolist()) == [0, 2]  # chunks that were scanned
+    assert sorted(arena.texts.places[:, 1].tolist()) == [0, 1]  # chunks that were scanned
     assert arena.num_free == 2
 
 
