@@ -1,7 +1,8 @@
 """Attention of rows to a partial cache and the scanned text beside it: seven launches a layer for all sequences.
 
 A query's best keys by their codes are read exactly from the full cache, the others weigh as clouds. Drafts alone see
-this; still a row's bits are its own, since nothing is summed across rows, and nothing is counted by several programs.
+this. A row's bits follow from the rows of its own sequence in the forward: nothing is summed across sequences, and
+nothing is counted by several programs.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
         "attend_best": (*heads, *chunks, "NUM_SPLITS", "NUM_ROWS"),
         "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "NUM_ROWS"),
     }
-    wide = {"find_threshold", "scan_merge"} if shape.dtype == torch.bfloat16 else names
+    wide = {"find_threshold", "choose_keys", "scan_merge"} if shape.dtype == torch.bfloat16 else names
     return {
         kernel: {name: known[name] for name in own}
         | {"num_warps": 8 if kernel in wide else 4, "num_stages": 3 if kernel == "attend_best" else 2}

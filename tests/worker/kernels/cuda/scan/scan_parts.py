@@ -53,11 +53,10 @@ class Texts:
         for tensor in self.texts.tensors():
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
         generator = torch.Generator().manual_seed(head_dim)
-        self.caches: list[ArenaKVCache] = []
+        self.caches: list[ArenaKVCache] = [arena.new_cache(longest) for _ in sequences][::-1]
         self.partial: list[PartialCache] = []
         for slot, rows in enumerate(sequences):
-            cache = arena.new_cache(longest)
-            self.caches.append(cache)
+            cache = self.caches[slot]
             self._write(cache, FIRST + rows.num_chunks * SCAN_CHUNK + ENTRIES, generator)
             keys = SlotKeys(cache, self.texts, slot)
             keys.extend(cache.length)

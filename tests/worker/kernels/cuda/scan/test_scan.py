@@ -1,4 +1,4 @@
-"""The scan on a GPU: scores as codes have them, the best read exactly, the rest as clouds, each row's bits its own."""
+"""The scan on a GPU: scores as codes have them, the best read exactly, the rest as clouds, the same bits every time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_ker
 from worker.caches.scan.coding import SCAN_CHUNK
 from worker.caches.scan.keys import ScannedKeys
 from worker.kernels.cuda.scan.scan import Scan
+from worker.kernels.cuda.table import BLOCK
 from worker.kernels.native import native_attention
 from worker.kernels.team import Team
 from worker.kernels.variants import load_library
@@ -101,7 +102,7 @@ def test_of_the_text_only_keys_on_the_lists_are_read() -> None:
     assert torch.equal(others.attended(others.scan(), query), found)
 
 
-def test_a_row_has_the_same_bits_again_and_alone() -> None:
+def test_rows_have_the_same_bits_again_and_without_other_sequences() -> None:
     texts, _, query, found = attended(64, FLOAT32)
     assert torch.equal(texts.attended(texts.scan(), query), found)
     alone = Texts([SEQUENCES[0]], NUM_BEST, 64, FLOAT32)
@@ -115,6 +116,8 @@ def test_where_texts_are_long_some_blocks_say_where_the_best_begin() -> None:
     texts.attended(scan, query)
     for head in range(4):
         scores = texts.scores(query[:1, head], 0, head)[0]
+        sampled = scores.view(-1, BLOCK)[::2].flatten()
+        torch.testing.assert_close(scan.scratch.samples[0, head, : len(sampled)].double(), sampled, atol=1e-3, rtol=0)
         limit = float(scan.scratch.limits[0, head])
         chosen = texts.chosen(scan, 0, 0, head)
         assert 170 < len(chosen) < 350
