@@ -14,6 +14,7 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 from worker.caches.scan import cache as scan_cache
 from worker.caches.scan import coding, slot_keys
+from worker.caches.scan.cache import ScanKVCache
 from worker.drafters.auto import auto as auto_module
 from worker.drafters.auto import plan as plan_module
 from worker.drafters.auto.auto import AutoDrafter, auto
@@ -26,8 +27,11 @@ from worker.kernels.cuda.scan import texts as texts_module
 from worker.model.files import ModelFiles, locate_model
 from worker.sequence import Sequence
 from worker.target.cuda.partial_arena import PartialArena
+from worker.target.partial_rows import partial_rows
 from worker.target.step_costs import ROW_COUNTS, StepCosts
 from worker.target.target import TargetModel
+from worker.target.tiles import tree_rows
+from worker.tree import DraftTree
 
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
@@ -99,6 +103,27 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(files: ModelFil
     assert drafter.counters.num_rounds > 2
     assert sorted(arena.texts.places[:, 1].tolist()) == [0, 1]  # chunks that were scanned
     assert arena.num_free == 2
+
+
+@pytest.mark.parametrize(("num_best", "away"), [(1, 0.6), (CHUNK, 0.05)], ids=["by a cloud", "exactly"])
+def test_a_round_says_nearly_what_the_target_says(files: ModelFiles, num_best: int, away: float) -> None:
+    """Of every layer by its own keys: without those that are scanned it says something else."""
+    target = cuda_target(files, torch.float32, 1, LONGEST)
+    new_entries = target.forwards.room_for(ScanKVCache, num_best)
+    sequence = sequences(target)[0]
+    full, prompt = target.new_cache(LONGEST), sequence.token_ids.tolist()
+    while full.length < len(prompt) - 1:
+        target.read(full, prompt[full.length : -1])
+    partial = ScanKVCache(target.cache_shape, num_best, sequence, new_entries)
+    partial.follow(full, lambda position: torch.empty(0))
+    [exact] = target.verify([tree_rows(full, prompt[-1], DraftTree())])
+    expected, found = exact.logits[0].clone(), []
+    texts = partial.entries.arena.texts  # type: ignore[attr-defined]
+    for num_chunks in (1, 0):
+        texts.places[:, 1] = num_chunks
+        [rows] = target.check([partial_rows(partial, prompt[-1], full.length, DraftTree())])
+        found.append(float((rows.logits[0] - expected).norm() / expected.norm()))
+    assert found[0] < away * found[1]
 
 
 def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> None:
