@@ -39,8 +39,11 @@ def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) ->
 
     Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest.
     """
-    budget = max((ENGINES[name].partial_budget for name in engines if name in ENGINES), default=0)
-    return SlotsWanted(longest, budget, num_sequences + 1)
+    entries = [ENGINES[name] for name in engines if name in ENGINES]
+    budget, num_best = (
+        max((getattr(entry, name) for entry in entries), default=0) for name in ("partial_budget", "scanned_best")
+    )
+    return SlotsWanted(longest, budget, num_sequences + 1, num_best)
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from worker.caches.full import CacheShape, FullKVCache, keep_path
+
+
+class Keys(Protocol):
+    """Of a sequence, to be scanned beside its entries."""
+
+    @property
+    def end(self) -> int:
+        """Position behind those that are scanned."""
+
+    def extend(self, length: int) -> None:
+        """Take in all whole chunks in front of position `length`, which are in the cache."""
 
 
 class Entries:
@@ -26,6 +38,13 @@ class Entries:
         """Room for means of chunks of keys (part 0) or values, `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
         size = (self.shape.num_layers, self.shape.num_kv_heads, num_chunks, self.shape.head_dim)
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
+
+    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
+        """So many keys from position `first` on may be scanned beside the entries, for `num_best` of them each time."""
+
+    def new_keys(self, full: FullKVCache) -> Keys | None:
+        """Scanned keys of a sequence, none yet, where there is room beside the entries for all that were expected."""
+        return None
 
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
         """Copy consecutive positions to consecutive entries, in all layers."""

@@ -115,6 +115,7 @@ class EngineEntry:
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
     partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
+    scanned_best: int = 0  # keys that queries of its drafts read exactly of texts that are scanned
     draft_length: int = 0  # positions of the cache that its draft model has for each sequence
     memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
 
@@ -134,7 +135,9 @@ def _function(place: str) -> Any:
 
 ENGINES = {
     "auto": EngineEntry(
-        "auto.auto:auto", "whatever brings most tokens: recycled candidates, or chains drawn with scanned keys"
+        "auto.auto:auto",
+        "whatever brings most tokens: recycled candidates, or chains drawn with scanned keys",
+        scanned_best=256,
     ),
     "autoregressive": EngineEntry("autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"),
     "prompt-lookup": EngineEntry(

@@ -18,7 +18,7 @@ def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, p
     Raises ModelError as `check_parts` does.
     """
     entry = engine_entry(engine)
-    wanted = SlotsWanted(longest_job, entry.partial_budget)
+    wanted = SlotsWanted(longest_job, entry.partial_budget, scanned_best=entry.scanned_best)
     if entry.part is None:
         return wanted
     path = entry.part.find(files.name, files.path, files.fingerprint, None if parts is None else Path(parts))

@@ -72,6 +72,7 @@ class SlotsWanted:
     longest_job: int  # positions
     partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
     num_slots: int | None = None  # None: as many as fit
+    scanned_best: int = 0  # keys that queries of drafts read exactly of texts that are scanned; 0: none is
     part_bytes: int = 0  # of what an engine drafts with, once
     draft: ModelSizes | None = None  # of a draft model, which has a cache of `draft_length` positions for each slot
     draft_length: int = 0

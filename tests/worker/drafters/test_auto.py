@@ -13,9 +13,9 @@ from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.caches.partial import NUM_PINNED
 from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
-from worker.caches.scan.keys import SCAN_CHUNK
+from worker.caches.scan.coding import SCAN_CHUNK
 from worker.drafters.auto.auto import CHUNKS_AT_ONCE, AutoDrafter, auto
-from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner
+from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner, costs_on_a_gpu
 from worker.drafters.budget import NODE_CHOICES
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.two_level.chain import Round
@@ -140,6 +140,12 @@ def test_rounds_promise_most_where_caches_are_long() -> None:
     assert gains == sorted(gains)
     assert gains[0] < 1.0
     assert gains[-1] > 2.0
+
+
+def test_on_a_gpu_a_scan_costs_its_share_of_the_bytes() -> None:
+    halves, floats = (costs_on_a_gpu(128, item_size).scan_share for item_size in (2, 4))
+    assert 1 / 16 < halves < 1 / 12  # two bits of sixteen of a key alone, and clouds
+    assert floats == halves / 2
 
 
 def test_one_long_text_makes_no_batch_of_short_ones_wait() -> None:

@@ -7,14 +7,15 @@ from the full cache, and what the others bring follows from their moments (`work
 
 from __future__ import annotations
 
-from worker.caches.entries import Entries, NewEntries
+from worker.caches.entries import Entries, Keys, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED, PartialCache, Queries
-from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
+from worker.caches.scan.coding import SCAN_CHUNK
+from worker.caches.scan.keys import ScannedKeys
 from worker.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions that are never scanned
-MOST_ENTRIES = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
+MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 
 
 class ScanKVCache(PartialCache):
@@ -26,7 +27,8 @@ class ScanKVCache(PartialCache):
         """`budget` is the number of positions that each query reads of those that are scanned."""
         super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
         self._budget, self._max_length = budget, sequence.max_length
-        self._scannable: ScannedKeys | None = None
+        self.entries.expect_keys(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
+        self._scannable: Keys | None = None
         self._scanned_to = NUM_PINNED  # as the entries know it
         self._num_fed = 0
 
@@ -41,15 +43,18 @@ class ScanKVCache(PartialCache):
         keys = self._keys_of(full)
         keys.extend(full.length - NUM_RECENT)
         if keys.end > self._scanned_to:  # what is scanned from now on leaves the entries
-            self.scanned, self._scanned_to = keys, keys.end
+            self._scanned_to = keys.end
+            self.scanned = keys if isinstance(keys, ScannedKeys) else None  # a GPU's kernels know their slots
             self._num_sequence_entries, self._num_fed = NUM_PINNED, keys.end
         self._copy(full, full.length)
 
-    def _keys_of(self, full: FullKVCache) -> ScannedKeys:
-        if self._scannable is None:
-            layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
-            self._scannable = ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
+    def _keys_of(self, full: FullKVCache) -> Keys:
+        self._scannable = self._scannable or self.entries.new_keys(full) or self._own_keys(full)
         return self._scannable
+
+    def _own_keys(self, full: FullKVCache) -> ScannedKeys:
+        layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
+        return ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
 
     def _copy(self, full: FullKVCache, end: int) -> None:
         """Append the positions that are not there yet, up to `end`."""

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from worker.caches.huge_pages import ask_for_huge_pages
+from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, flat_deviation, most_chunks
 from worker.kernels.native import CAttentionSizes
 from worker.kernels.rows import CachePlace, CacheShape
 from worker.kernels.team import ELEMENTS
 from worker.kernels.variants import chosen_variant, load_library
-
-SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
-CLOUD_CHUNKS = 16  # whose moments are taken together
-MOMENT_STRIDE = 2  # of the keys whose changes are taken: every other one tells as much
-WORTH_READING = 0.1  # share of a query's weight that its best keys must have
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""
@@ -49,7 +44,7 @@ class ScannedKeys:
         num_kv_heads, _, head_dim = keys.shape
         self._library = load_library(chosen_variant() or "portable")
         self._layers, self._first = layers, first
-        self._most_chunks = max(1, (length - first) // SCAN_CHUNK)
+        self._most_chunks = most_chunks(length - first)
         num_clouds = -(-self._most_chunks // CLOUD_CHUNKS)
         heads = (num_layers, num_kv_heads)
         self._codes = torch.empty(*heads, self._most_chunks * SCAN_CHUNK * head_dim // 4, dtype=torch.uint8)
@@ -95,33 +90,11 @@ class ScannedKeys:
     def _add_chunk(self, chunk: int) -> None:
         positions = slice(self.end, self.end + SCAN_CHUNK)
         pairs = [torch.stack([part[:, positions] for part in pair]) for pair in self._layers]
-        both = torch.stack(pairs).float()  # [num_layers, keys or values, num_kv_heads, SCAN_CHUNK, head_dim]
-        means = both.mean(dim=-2, keepdim=True)
-        keys, values = both.sub_(means).unbind(dim=1)
-        mean_keys, mean_values = means.squeeze(-2).unbind(dim=1)  # [num_layers, num_kv_heads, head_dim]
+        both = torch.stack(pairs, dim=1)  # [keys or values, num_layers, num_kv_heads, SCAN_CHUNK, head_dim]
+        (keys, mean_keys), (values, mean_values) = (centred(numbers) for numbers in both)
         self._means[:, :, chunk] = mean_keys
         if chunk == 0:
             self._spreads.copy_(keys.abs().mean(dim=-2))
-        joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
-        changes = joined[..., : keys.shape[-1]].mT @ joined / joined.shape[-2]
-        self._add_moments(chunk, torch.cat([mean_keys, mean_values], dim=-1), changes)
+        means = torch.cat([mean_keys, mean_values], dim=-1)
+        add_to_cloud(self._moments[:, :, chunk // CLOUD_CHUNKS], chunk, keys, values, means)
         self._library.scan_code_chunk(ctypes.byref(self._sizes), self.address, len(self._layers), chunk)
-
-    def _add_moments(self, chunk: int, means: Tensor, changes: Tensor) -> None:
-        """Join all heads' means `[..., 2 * head_dim]` and changes `[..., head_dim, 2 * head_dim]` with the cloud's."""
-        cloud, share = self._moments[:, :, chunk // CLOUD_CHUNKS], 1 / (chunk % CLOUD_CHUNKS + 1)
-        head_dim = changes.shape[-2]
-        own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))
-        away = means - own_means
-        changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]  # of the chunks' means
-        own_changes.lerp_(changes.unflatten(-1, (2, head_dim)).transpose(-2, -3), share)
-        own_means.lerp_(means, share)
-
-
-def flat_deviation(num_best: int, num_keys: int) -> float:
-    """Deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little to be read.
-
-    Above the score z that so many reach there is, of the weights e^score with deviation t, the share Phi(t - z).
-    """
-    normal, share = NormalDist(), min(num_best / num_keys, 0.5)
-    return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))

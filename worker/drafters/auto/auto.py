@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from worker.caches.full import FullKVCache
-from worker.caches.scan.cache import MOST_ENTRIES, ScanKVCache
-from worker.drafters.auto.plan import Rounds, RoundsPlanner
+from worker.caches.offloaded_arena import OffloadedArena
+from worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
+from worker.drafters.auto.plan import ON_A_CPU, RoundCosts, Rounds, RoundsPlanner, costs_on_a_gpu
 from worker.drafters.auto.proposer import RecycledProposer
 from worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from worker.drafters.catalogue import ENGINES
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from worker.drafters.shared_budget import SharedBudget, lengths_of
 from worker.drafters.two_level.drafter import TwoLevelDrafter
@@ -26,18 +28,28 @@ from worker.target.target import TargetModel
 from worker.tree import DraftTree
 from worker.verification import Verification
 
-NUM_BEST = 256  # keys that a query of a round sees exactly
+NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 32  # steps: to plan takes a fifth of a short step
 CHUNKS_AT_ONCE = 16  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.03  # times the other way's rate: what is no better than that is not changed for
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
-    """A `DrafterFactory`. Keys are scanned by the compiled kernels; elsewhere trees are all there is."""
-    recycling = TokenRecyclingDrafter(target, costs)
-    if not isinstance(target.forwards, NativeForwards) or recycling.budget is None:
+    """A `DrafterFactory`. Keys are scanned by our own kernels; elsewhere trees are all there is."""
+    recycling, rounds = TokenRecyclingDrafter(target, costs), round_costs(target)
+    if rounds is None or recycling.budget is None:
         return recycling
-    return AutoDrafter(target, costs, recycling, recycling.budget)
+    return AutoDrafter(target, RoundsPlanner(costs(), rounds), recycling, recycling.budget)
+
+
+def round_costs(target: TargetModel) -> RoundCosts | None:
+    """None where no kernel scans keys, where caches lie outside of the GPU, and where all texts stay short."""
+    if isinstance(target.forwards, NativeForwards):
+        return ON_A_CPU
+    arena = target.forwards.arena
+    if arena is None or isinstance(arena, OffloadedArena) or arena.longest_job < SHORTEST_SCANNED:
+        return None
+    return costs_on_a_gpu(arena.shape.head_dim, arena.shape.dtype.itemsize)
 
 
 class AutoDrafter(Drafter):
@@ -46,10 +58,9 @@ class AutoDrafter(Drafter):
     needs_top_k = True
 
     def __init__(
-        self, target: TargetModel, costs: Costs, recycling: TokenRecyclingDrafter, budget: SharedBudget
+        self, target: TargetModel, planner: RoundsPlanner, recycling: TokenRecyclingDrafter, budget: SharedBudget
     ) -> None:
-        self._recycling, self._budget = recycling, budget
-        self._planner = RoundsPlanner(costs())
+        self._recycling, self._budget, self._planner = recycling, budget, planner
         self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
         self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
         self._names: list[str] = []  # of the sequences that this was planned for
@@ -131,7 +142,7 @@ class AutoDrafter(Drafter):
     def _rounds_that_pay(self, requests: list[DraftRequest]) -> Rounds | None:
         """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
         lengths = lengths_of(requests)
-        if lengths.max() <= MOST_ENTRIES:
+        if lengths.max() < SHORTEST_SCANNED:
             return None  # nothing would be scanned
         rounds = self._planner.best(lengths, self._budget.tokens(requests), requests[0].overhead)
         trees = self._budget.rate(requests)

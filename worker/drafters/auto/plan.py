@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from worker.caches.scan.cache import MOST_ENTRIES
+from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK
 from worker.drafters.budget import NODE_CHOICES
 from worker.drafters.two_level.chain import RoundPlan
 from worker.drafters.two_level.chain_tree import ChainTree
@@ -16,10 +17,6 @@ from worker.target.tiles import TILE_ROWS
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
-SCAN_SHARE = 0.12  # of the seconds that a row takes for all keys: what it takes to scan them
-ROUND_SECONDS = 0.0004  # of a round beside its forward
-ROW_SHARE = 0.33  # of a row's scan: what the next row of the same sequence takes
-TAKING_IN_ROWS = 10.0  # rows that take as long, behind the same text, as to make it ready to be scanned
 LEARNING_RATE = 0.03
 MOST_SLOWNESS = 8.0  # of one round: what the machine does for a moment says nothing of the next
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
@@ -28,6 +25,32 @@ PRIOR_ALIKE = 0.95
 KEPT = 0.97  # of what earlier steps count, with every step
 MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
+LAUNCHES_IN_ROWS = 100  # of a GPU: what it takes in are launches rather than bytes
+HOST_SECONDS = 0.001  # of a GPU's step: the host's part, as docs/gpu.md has it
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """What rounds cost beside what forwards do."""
+
+    scan_share: float  # of the seconds that a row takes for all keys: what it takes to scan them
+    row_share: float  # of a row's scan: what the next row of the same sequence takes
+    seconds: float  # of a round beside its forward
+    taking_in_rows: float  # rows that take as long, behind a text, as to make it ready to be scanned
+
+
+ON_A_CPU = RoundCosts(scan_share=0.12, row_share=0.33, seconds=0.0004, taking_in_rows=10)  # measured
+
+
+def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
+    """By the bytes that are read of a key, codes and its part of a cloud beside key and value: no GPU measured it.
+
+    Rows of a sequence read them together.
+    """
+    cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
+    scanned = head_dim / 4 + cloud_bytes / (CLOUD_CHUNKS * SCAN_CHUNK)
+    share = scanned / (2 * head_dim * item_size)
+    return RoundCosts(share, row_share=0.0, seconds=HOST_SECONDS, taking_in_rows=LAUNCHES_IN_ROWS)
 
 
 @dataclass(frozen=True)
@@ -44,8 +67,8 @@ class RoundsPlanner(Planner):
 
     max_nodes = TILE_ROWS - 1
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: StepCosts, rounds: RoundCosts = ON_A_CPU) -> None:
+        self._costs, self._rounds = costs, rounds
         self._current = NO_ROUNDS
         self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
         self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
@@ -72,7 +95,7 @@ class RoundsPlanner(Planner):
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
         """Until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
-        return TAKING_IN_ROWS * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
+        return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: Rounds, lengths: np.ndarray) -> None:
         """The coming step goes this way."""
@@ -126,4 +149,5 @@ class RoundsPlanner(Planner):
         exact = self._forward_seconds(entries, num_nodes + 1)
         rows = np.array([1])
         beyond = (self._costs.own_seconds(rows, lengths) - self._costs.own_seconds(rows, entries)).clip(min=0.0).sum()
-        return ROUND_SECONDS + exact + SCAN_SHARE * (1 + ROW_SHARE * num_nodes) * float(beyond)
+        share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
+        return self._rounds.seconds + exact + share * float(beyond)

@@ -68,7 +68,7 @@ class OneLayer:
     def attend(self) -> None:
         """The two launches over what was uploaded."""
         keys, values = self.arena.buffer[0]
-        self._attention.attend(keys, values, None, self._table, self._mixed)
+        self._attention.attend(0, keys, values, None, self._table, self._mixed)
 
     def exact(self, query: Tensor, rows: SequenceRows, slot: int, row: int) -> Tensor:
         """One row's `[num_heads, head_dim]` in float64, of `query` as it is."""

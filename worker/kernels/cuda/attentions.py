@@ -26,8 +26,13 @@ class Attention(Protocol):
     def places(self, table: RowTable[Tensor]) -> Tensor | None:
         """Of the rows there, `[NUM_ROWS]`, their heads in another order, for `rope_store`; None: all in order."""
 
-    def attend(self, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor) -> None:
-        """As `worker.kernels.cuda.attention.attend`; nothing that is ours is allocated. Raises ValueError."""
+    def attend(
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+    ) -> None:
+        """As `worker.kernels.cuda.attention.attend`, of the decoder's layer `layer`; nothing that is ours is allocated.
+
+        Raises ValueError.
+        """
 
     def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
         """Take queries `[num_rows, num_heads, head_dim]` of the table's first rows; NaN lies wherever none may look."""
@@ -41,27 +46,29 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         num_heads = shape.num_kv_heads * shape.heads_per_kv
-        self._shape, self._scale = shape, scale
-        self._scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device)
+        self.shape, self.scale = shape, scale
+        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device)
         self.query = torch.zeros(NUM_ROWS, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
-        return f"{len(self._scratch.lse)} splits"
+        return f"{len(self.scratch.lse)} splits"
 
     def places(self, table: RowTable[Tensor]) -> None:
         return None
 
-    def attend(self, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor) -> None:
-        attend(self.query, keys, values, bias, table, self._scratch, mixed, self._scale)
+    def attend(
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+    ) -> None:
+        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale)
 
     def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
-        for numbers in (self._scratch.output, self._scratch.lse, self.query):
+        for numbers in (self.scratch.output, self.scratch.lse, self.query):
             numbers.fill_(torch.nan)
         self.query[: len(query)] = query
 
     def heads(self) -> Tensor:
-        shape = self._shape
+        shape = self.shape
         return self.query.view(NUM_ROWS, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
 
 

@@ -17,6 +17,8 @@ from worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAtt
 from worker.kernels.cuda.layers import add_norm, embed, silu_mul
 from worker.kernels.cuda.linear import LinearKernel
 from worker.kernels.cuda.rotary import rope_store
+from worker.kernels.cuda.scan.attention import ScanAttention
+from worker.kernels.cuda.scan.texts import ScannedTexts
 from worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
 
@@ -58,15 +60,20 @@ class CudaDecoder:
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
 
-    def over(self, arena: Tensor, bias: Tensor) -> CudaDecoder:
-        """The same over another arena, with biases. All but the tables is shared: one of the two runs at a time."""
+    def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
+        """The same over another arena, with biases. All but the tables is shared: one of the two runs at a time.
+
+        Rows see `texts` beside their entries, whose best keys are read from this decoder's arena.
+        """
         _check_arena(arena, self._weights)
         other = copy.copy(self)
         other._arena, other._bias = arena, bias
         other.layout = replace(self.layout, num_slots=arena.shape[2], capacity=arena.shape[4], boundary_step=1)
         other._allocate_table(arena.device)
-        if not isinstance(self.attention, TritonAttention):  # flash-attn adds no biases
-            other.attention = TritonAttention(self._shape, other.layout, self.sizes.scale, arena.device)
+        attention = self.attention
+        if not isinstance(attention, TritonAttention):  # flash-attn adds no biases
+            attention = TritonAttention(self._shape, other.layout, self.sizes.scale, arena.device)
+        other.attention = attention if texts is None else ScanAttention(attention, texts, self._arena)
         return other
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
@@ -90,7 +97,7 @@ class CudaDecoder:
         keys, values = self._arena[number % len(self._arena)]
         delta = self._delta if number else None
         add_norm(self._table.rows, self._state, delta, layer.input_norm, epsilon, self._normed)
-        self._mix(layer, keys, values)
+        self._mix(number, keys, values)
         if tap is not None:
             tap(number, self.attention.heads())
         add_norm(self._table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
@@ -102,14 +109,14 @@ class CudaDecoder:
         add_norm(self._table.rows, self._state, self._delta, weights.final_norm, self.sizes.epsilon, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
 
-    def _mix(self, layer: StackedLayer, keys: Tensor, values: Tensor) -> None:
-        table, attention = self._table, self.attention
+    def _mix(self, number: int, keys: Tensor, values: Tensor) -> None:
+        table, attention, layer = self._table, self.attention, self._weights.layers[number]
         self._linear(self._normed, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
         rope_store(
             self._qkv, self._angles, layer.head_norms, self.sizes.epsilon, table.rows,
             attention.query, keys, values, attention.places(table),
         )  # fmt: skip
-        attention.attend(keys, values, self._bias, table, self._mixed)
+        attention.attend(number, keys, values, self._bias, table, self._mixed)
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)

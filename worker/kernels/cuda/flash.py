@@ -94,7 +94,9 @@ class FlashAttention:
     def places(self, table: RowTable[Tensor]) -> Tensor:
         return table.packed
 
-    def attend(self, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor) -> None:
+    def attend(
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+    ) -> None:
         if bias is not None:
             raise ValueError("found a bias, which flash-attn does not add to scores; attend with triton")
         slots, boundaries = table.prefixes

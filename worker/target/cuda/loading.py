@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 
@@ -12,6 +11,7 @@ from worker.caches.copies import CudaLane, Staging
 from worker.caches.full import MAX_TREE_NODES, CacheShape
 from worker.caches.layer_ring import Streams
 from worker.caches.offloaded_arena import OffloadedArena
+from worker.caches.scan.room import scan_memory
 from worker.caches.streams import computing_stream
 from worker.caches.summary import CHUNK_SIZE, summary_positions
 from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
@@ -59,10 +59,7 @@ def load_cuda_forwards(
     hold_products_steady()
     num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
     gpu = GPUMemory(torch.cuda.mem_get_info(device)[0], num_splits, kernels.attention)
-    drafts = drafts_of(wanted, sizes)
-    if wanted.partial_budget and kernels.attention == "flash":  # whose kernel adds no biases: rounds attend in ours
-        own = GPUMemory(gpu.free_bytes, num_splits)
-        drafts = replace(drafts, part_bytes=drafts.part_bytes + own.scratch_bytes(sizes))
+    drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
         plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
@@ -140,6 +137,17 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
         model = draft_model_memory(wanted.draft, wanted.draft_length)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
     return DraftMemory(part_bytes, slot_bytes)
+
+
+def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
+    """And what rounds take beside their partial caches: scanned texts, which caches outside of the GPU have none of."""
+    scan = NO_DRAFTS
+    if wanted.scanned_best and wanted.host_bytes is None:
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
+        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits)
+    has_rounds = wanted.partial_budget or scan.slot_bytes
+    own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
+    return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
 
 
 def splits_of(num_multiprocessors: int, num_kv_heads: int) -> int:

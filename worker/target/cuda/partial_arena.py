@@ -15,8 +15,11 @@ from worker.caches.entries import Entries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import PartialCacheFactory
 from worker.caches.room import KVRoomError
+from worker.caches.scan.coding import most_chunks
+from worker.caches.scan.slot_keys import SlotKeys
 from worker.kernels.cuda.moving.gather import gather_entries, gather_range
 from worker.kernels.cuda.moving.means import average_chunks
+from worker.kernels.cuda.scan.texts import ScannedTexts, TextSizes
 from worker.sequence import Sequence
 from worker.target.cuda.row_mover import RowMover
 
@@ -24,10 +27,14 @@ from worker.target.cuda.row_mover import RowMover
 class PartialArena:
     """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots, capacity] float32`.
 
-    Neither ever moves, nor do `means`, which are as `buffer`, of `num_chunks` chunks in place of entries.
+    Neither ever moves, nor do `means`, which are as `buffer`, of `num_chunks` chunks in place of entries, and `texts`,
+    which are scanned beside the entries; None where nobody scans.
     """
 
-    def __init__(self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int) -> None:
+    def __init__(
+        self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int, texts: ScannedTexts | None = None
+    ) -> None:
+        self.texts = texts
         self.shape, self.num_slots, self.capacity, self.num_chunks = shape, num_slots, capacity, num_chunks
         self.buffer, self.means = (
             torch.empty(
@@ -75,6 +82,11 @@ class SlotEntries(Entries):
         if num_chunks > self.arena.num_chunks:
             raise KVRoomError(f"means of {num_chunks:,} chunks: a slot has {self.arena.num_chunks:,}")
         return self.arena.means[:, part, self.slot, :, :num_chunks]
+
+    def new_keys(self, full: FullKVCache) -> SlotKeys | None:
+        if self.arena.texts is None or not _has_all_layers(full):
+            return None
+        return SlotKeys(full, self.arena.texts, self.slot)
 
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
         if not _has_all_layers(full):
@@ -129,6 +141,7 @@ class _Asked(Entries):
     """Notes what a partial cache asks for, and takes no memory."""
 
     num_chunks = 0
+    scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         super().__init__(shape, capacity)
@@ -137,6 +150,9 @@ class _Asked(Entries):
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
         self.num_chunks = max(self.num_chunks, num_chunks)
         return super().new_means(part, num_chunks)
+
+    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
+        self.scanned = first, num_keys, num_best
 
 
 def arena_for(
@@ -147,7 +163,17 @@ def arena_for(
     longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
     asked = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked).entries
     assert isinstance(asked, _Asked)
-    return PartialArena(shape, num_slots, asked.capacity, asked.num_chunks)
+    return PartialArena(shape, num_slots, asked.capacity, asked.num_chunks, _texts_for(asked, shape, num_slots))
+
+
+def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts | None:
+    if asked.scanned is None:
+        return None
+    first, num_keys, num_best = asked.scanned
+    sizes = TextSizes(
+        shape.num_layers, num_slots, shape.num_kv_heads, shape.head_dim, most_chunks(num_keys), num_best, first
+    )
+    return ScannedTexts.empty(sizes, shape.device)
 
 
 def _numbers(chosen: torch.Tensor) -> torch.Tensor:

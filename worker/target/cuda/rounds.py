@@ -21,7 +21,7 @@ class Rounds:
 
     def __init__(self, decoder: CudaDecoder, arena: PartialArena, capture: Capture) -> None:
         """`decoder` is the target's, whose buffers serve both."""
-        self._decoder = decoder.over(arena.buffer, arena.bias)
+        self._decoder = decoder.over(arena.buffer, arena.bias, arena.texts)
         self._table = Upload(self._decoder.table_buffer)
         self._graph = capture(self._decoder.forward, arena.shape.device)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.worker.caches.cache_parts import everything_of
 from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.scan.keys import SCAN_CHUNK, ScannedKeys
+from worker.caches.scan.coding import SCAN_CHUNK
+from worker.caches.scan.keys import ScannedKeys
 from worker.kernels.native import native_attention
 from worker.kernels.team import Team
 from worker.kernels.variants import load_library

@@ -10,7 +10,7 @@ from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import NUM_PINNED
 from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
-from worker.caches.scan.keys import SCAN_CHUNK
+from worker.caches.scan.coding import SCAN_CHUNK
 from worker.sequence import Sequence
 from worker.target.partial_rows import partial_rows
 from worker.target.target import TargetModel

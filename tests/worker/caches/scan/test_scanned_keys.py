@@ -9,7 +9,7 @@ import torch
 
 from tests.worker.caches.scan.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.caches.scan.keys import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
+from worker.caches.scan.coding import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
 
 pytestmark = needs_kernels
 SIZES = [(64, torch.bfloat16), (64, torch.float32), (80, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16)]

@@ -22,14 +22,18 @@ from triton.compiler import ASTSource
 from worker.kernels.cuda import flash, layers, linear, prefix, probes, rotary, tail
 from worker.kernels.cuda.attention import AttentionShape
 from worker.kernels.cuda.griffin import layers as griffin
+from worker.kernels.cuda.scan import best, choice, clouds, merge
+from worker.kernels.cuda.scan.texts import TextSizes, scan_constants
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
-NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32"}
+NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
 INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
+INTEGERS += ("texts_ptr", "entries_ptr", "counts_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("words_ptr", "places_ptr")
-SUMS = ("lse_ptr", "noise_ptr")  # float32 whatever the model's dtype
+SUMS = ("lse_ptr", "noise_ptr", "means_ptr", "spreads_ptr", "moments_ptr", "stats_ptr", "gains_ptr", "limits_ptr")
+SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
 
 CAPABILITIES = (80, 90)  # of A100 and H100
@@ -57,7 +61,22 @@ def kernels(dtype: str) -> dict[str, Made]:
         found[f"tail{name}"] = tail.tail_merge, constants.tail_constants()
         found[f"packed tail{name}"] = flash.tail_merge_packed, flash.packed_constants(constants)
     found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True}
-    return found | kernels_besides_attention()
+    return found | scan_kernels(dtype) | kernels_besides_attention()
+
+
+def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
+    """For texts of 100,000 positions."""
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
+    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
+    made = {
+        "look at clouds": clouds.look_at_clouds,
+        "sample": choice.sample_scores,
+        "threshold": choice.find_threshold,
+        "choose": choice.choose_keys,
+        "attend to the best": best.attend_best,
+        "merge all": merge.scan_merge,
+    }
+    return {name: (kernel, constants[kernel.__name__]) for name, kernel in made.items()}
 
 
 def kernels_besides_attention() -> dict[str, Made]:
@@ -100,6 +119,8 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*i32"
     if argument in LONG_INTEGERS:
         return "*i64"
+    if argument == "codes_ptr":
+        return "*u8"
     is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith("prefix"))
     is_sum |= argument == "output_ptr" and not name.startswith("packed")  # which flash-attn wrote
     return "*fp32" if is_sum or (name, argument) == ("head", "out_ptr") else f"*{dtype}"

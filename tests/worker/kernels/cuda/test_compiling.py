@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.worker.kernels.cuda.compiling import DTYPES, OTHER_WIDTHS, kernels, kernels_besides_attention
+from tests.worker.kernels.cuda.compiling import (
+    DTYPES,
+    OTHER_WIDTHS,
+    kernels,
+    kernels_besides_attention,
+    scan_kernels,
+)
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
 ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail")
@@ -78,6 +84,14 @@ def test_all_other_kernels_spill_nothing_and_fit_into_shared_memory(
     assert all(fits(report) for report in reports), reports
 
 
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_the_scan_spills_nothing_and_fits_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
+    reports = compiled(dtype, *scan_kernels(dtype))
+    assert len(reports) == 12
+    for report in reports:
+        assert fits(report) or (dtype == "fp32" and report["stack"] <= 16 < report["shared"] <= 2**17), report
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
@@ -88,7 +102,8 @@ def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., li
 
 def test_every_kernel_that_is_launched_is_among_them() -> None:
     folder = ROOT / "worker/kernels/cuda"
-    sources = [*folder.glob("*.py"), *(folder / "griffin").glob("*.py")]
-    launched = {name for path in sources for name in re.findall(r"^    (\w+)\[.*\]\(", path.read_text(), re.MULTILINE)}
+    sources = [*folder.glob("*.py"), *(folder / "griffin").glob("*.py"), *(folder / "scan").glob("*.py")]
+    launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
+    launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
-    assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *kernels_besides_attention()}
+    assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *scan_kernels("bf16"), *kernels_besides_attention()}

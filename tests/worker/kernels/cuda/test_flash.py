@@ -57,7 +57,7 @@ def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor, num_split
     """NaN in the places of queries that no row has, and in what is padding."""
     attention, table, mixed = flash_of(arena, num_splits), arena.table(sequences), padded(query[:0])
     attention.put(query, table)
-    attention.attend(*arena.buffer[1], None, table, mixed)
+    attention.attend(1, *arena.buffer[1], None, table, mixed)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
@@ -126,7 +126,7 @@ def test_the_numerics_name_the_splits_that_are_cut(
         return flash_stub.flash_attn_with_kvcache(*args, num_splits=num_splits, **kwargs)
 
     monkeypatch.setattr(attention, "_call", see)
-    attention.attend(*arena.buffer[1], None, arena.table(sequences), padded(queries(arena, 0)))
+    attention.attend(1, *arena.buffer[1], None, arena.table(sequences), padded(queries(arena, 0)))
     assert asked == [min(num_splits, MOST_SPLITS)]
     length = flash_stub.split_length(CAPACITY, head_dim, asked[0])
     assert attention.numerics == f"flash 2.8.3 prefixes in splits of {length}"
@@ -144,7 +144,7 @@ def test_queries_are_found_by_their_places() -> None:
 def test_biases_and_float32_are_refused() -> None:
     arena, sequences = written(SMALL, (64,), (1,), seed=7)
     with pytest.raises(ValueError, match="found a bias, which flash-attn does not add to scores"):
-        flash_of(arena).attend(*arena.buffer[1], torch.zeros(1, CAPACITY), arena.table(sequences), queries(arena, 0))
+        flash_of(arena).attend(1, *arena.buffer[1], torch.zeros(1, CAPACITY), arena.table(sequences), queries(arena, 0))
     arena, sequences = written(dataclasses.replace(SMALL, dtype=FLOAT32), (64,), (1,), seed=7)
     with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
         attended(arena, sequences, queries(arena, 1))

@@ -1,0 +1,145 @@
+"""On a GPU auto draws chains behind scanned texts, and the tokens are those of plain decoding all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.sampling import SamplingParams
+from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.target.cuda.checked_graph import CheckedGraph
+from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
+from worker.caches.scan import cache as scan_cache
+from worker.caches.scan import coding, slot_keys
+from worker.caches.scan.cache import ScanKVCache
+from worker.drafters.auto import auto as auto_module
+from worker.drafters.auto import plan
+from worker.drafters.auto import plan as plan_module
+from worker.drafters.auto.auto import AutoDrafter, auto
+from worker.drafters.autoregressive import AutoregressiveDrafter
+from worker.drafters.base import Drafter
+from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from worker.engine import Engine
+from worker.kernels.cuda.scan import scan as scan_module
+from worker.kernels.cuda.scan import texts as texts_module
+from worker.model.files import ModelFiles, locate_model
+from worker.sequence import Sequence
+from worker.target.cuda.partial_arena import PartialArena
+from worker.target.partial_rows import partial_rows
+from worker.target.step_costs import ROW_COUNTS, StepCosts
+from worker.target.target import TargetModel
+from worker.target.tiles import tree_rows
+from worker.tree import DraftTree
+
+CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
+SHORTEST = 16 + NUM_RECENT + CHUNK
+LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
+PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short texts are scanned."""
+    for module in (coding, slot_keys, scan_cache, texts_module):
+        monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
+    monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
+    monkeypatch.setattr(scan_cache, "MOST_ENTRIES", SHORTEST)
+    monkeypatch.setattr(auto_module, "SHORTEST_SCANNED", SHORTEST)
+    monkeypatch.setattr(plan_module, "MOST_ENTRIES", 32)
+    monkeypatch.setattr(plan_module, "CHAIN_LENGTHS", (3,))
+    for module in (texts_module, scan_module):  # a program for each pair
+        monkeypatch.setattr(module, "MOST_SAMPLED", 4)
+        monkeypatch.setattr(module, "SAMPLED_PER_PROGRAM", 4)
+    monkeypatch.setattr(auto_module, "NUM_BEST", 20)
+    monkeypatch.setattr(auto_module, "TREES_PER_PLAN", 1)
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> ModelFiles:
+    return locate_model(str(tiny_model))
+
+
+def rounds_always_pay() -> StepCosts:
+    """Whatever reads a cache takes so long that a row of it is worth any number of scans."""
+    rows = 0.001 * np.array(ROW_COUNTS)
+    return StepCosts((16, 32, 1000), np.array([0 * rows + 0.001, 0 * rows + 0.001, 10.0 + rows]), 64)
+
+
+def sequences(target: TargetModel) -> list[Sequence]:
+    made = []
+    for number, fields in enumerate(({"temperature": 0.0}, PENALISED)):
+        prompt = np.random.default_rng(number).integers(5, 60, LENGTHS[number]).tolist()
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, ignore_eos=True, **fields)  # type: ignore[arg-type]
+        made.append(Sequence(str(number), prompt, params, target.vocab_size))
+    return made
+
+
+def run(target: TargetModel, drafter: Drafter, together: list[Sequence]) -> list[list[int]]:
+    engine = Engine(target, drafter)
+    for sequence in together:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in together):
+        engine.step()
+    for sequence in together:
+        engine.stop(sequence)
+    return [sequence.output_ids.tolist() for sequence in together]
+
+
+def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "LAUNCHES_IN_ROWS", 0)  # few tokens as there are
+    reference = TargetModel.load(files, "float32", "cpu")
+    plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
+    target = cuda_target(files, torch.float32, 2, LONGEST)
+    drafter = auto(target, rounds_always_pay, None)
+    assert isinstance(drafter, AutoDrafter)
+    arena = drafter._chains._new_entries.__self__  # type: ignore[attr-defined]
+    assert isinstance(arena, PartialArena)
+    assert arena.texts is not None
+    for tensor in arena.texts.tensors():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    assert run(target, drafter, sequences(target)) == plain
+    assert drafter.counters.num_rounds > 2
+    assert sorted(arena.texts.places[:, 1].tolist()) == [0, 1]  # chunks that were scanned
+    assert arena.num_free == 2
+
+
+@pytest.mark.parametrize(("num_best", "away"), [(1, 0.6), (CHUNK, 0.05)], ids=["by a cloud", "exactly"])
+def test_a_round_says_nearly_what_the_target_says(files: ModelFiles, num_best: int, away: float) -> None:
+    """Of every layer by its own keys: without those that are scanned it says something else."""
+    target = cuda_target(files, torch.float32, 1, LONGEST)
+    new_entries = target.forwards.room_for(ScanKVCache, num_best)
+    sequence = sequences(target)[0]
+    full, prompt = target.new_cache(LONGEST), sequence.token_ids.tolist()
+    while full.length < len(prompt) - 1:
+        target.read(full, prompt[full.length : -1])
+    partial = ScanKVCache(target.cache_shape, num_best, sequence, new_entries)
+    partial.follow(full, lambda position: torch.empty(0))
+    [exact] = target.verify([tree_rows(full, prompt[-1], DraftTree())])
+    expected, found = exact.logits[0].clone(), []
+    texts = partial.entries.arena.texts  # type: ignore[attr-defined]
+    for num_chunks in (1, 0):
+        texts.places[:, 1] = num_chunks
+        [rows] = target.check([partial_rows(partial, prompt[-1], full.length, DraftTree())])
+        found.append(float((rows.logits[0] - expected).norm() / expected.norm()))
+    assert found[0] < away * found[1]
+
+
+def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> None:
+    target = cuda_target(files, torch.float32, 1, LONGEST)
+    drafter = auto(target, rounds_always_pay, None)
+    assert isinstance(drafter, AutoDrafter)
+    [rounds] = target.forwards._rounds.values()  # type: ignore[attr-defined]
+    assert isinstance(rounds._graph, CheckedGraph)
+    assert len(rounds._graph.launches) == target.cache_shape.num_layers * 15 + 3
+
+
+def test_where_nothing_can_be_scanned_there_are_trees_alone(files: ModelFiles) -> None:
+    short = cuda_target(files, torch.float32, 1, 16)
+    for target in (short, offloaded_target(files, torch.float32, 1, LONGEST)):
+        assert isinstance(auto(target, rounds_always_pay, None), TokenRecyclingDrafter)

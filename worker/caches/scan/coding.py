@@ -1,0 +1,61 @@
+"""What stands for a chunk of keys: moments, which are joined with those of its cloud, codes as kernels read them."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
+CLOUD_CHUNKS = 16  # whose moments are taken together
+CODE_BLOCK = 64  # keys whose codes lie side by side, as in source/scan.h
+FAR_FROM_MEAN = 1.22  # in mean distances, as in source/scan_codes.c
+MOMENT_STRIDE = 2  # of the keys whose changes are taken: every other one tells as much
+WORTH_READING = 0.1  # share of a query's weight that its best keys must have
+
+
+def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values `[..., SCAN_CHUNK, head_dim]` in float32 without their mean, and the mean."""
+    numbers = numbers.float()
+    mean = numbers.mean(dim=-2)
+    return numbers - mean[..., None, :], mean
+
+
+def add_to_cloud(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
+    """Join a chunk of some heads with their clouds `[..., 2 * head_dim * (head_dim + 1)]` of those before it.
+
+    `keys` and `values` are centred, `means [..., 2 * head_dim]` those of both.
+    """
+    head_dim, share = keys.shape[-1], 1 / (chunk % CLOUD_CHUNKS + 1)
+    joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
+    changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
+    own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))
+    away = means - own_means
+    changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]  # of the chunks' means
+    own_changes.lerp_(changes.unflatten(-1, (2, head_dim)).transpose(-2, -3), share)
+    own_means.lerp_(means, share)
+
+
+def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
+    """Codes `[num_kv_heads, SCAN_CHUNK * head_dim / 4] uint8` of centred keys; `spread [num_kv_heads, head_dim]`."""
+    is_far = keys.abs() > FAR_FROM_MEAN * spread[:, None]
+    levels = torch.where(keys > 0, 2 + is_far.int(), 1 - is_far.int())
+    quarters = levels.unflatten(-1, (-1, 4)).unbind(-1)  # each [num_kv_heads, SCAN_CHUNK, head_dim / 4]
+    codes = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
+    blocks: Tensor = codes.to(torch.uint8).unflatten(1, (-1, CODE_BLOCK))
+    return blocks.mT.flatten(1)
+
+
+def most_chunks(num_keys: int) -> int:
+    """Chunks that there is room for where so many keys may be scanned."""
+    return max(1, num_keys // SCAN_CHUNK)
+
+
+def flat_deviation(num_best: int, num_keys: int) -> float:
+    """Deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little to be read.
+
+    Above the score z that so many reach there is, of the weights e^score with deviation t, the share Phi(t - z).
+    """
+    normal, share = NormalDist(), min(num_best / num_keys, 0.5)
+    return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))

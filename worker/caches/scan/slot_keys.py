@@ -1,0 +1,50 @@
+"""A long text's keys in a slot of a GPU: as `ScannedKeys`, in buffers that lie beside the partial caches."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.caches.arena import ArenaKVCache
+from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, codes_of, flat_deviation
+from worker.kernels.cuda.scan.texts import ScannedTexts
+
+
+class SlotKeys:
+    """Of one sequence's cache, which has all layers on the device. Kernels read what lies in the slot, not this."""
+
+    def __init__(self, full: ArenaKVCache, texts: ScannedTexts, slot: int) -> None:
+        """In a slot of `texts`, whoever had it before."""
+        self._full, self._texts, self._slot = full, texts, slot
+        self._num_chunks = 0
+        texts.places[slot, 0].fill_(full.slot)
+        texts.places[slot, 1].fill_(0)
+
+    @property
+    def end(self) -> int:
+        """Position behind those that are scanned."""
+        return self._texts.sizes.first + self._num_chunks * SCAN_CHUNK
+
+    def extend(self, length: int) -> None:
+        """Take in all whole chunks in front of position `length`, which are in the cache."""
+        sizes = self._texts.sizes
+        while self.end + SCAN_CHUNK <= length and self._num_chunks < sizes.most_chunks:
+            for layer in range(sizes.num_layers):  # one by one: what they take meanwhile is small
+                self._add_chunk(layer)
+            self._num_chunks += 1
+            self._texts.places[self._slot, 1].fill_(self._num_chunks)
+            flatness = flat_deviation(sizes.num_best, self._num_chunks * SCAN_CHUNK)
+            self._texts.flat_deviations[self._slot].fill_(flatness)
+
+    def _add_chunk(self, layer: int) -> None:
+        texts, slot, chunk = self._texts, self._slot, self._num_chunks
+        positions = slice(self.end, self.end + SCAN_CHUNK)
+        (keys, mean_keys), (values, mean_values) = (centred(part[:, positions]) for part in self._full.stored(layer))
+        texts.means[layer, slot, :, chunk] = mean_keys
+        if chunk == 0:
+            texts.spreads[layer, slot] = keys.abs().mean(dim=1)
+        cloud = texts.moments[layer, slot, :, chunk // CLOUD_CHUNKS]
+        if chunk % CLOUD_CHUNKS == 0:
+            cloud.zero_()  # another sequence may have been here
+        add_to_cloud(cloud, chunk, keys, values, torch.cat([mean_keys, mean_values], dim=1))
+        codes = codes_of(keys, texts.spreads[layer, slot])
+        texts.codes[layer, slot, :, chunk * codes.shape[1] : (chunk + 1) * codes.shape[1]] = codes

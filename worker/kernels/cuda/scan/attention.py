@@ -1,0 +1,44 @@
+"""An `Attention` behind partial caches that sees scanned texts as well, with the buffers of one that does not."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from worker.kernels.cuda.attentions import TritonAttention
+from worker.kernels.cuda.scan.scan import Scan, scan_attend
+from worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
+from worker.kernels.cuda.table import RowTable
+
+
+class ScanAttention:
+    """Takes turns with another one, whose queries and partial sums it uses."""
+
+    def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor) -> None:
+        """The best keys are read from `full [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
+        shape, num_heads = other.shape, other.query.shape[1]
+        scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device)
+        self._other, self._full = other, full
+        self._scan = Scan(shape, texts, scratch, other.scale)
+        self.query = other.query
+
+    @property
+    def numerics(self) -> str:
+        return self._other.numerics
+
+    def places(self, table: RowTable[Tensor]) -> None:
+        return None
+
+    def attend(
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+    ) -> None:
+        """Raises ValueError without biases."""
+        if bias is None:
+            raise ValueError("found no biases, which entries of partial caches have")
+        scratch = self._other.scratch
+        scan_attend(self._scan, layer, self.query, (keys, values), self._full[layer], bias, table, scratch, mixed)
+
+    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+        self._other.put(query, table)
+
+    def heads(self) -> Tensor:
+        return self._other.heads()

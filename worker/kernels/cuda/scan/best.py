@@ -1,0 +1,73 @@
+"""Attention to the keys that were chosen, read exactly from the full cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker.kernels.cuda.prefix import load_rows
+from worker.kernels.cuda.rounding import dot, rounded
+from worker.kernels.cuda.scan.rows import group_of, tile_of
+
+
+@triton.jit
+def attend_chosen(
+    query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """One step of online softmax over listed keys, of which each query sees those that it chose: maybe none."""
+    keys = load_rows(key_ptr + places + columns[None, :], is_listed, columns, HEAD_DIM, True)
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
+    scores = tl.where(is_chosen, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    origin = tl.where(new_highest > float("-inf"), new_highest, 0.0)
+    probabilities = tl.exp2(scores - origin[:, None])
+    decay = tl.exp2(highest - origin)
+    values = load_rows(value_ptr + places + columns[None, :], is_listed, columns, HEAD_DIM, True)
+    weights = rounded(probabilities, values.dtype).to(values.dtype)
+    return new_highest, total * decay + tl.sum(probabilities, 1), dot(weights, values, acc * decay[:, None])
+
+
+@triton.jit
+def attend_best(
+    query_ptr, key_ptr, value_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr, groups_ptr, texts_ptr,
+    scale_log2, first, stride_slot, stride_head, stride_entry,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, split): the chosen keys of its chunks; normalised output and LSE, -inf for none."""
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, texts_ptr, NUM_KV_HEADS)
+    per_split = tl.cdiv(num_chunks, NUM_SPLITS)
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, num_chunks)
+    if start >= end:
+        return
+    cache = tl.load(texts_ptr + slot * 2).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * stride_head
+    columns = tl.arange(0, WIDTH)
+    n = tl.arange(0, BLOCK)
+    for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
+        row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
+        query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+        highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        acc = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
+        for chunk in range(start, end):
+            number = (row * NUM_KV_HEADS + kv_head).to(tl.int64) * MOST_CHUNKS + chunk
+            count = tl.load(counts_ptr + number)
+            for listed in range(0, count, BLOCK):
+                is_listed = listed + n < count
+                entries = tl.load(entries_ptr + number * CHUNK + listed + n, mask=is_listed, other=0)
+                is_chosen = ((entries[None, :] >> tl.arange(0, TILE_ROWS)[:, None]) & 1) != 0
+                places = cache + (first + chunk * CHUNK + (entries >> 16)).to(tl.int64)[:, None] * stride_entry
+                highest, total, acc = attend_chosen(
+                    query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
+                    HEAD_DIM,
+                )  # fmt: skip
+        place = tl.program_id(1) * (NUM_ROWS * NUM_KV_HEADS * HEADS_PER_KV) + row_head
+        has_some = total > 0.0
+        output = acc / tl.where(has_some, total, 1.0)[:, None]
+        is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]
+        tl.store(output_ptr + place[:, None] * HEAD_DIM + columns[None, :], output, mask=is_place)
+        lse = tl.where(has_some, highest + tl.log2(tl.where(has_some, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + place, lse, mask=is_real)

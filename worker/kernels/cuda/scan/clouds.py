@@ -1,0 +1,92 @@
+"""Clouds: what the keys that are not read weigh, and bring, where keys and values are jointly normal.
+
+The closed form is that of `worker/kernels/source/scan.c`. A cloud's numbers are the mean key, the mean value, how keys
+change with keys, and how values change with keys: `2 * head_dim * (head_dim + 1)` float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker.kernels.cuda.prefix import load_rows
+from worker.kernels.cuda.scan.rows import group_of, tile_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST_VARIANCE = tl.constexpr(1e-4)  # of scores
+
+
+@triton.jit
+def times_changes(row_ptr, is_real, changes_ptr, some, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Queries times some columns of both matrices: how keys change with keys, and values with keys."""
+    spread = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
+    gains = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
+    for first in range(0, HEAD_DIM, COLUMNS):  # float32 in one piece has no room in registers
+        d = first + tl.arange(0, COLUMNS)
+        query = load_rows(row_ptr + d[None, :], is_real, d, HEAD_DIM, True).to(tl.float32)
+        matrix_ptr = changes_ptr + d[:, None] * HEAD_DIM + some[None, :]
+        inside = (d < HEAD_DIM)[:, None] & (some < HEAD_DIM)[None, :]
+        keys = tl.load(matrix_ptr, mask=inside, other=0.0)
+        spread = tl.dot(query, keys, spread, input_precision="ieee")
+        values = tl.load(matrix_ptr + HEAD_DIM * HEAD_DIM, mask=inside, other=0.0)
+        gains = tl.dot(query, values, gains, input_precision="ieee")
+    return spread, gains
+
+
+@triton.jit
+def look_at_clouds(
+    query_ptr, moments_ptr, stats_ptr, gains_ptr, groups_ptr, texts_ptr, scale,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CLOUD_CHUNKS: tl.constexpr,
+    MOST_CLOUDS: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, cloud): mean and deviation of scores, and what values gain with them."""
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, texts_ptr, NUM_KV_HEADS)
+    cloud = tl.program_id(1)
+    if cloud * CLOUD_CHUNKS >= num_chunks:
+        return
+    cloud_ptr = moments_ptr + ((slot * NUM_KV_HEADS + kv_head) * MOST_CLOUDS + cloud) * (2 * HEAD_DIM * (HEAD_DIM + 1))
+    columns = tl.arange(0, WIDTH)
+    some = tl.arange(0, COLUMNS)
+    mean_key = tl.load(cloud_ptr + columns, mask=columns < HEAD_DIM, other=0.0)
+    for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
+        row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
+        row_ptr = query_ptr + row_head[:, None] * HEAD_DIM
+        gain_ptr = gains_ptr + (cloud * (NUM_ROWS * NUM_KV_HEADS * HEADS_PER_KV) + row_head)[:, None] * HEAD_DIM
+        variance = tl.zeros([TILE_ROWS], tl.float32)
+        for first in range(0, HEAD_DIM, COLUMNS):
+            spread, gains = times_changes(row_ptr, is_real, cloud_ptr + 2 * HEAD_DIM, first + some, HEAD_DIM, COLUMNS)
+            own = load_rows(row_ptr + (first + some)[None, :], is_real, first + some, HEAD_DIM, True)
+            variance += tl.sum(own.to(tl.float32) * spread, 1)
+            is_place = is_real[:, None] & (first + some < HEAD_DIM)[None, :]
+            tl.store(gain_ptr + (first + some)[None, :], gains, mask=is_place)
+        query = load_rows(row_ptr + columns[None, :], is_real, columns, HEAD_DIM, True).to(tl.float32)
+        stat_ptr = stats_ptr + (row_head * MOST_CLOUDS + cloud) * 2
+        tl.store(stat_ptr, scale * tl.sum(query * mean_key[None, :], 1), mask=is_real)
+        tl.store(stat_ptr + 1, tl.sqrt(tl.maximum(scale * scale * variance, LEAST_VARIANCE)), mask=is_real)
+
+
+@triton.jit
+def normal(x):
+    """Logarithm of the share P of a normal distribution below x, and its density there over P.
+
+    Abramowitz and Stegun 26.2.17; far below the mean their asymptotic series.
+    """
+    size = tl.minimum(tl.abs(x), 1e4)  # infinity times nothing is no number
+    height = tl.exp(-0.5 * size * size - 0.91893853)
+    t = 1.0 / (1.0 + 0.2316419 * size)
+    series = t * (0.31938153 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+    share = tl.where(x < 0, height * series, 1.0 - height * series)
+    is_far = x < -5.0
+    share = tl.where(is_far, 1.0, share)
+    ratio = size + 1.0 / tl.maximum(size, 1.0)
+    log_share = tl.where(is_far, -0.5 * size * size - 0.91893853 - tl.log(ratio), tl.log(share))
+    return log_share, tl.where(is_far, ratio, height / share)
+
+
+@triton.jit
+def rest_of_cloud(mean, deviation, limit, num_keys):
+    """Of the keys whose scores are below a limit: LSE of their weights, base 2, and how much of its gain they have."""
+    log_share, density = normal((limit - mean) / deviation - deviation)
+    height = mean + 0.5 * deviation * deviation + log_share + tl.log(num_keys)
+    return height * LOG2_E, 1.0 - density / deviation

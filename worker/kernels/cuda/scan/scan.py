@@ -1,0 +1,107 @@
+"""Attention of rows to a partial cache and the scanned text beside it: seven launches a layer for all sequences.
+
+A query's best keys by their codes are read exactly from the full cache, the others weigh as clouds. Drafts alone see
+this. A row's bits follow from the rows of its own sequence in the forward: nothing is summed across sequences, and
+nothing is counted by several programs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from worker.kernels.cuda.attention import AttentionShape, Scratch
+from worker.kernels.cuda.prefix import prefix_split
+from worker.kernels.cuda.scan.best import attend_best
+from worker.kernels.cuda.scan.choice import choose_keys, find_threshold, sample_scores
+from worker.kernels.cuda.scan.clouds import look_at_clouds
+from worker.kernels.cuda.scan.merge import scan_merge
+from worker.kernels.cuda.scan.texts import (
+    MOST_SAMPLED,
+    SAMPLED_PER_PROGRAM,
+    ScannedTexts,
+    ScanScratch,
+    scan_constants,
+)
+from worker.kernels.cuda.table import NUM_ROWS, RowTable
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One layer's launches over texts of given sizes. Nothing is allocated, and no number is asked for on the host."""
+
+    shape: AttentionShape
+    texts: ScannedTexts
+    scratch: ScanScratch
+    scale: float
+
+    def choose(self, layer: int, query: Tensor, table: RowTable[Tensor]) -> None:
+        """Fill the scratch but for what is attended: queries `[NUM_ROWS, num_heads, head_dim]` behind the table."""
+        texts, scratch, num_kv_heads = self.texts, self.scratch, self.shape.num_kv_heads
+        constants = scan_constants(self.shape, texts.sizes)
+        codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
+        num_pairs = len(table.groups) * num_kv_heads
+        look_at_clouds[(num_pairs, texts.sizes.most_clouds)](
+            query, texts.moments[layer], scratch.stats, scratch.gains, table.groups, texts.places,
+            self.scale, **constants["look_at_clouds"],
+        )  # fmt: skip
+        sample_scores[(num_pairs, MOST_SAMPLED // SAMPLED_PER_PROGRAM)](
+            query, codes, means, spreads, scratch.samples, table.groups, texts.places, **constants["sample_scores"],
+        )  # fmt: skip
+        find_threshold[(NUM_ROWS, num_kv_heads * self.shape.heads_per_kv)](
+            scratch.samples, scratch.stats, scratch.limits, table.rows, texts.places, texts.flat_deviations,
+            texts.sizes.num_best, **constants["find_threshold"],
+        )  # fmt: skip
+        choose_keys[(num_pairs, self.shape.num_splits)](
+            query, codes, means, spreads, scratch.limits, scratch.entries, scratch.counts, table.groups, texts.places,
+            **constants["choose_keys"],
+        )  # fmt: skip
+
+    def read_best(self, query: Tensor, keys: Tensor, values: Tensor, table: RowTable[Tensor]) -> None:
+        """To the chosen keys of one layer of full caches, `[num_slots, num_kv_heads, capacity, head_dim]`."""
+        texts, scratch = self.texts, self.scratch
+        attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
+            query, keys, values, scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups,
+            texts.places, self.scale * math.log2(math.e), texts.sizes.first, *keys.stride()[:3],
+            **scan_constants(self.shape, texts.sizes)["attend_best"],
+        )  # fmt: skip
+
+    def merge(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: RowTable[Tensor],
+        mixed: Tensor,
+    ) -> None:  # fmt: skip
+        """All parts, and the tails of one layer of entries; padding rows of `mixed` stay as they are."""
+        texts, scratch = self.texts, self.scratch
+        scan_merge[(NUM_ROWS, self.shape.num_kv_heads)](
+            query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
+            scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots, texts.places,
+            self.scale * math.log2(math.e), self.scale, *keys.stride()[:3],
+            **scan_constants(self.shape, texts.sizes)["scan_merge"],
+        )  # fmt: skip
+
+
+def scan_attend(
+    scan: Scan,
+    layer: int,
+    query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
+    entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
+    full: Tensor,  # [2, num_slots, num_kv_heads, capacity, head_dim], keys and values of full caches
+    bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
+    table: RowTable[Tensor],
+    prefixes: Scratch,
+    mixed: Tensor,  # as query
+) -> None:
+    """Each row's heads mixed from entries, tail and scanned text. Padding rows stay as they are."""
+    keys, values = entries
+    shape = scan.shape
+    prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
+        query, keys, values, bias, prefixes.output, prefixes.lse, table.groups,
+        scan.scale * math.log2(math.e), *keys.stride()[:3], bias.stride(0),
+        HAS_BIAS=True, **shape.prefix_constants(),
+    )  # fmt: skip
+    scan.choose(layer, query, table)
+    full_keys, full_values = full
+    scan.read_best(query, full_keys, full_values, table)
+    scan.merge(layer, query, keys, values, prefixes, table, mixed)
