@@ -50,7 +50,7 @@ def followed(arena: PartialArena, full: ArenaKVCache, *lengths: int) -> ScanKVCa
     for length in lengths:
         full.roll_back(0)
         full.advance(length)
-        cache.catch_up(full)
+        cache.catch_up(full, 8)
         cache.follow(full, lambda position: torch.empty(0))
     return cache
 
