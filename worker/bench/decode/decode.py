@@ -114,7 +114,7 @@ def compete(contestants: Items[Contestant], num_tokens: int) -> None:
     """Let all generate a part of the tokens in turn, round by round, each time in another order."""
     for round_number in range(NUM_ROUNDS):
         first = round_number % len(contestants)
-        for contestant in contestants[first:] + contestants[:first]:
+        for contestant in (*contestants[first:], *contestants[:first]):
             contestant.generate_to(num_tokens * (round_number + 1) // NUM_ROUNDS)
 
 
