@@ -29,6 +29,7 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.vocab_size = vocab_size
+        self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
         self.noise = GumbelNoise(sampling.seed or 0, vocab_size, device)
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where that is the reason

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.sampling import TokenSampler, penalise, process
+from worker.adjustments import penalise
+from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import walk

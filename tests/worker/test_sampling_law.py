@@ -10,9 +10,10 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TREE, VOCAB, gate, ours, plain_steps, rows_of
+from worker.adjustments import penalise
 from worker.drafters.tokenswift.digit_tree import Sources, digit_tree
 from worker.drafters.tokenswift.ngram_table import NgramTable
-from worker.sampling import TokenSampler, penalise, process
+from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import walk

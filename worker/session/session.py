@@ -32,7 +32,7 @@ from worker.session.checkpointing import Checkpointing
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from worker.stopping import cut_at_stop
+from worker.stopping import text_of
 from worker.target.finite import NOT_FINITE
 from worker.target.loading import resolve_device
 from worker.target.step_costs import step_costs_of
@@ -201,7 +201,7 @@ class WorkerSession:
         return success_line(
             record,
             self._run.manifest.run_id,
-            cut_at_stop(self._codec.decode(output_ids.tolist()), record.job.sampling.stop),
+            text_of(job.sequence, self._codec.decode),
             job.sequence.finish_reason or "",
             model=self._config.model,
             token_ids=output_ids.astype("uint32"),

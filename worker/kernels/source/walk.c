@@ -17,6 +17,7 @@ void sampling_follow(penalty_window *penalties, const int64_t *token_ids, int64_
 // Take in the token drawn as number `i` behind the committed ones (change 1), or forget it again (-1).
 static void count_drawn(const tree_walk *walk, int64_t i, int change) {
     const penalty_window *penalties = walk->penalties;
+    if (walk->adjusted && walk->adjusted->output.counts) change_count(&walk->adjusted->output, walk->drawn[i], change);
     if (!penalties->counts) return;
     int64_t leaving = walk->length + i - penalties->window;
     change_count(penalties, walk->drawn[i], change);
@@ -35,14 +36,16 @@ static void walk_tree(tree_walk *walk, int64_t vocab, void *scratch) {
     walk->num_drawn = walk->path_length = 0;
     walk->failed_row = -1;
     sampling_follow(walk->penalties, walk->token_ids, walk->length);
+    if (walk->adjusted) sampling_follow(&walk->adjusted->output, walk->token_ids, walk->length);
     int64_t node = -1;
     bool goes_on = true;
     while (goes_on) {
         bool is_drawable;
         const float *row = walk->logits + (node + 1) * walk->row_stride;
         int64_t position = walk->length + walk->num_drawn;
-        int64_t token_id =
-            draw_token(row, vocab, position, walk->params, walk->penalties->counts, scratch, &is_drawable);
+        int64_t token_id = draw_token(
+            row, vocab, position, walk->params, walk->penalties->counts, walk->adjusted, scratch, &is_drawable
+        );
         if (!is_drawable) {
             walk->failed_row = node + 1;
             break;

@@ -20,7 +20,7 @@ from tests.worker.kernels.cuda.sampling.draw_parts import (
     sequence_of,
     step_of,
 )
-from tests.worker.kernels.sampling_parts import INF, any_params
+from tests.worker.kernels.sampling_parts import INF, any_adjustments, any_params
 from worker.kernels.cuda.sampling.buffers import BLOCK
 from worker.kernels.cuda.sampling.draw import Draw, DrawBuffers, FilteredDraw
 from worker.kernels.cuda.sampling.rows import needs_filters
@@ -35,7 +35,9 @@ def drawn(buffers: DrawBuffers, kind: type[Draw] = FilteredDraw) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_kind_of_row_draws_the_samplers_token(seed: int) -> None:
     chance = random.Random(seed)
-    branches = [any_branch(chance, any_params(chance)) for _ in range(64)]
+    branches = [
+        any_branch(chance, any_params(chance).model_copy(update=any_adjustments(chance, VOCAB))) for _ in range(64)
+    ]
     buffers = step_of(list(branches))
     assert drawn(buffers) == [branch.expected() for branch in branches]
     assert torch.equal(buffers.highest, torch.stack([branch.logits.max() for branch in branches]))
