@@ -15,6 +15,7 @@ MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 128
 MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count output tokens
 MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
 MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
@@ -27,9 +28,11 @@ LATER_FIELDS = (
     "min_tokens",
     "stop_token_ids",
     "include_stop_str_in_output",
+    "bad_words",
 )
 
 StopString = Annotated[str, Field(min_length=1)]
+BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PENALTY)]
 
@@ -40,10 +43,12 @@ class SamplingParams(Strict):
     `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
     `top_p` and `repetition_penalty` at 1. The penalty looks at the last `penalty_window` tokens, prompt included.
 
-    What the others mean, and the order of all, are vLLM's: `logit_bias` is added; end-of-sequence tokens and
+    What the others mean, and the order of all, are vLLM's: the last token of each of `bad_words` is masked where the
+    output ends with those in front of it (with and without a space before the word); end-of-sequence tokens and
     `stop_token_ids` are masked up to `min_tokens` output tokens (also where `ignore_eos` is set), and stop strings
-    count behind those alone; then the repetition penalty; then `frequency_penalty` times a token's count in the output
-    and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k, top-p, min-p, eta.
+    count behind those alone; `logit_bias` is added; then the repetition penalty; then `frequency_penalty` times a
+    token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
+    top-p, min-p, eta.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -63,6 +68,7 @@ class SamplingParams(Strict):
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool = False
+    bad_words: tuple[BadWord, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
 
     @field_validator("temperature")
     @classmethod
@@ -82,9 +88,9 @@ class SamplingParams(Strict):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
 
-    @field_validator("stop_token_ids", mode="before")
+    @field_validator("stop_token_ids", "bad_words", mode="before")
     @classmethod
-    def _list_of_tokens(cls, value: object) -> object:
+    def _as_tuple(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
 
     @field_validator("stop_token_ids")

@@ -78,7 +78,7 @@ def counts_output(params: SamplingParams) -> bool:
 
 def adjusts(params: SamplingParams) -> bool:
     """Whether anything but the repetition penalty changes logits in front of the temperature."""
-    return bool(params.logit_bias) or params.min_tokens > 0 or counts_output(params)
+    return bool(params.logit_bias or params.bad_words) or params.min_tokens > 0 or counts_output(params)
 
 
 def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
@@ -89,15 +89,26 @@ def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | st
     return torch.from_numpy(counts).to(device)
 
 
-def bias_row(params: SamplingParams, vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
-    """What `logit_bias` adds, `[vocab] float32`. Raises ValueError for a token that the model does not have."""
-    if not params.logit_bias:
+def has_bias(params: SamplingParams) -> bool:
+    """Whether anything is added to logits that depends on no token drawn before."""
+    return bool(params.logit_bias or params.bad_words)
+
+
+def bias_pairs(sequence: Sequence) -> tuple[tuple[int, float], ...]:
+    """Tokens and what is always added to their logits; a bad word of one token can never come."""
+    never = tuple((word[0], MASKED) for word in sequence.bad_word_ids if len(word) == 1)
+    return sequence.sampling.logit_bias + never
+
+
+def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | None:
+    """That as `[vocab] float32`; None where there is nothing. Raises ValueError for a token that the model lacks."""
+    if not has_bias(sequence.sampling):
         return None
-    token_ids, bias = zip(*params.logit_bias, strict=True)
-    if token_ids[-1] >= vocab_size:
-        raise ValueError(f"logit_bias: found token {token_ids[-1]}, expected one below {vocab_size}")
-    row = torch.zeros(vocab_size)
-    row[list(token_ids)] = torch.tensor(bias)
+    row = torch.zeros(sequence.vocab_size)
+    for token_id, bias in bias_pairs(sequence):
+        if token_id >= sequence.vocab_size:
+            raise ValueError(f"logit_bias: found token {token_id}, the model's are 0 to {sequence.vocab_size - 1}")
+        row[token_id] += bias
     return row.to(device)
 
 
@@ -109,10 +120,34 @@ def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
     return tuple(sorted(token_id for token_id in token_ids if token_id < sequence.vocab_size))
 
 
-def masked_tokens(sequence: Sequence, position: int) -> tuple[int, ...]:
-    """The tokens that can't come at `position`."""
-    num_output = position - sequence.num_prompt_tokens
-    return ending_tokens(sequence) if num_output < sequence.sampling.min_tokens else ()
+def long_words(sequence: Sequence) -> list[tuple[int, ...]]:
+    """Bad words whose last token alone can't come, and only behind the others."""
+    return [word for word in sequence.bad_word_ids if len(word) > 1]
+
+
+def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tuple[int, ...]:
+    """The tokens that can't come behind `num_output` tokens of output, of which `recent` are the last.
+
+    As many of these as `num_recent_tokens` says, or all that there are.
+    """
+    masked = ending_tokens(sequence) if num_output < sequence.sampling.min_tokens else ()
+    if not sequence.bad_word_ids:
+        return masked
+    words = long_words(sequence)
+    return masked + tuple(word[-1] for word in words if tuple(recent[1 - len(word) :]) == word[:-1])
+
+
+def num_recent_tokens(sequence: Sequence) -> int:
+    """How many of the last output tokens decide what is masked."""
+    return max((len(word) - 1 for word in sequence.bad_word_ids), default=0)
+
+
+def masked_behind(sequence: Sequence, drafted: list[int] | None = None) -> tuple[int, ...]:
+    """The tokens that can't come behind a sequence and some drafted tokens."""
+    drafted = drafted or []
+    num_output, num_recent = sequence.num_generated_tokens + len(drafted), num_recent_tokens(sequence)
+    recent = [*sequence.output_ids[-num_recent:].tolist(), *drafted] if num_recent else []
+    return masked_tokens(sequence, num_output, recent)
 
 
 class PenaltyWindow:

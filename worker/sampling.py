@@ -20,6 +20,7 @@ from worker.adjustments import (
     adjusted,
     bias_row,
     masked_tokens,
+    num_recent_tokens,
     output_counts,
 )
 from worker.noise import GumbelNoise
@@ -109,7 +110,9 @@ class TokenSampler:
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
         self._counts = output_counts(sequence, vocab_size, device)
-        self._bias = bias_row(self._params, vocab_size, device)
+        self._bias = bias_row(sequence, device)
+        self._num_recent = num_recent_tokens(sequence)
+        self._recent: list[int] = sequence.output_ids[-self._num_recent :].tolist() if self._num_recent else []
 
     def fork(self) -> TokenSampler:
         """A sampler of its own that goes on from here, for a draft."""
@@ -131,6 +134,8 @@ class TokenSampler:
             self._window.push(token_id)
         if self._counts is not None:
             self._counts[token_id] += 1
+        if self._num_recent:
+            self._recent = [*self._recent, token_id][-self._num_recent :]
 
     def penalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[..., vocab]` as the tokens so far and the parameters change them, in front of the temperature."""
@@ -139,4 +144,5 @@ class TokenSampler:
     def context(self) -> Context:
         """What the next token depends on beside its logits; its tensors change with the next token."""
         seen = None if self._window is None else self._window.seen
-        return Context(self._bias, masked_tokens(self._sequence, self.position), seen, self._counts)
+        num_output = self.position - self._sequence.num_prompt_tokens
+        return Context(self._bias, masked_tokens(self._sequence, num_output, self._recent), seen, self._counts)

@@ -86,6 +86,7 @@ def make_records(
     for line_number, job in jobs:
         try:
             num_prompt_tokens = len(codec.encode_job(job))
+            codec.bad_word_ids(job.sampling.bad_words)
             _refuse_unknown_tokens(job.sampling, files.vocab_size)
             _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
             if room is not None:

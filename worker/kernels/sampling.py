@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.adjustments import Context, adjusts, masked_tokens
+from worker.adjustments import Context, adjusts, masked_behind
 from worker.kernels.sampling_calls import (
     CPenaltyWindow,
     CTreeWalk,
@@ -75,7 +75,7 @@ class NativeSampler:
         if (adjusted := self._adjusted) is None:
             return Context(seen=seen)
         output = None if adjusted.counts is None else torch.from_numpy(adjusted.counts)
-        return Context(adjusted.bias, masked_tokens(self.sequence, len(self.sequence)), seen, output)
+        return Context(adjusted.bias, masked_behind(self.sequence), seen, output)
 
     def _check_grown(self) -> None:
         num_counted = self._window.num_counted

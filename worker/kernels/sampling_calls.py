@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.adjustments import bias_row, counts_output, ending_tokens, output_penalties
+from worker.adjustments import bias_pairs, bias_row, counts_output, ending_tokens, long_words, output_penalties
 from worker.kernels.variants import KernelError, chosen_variant, load_library
 
 if TYPE_CHECKING:
@@ -59,6 +59,12 @@ class CAdjustments(ctypes.Structure):
         ("masked_ids", c_void_p),
         ("num_masked", c_int64),
         ("first_unmasked", c_int64),
+        ("word_ids", c_void_p),
+        ("word_starts", c_void_p),
+        ("num_words", c_int64),
+        ("num_prompt", c_int64),
+        ("banned_ids", c_void_p),
+        ("num_banned", c_int64),
         ("output", CPenaltyWindow),
         ("frequency", c_float),
         ("presence", c_float),
@@ -93,16 +99,22 @@ class NativeAdjustments:
     def __init__(self, sequence: Sequence) -> None:
         """Raises ValueError for a bias of a token that the model does not have."""
         params, vocab_size = sequence.sampling, sequence.vocab_size
-        self.bias = bias_row(params, vocab_size, "cpu")
+        self.bias = bias_row(sequence, "cpu")
         self.counts = np.zeros(vocab_size, dtype=np.int32) if counts_output(params) else None
-        self._bias_ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
-        self._bias_values = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        pairs, words = bias_pairs(sequence), long_words(sequence)
+        self._bias_ids = np.array([token_id for token_id, _ in pairs], dtype=np.int64)
+        self._bias_values = np.array([bias for _, bias in pairs], dtype=np.float32)
+        self._word_ids = np.array([token_id for word in words for token_id in word], dtype=np.int64)
+        self._word_starts = np.cumsum([0, *map(len, words)], dtype=np.int64)
+        self._banned_ids = np.empty(len(words), dtype=np.int64)
         self._masked_ids = np.array(ending_tokens(sequence), dtype=np.int64)
         output = CPenaltyWindow(address_of(self.counts), vocab_size, ALL_TOKENS, sequence.num_prompt_tokens)
         first_unmasked = sequence.num_prompt_tokens + params.min_tokens
         self.call = CAdjustments(
             *(address_of(self._bias_ids), address_of(self._bias_values), len(self._bias_ids)),
             *(address_of(self._masked_ids), len(self._masked_ids), first_unmasked),
+            *(address_of(self._word_ids), address_of(self._word_starts), len(words)),
+            *(sequence.num_prompt_tokens, address_of(self._banned_ids), 0),
             *(output, *output_penalties(params)),
         )
 
@@ -110,6 +122,8 @@ class NativeAdjustments:
         """The same with counts of its own."""
         fork = copy.copy(self)
         fork.call = CAdjustments.from_buffer_copy(self.call)
+        fork._banned_ids = self._banned_ids.copy()
+        fork.call.banned_ids = address_of(fork._banned_ids)
         if self.counts is not None:
             fork.counts = self.counts.copy()
             fork.call.output.counts = address_of(fork.counts)

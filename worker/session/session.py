@@ -149,7 +149,9 @@ class WorkerSession:
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()
         prompt_ids = self._codec.encode_job(record.job)
-        sequence = Sequence(record.job_id, prompt_ids, record.job.sampling, target.vocab_size, target.device)
+        sampling = record.job.sampling
+        bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
+        sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids)
         cache = target.new_cache(sequence.max_length)
         recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, started)

@@ -40,8 +40,18 @@ def any_adjustments(chance: random.Random, vocab_size: int) -> dict[str, Any]:
         "logit_bias": [(), (), tuple((token_id, chance.uniform(-100, 100)) for token_id in sorted(token_ids))],
         "min_tokens": [0, 0, 1, 7, 2**30],
         "stop_token_ids": [(), tuple(sorted(token_ids))],
+        "bad_words": [(), ("any",)],
     }
     return {name: chance.choice(options) for name, options in values.items()}
+
+
+def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The tokens of bad words, where a sequence has any: many, so that they match."""
+    if not params.bad_words:
+        return ()
+    lengths = chance.choices([1, 2, 2, 3], k=chance.choice([1, 3 * vocab_size]))
+    lengths = [length for i, length in enumerate(lengths) if length > 1 or i < 4]
+    return tuple(tuple(chance.randrange(vocab_size) for _ in range(length)) for length in [2, *lengths])[:256]
 
 
 def any_params(chance: random.Random) -> SamplingParams:

@@ -78,6 +78,7 @@ static void penalise(float *score, int64_t vocab, const int32_t *counts, float p
 // Add the bias, and mask what can't come at this position.
 static void shift(float *score, int64_t position, const adjustments *adjusted) {
     for (int64_t i = 0; i < adjusted->num_biased; i++) score[adjusted->bias_ids[i]] += adjusted->bias[i];
+    for (int64_t i = 0; i < adjusted->num_banned; i++) score[adjusted->banned_ids[i]] = -INFINITY;
     if (position >= adjusted->first_unmasked) return;
     for (int64_t i = 0; i < adjusted->num_masked; i++) score[adjusted->masked_ids[i]] = -INFINITY;
 }

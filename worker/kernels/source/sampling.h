@@ -30,6 +30,12 @@ typedef struct {
     const int64_t *masked_ids;  // [num_masked], at positions below `first_unmasked`
     int64_t num_masked;
     int64_t first_unmasked;
+    const int64_t *word_ids;  // tokens of bad words, one word behind the other
+    const int64_t *word_starts;  // [num_words + 1]
+    int64_t num_words;
+    int64_t num_prompt;  // tokens, in which no bad word begins
+    int64_t *banned_ids;  // [num_words], of which `num_banned` would end a bad word now
+    int64_t num_banned;
     penalty_window output;  // all tokens behind the prompt; no counts: no penalty looks at them
     float frequency;
     float presence;

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.adjustments import masked_tokens
+from worker.adjustments import masked_behind
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
 from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.sampling.windows import leaving_tokens
@@ -37,7 +37,7 @@ class DrawRow:
     @property
     def masked(self) -> tuple[int, ...]:
         """Tokens that can't come there."""
-        return masked_tokens(self.sequence, self.position)
+        return masked_behind(self.sequence, self.path)
 
 
 def rows_of(committed: Sequence, slot: int, drafted: list[int], tree: DraftTree) -> Iterator[DrawRow]:

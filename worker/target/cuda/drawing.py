@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.adjustments import Context, bias_row, masked_tokens, output_counts
+from worker.adjustments import Context, bias_row, masked_behind, output_counts
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, needs_filters, needs_slot
 from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.sampling.windows import committed_tokens
@@ -50,7 +50,7 @@ class Counts:
         for buffer, token_ids in ((slots.counts, sequence.token_ids[-window:]), (slots.output, sequence.output_ids)):
             fresh = np.bincount(token_ids, minlength=buffer.shape[1]).astype(np.int32)
             buffer[self.slot] = torch.from_numpy(fresh).to(buffer.device)
-        if (bias := bias_row(sequence.sampling, sequence.vocab_size, slots.bias.device)) is not None:
+        if (bias := bias_row(sequence, slots.bias.device)) is not None:
             slots.bias[self.slot] = bias
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
@@ -69,8 +69,8 @@ class CudaSampler:
     def context(self) -> Context:
         sequence, device = self.sequence, self._drawing.device
         return Context(
-            bias_row(sequence.sampling, sequence.vocab_size, device),
-            masked_tokens(sequence, len(sequence)),
+            bias_row(sequence, device),
+            masked_behind(sequence),
             self._seen(),
             output_counts(sequence, sequence.vocab_size, device),
         )

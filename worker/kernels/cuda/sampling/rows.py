@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.sampling import SamplingParams
-from worker.adjustments import counts_output
+from worker.adjustments import counts_output, has_bias
 
 ROW = np.dtype(
     [
@@ -34,7 +34,7 @@ ROW = np.dtype(
 )
 NUM_WORDS = ROW.itemsize // 4  # of a row
 NUM_DRAFTED = 64  # room for the tokens of a row's own path through its tree
-NUM_MASKED = 128  # room for the tokens that can't come at a row
+NUM_MASKED = 512  # room for the tokens that can't come at a row
 PADDING = -1
 
 
@@ -76,14 +76,14 @@ def fill_row(
         math.sqrt(params.eta),
         params.frequency_penalty,
         params.presence_penalty,
-        len(params.logit_bias) > 0,
+        has_bias(params),
         num_masked,
     )
 
 
 def needs_slot(params: SamplingParams) -> bool:
     """Whether a row reads anything of its slot: counts, or a bias."""
-    return params.repetition_penalty != 1.0 or counts_output(params) or bool(params.logit_bias)
+    return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
 
 
 def needs_filters(params: SamplingParams) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from tests.worker.kernels.sampling_parts import any_row
-from worker.adjustments import bias_row, masked_tokens, output_counts
+from tests.worker.kernels.sampling_parts import any_row, any_words
+from worker.adjustments import bias_row, masked_behind, output_counts
 from worker.kernels.cuda.sampling.draw import DrawBuffers
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
 from worker.kernels.cuda.sampling.slots import SlotBuffers
@@ -42,11 +42,17 @@ class Branch:
         return sampler.draw(self.logits)
 
 
-def sequence_of(token_ids: list[int], params: SamplingParams, vocab_size: int, num_output: int = 0) -> Sequence:
+def sequence_of(
+    token_ids: list[int],
+    params: SamplingParams,
+    vocab_size: int,
+    num_output: int = 0,
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
+) -> Sequence:
     """Of the tokens the last `num_output` are no prompt's."""
     num_prompt = max(1, len(token_ids) - num_output)
     params = params.model_copy(update={"max_tokens": 1 + num_output})
-    sequence = Sequence("s", token_ids[:num_prompt], params, vocab_size)
+    sequence = Sequence("s", token_ids[:num_prompt], params, vocab_size, bad_word_ids=bad_word_ids)
     sequence.extend(token_ids[num_prompt:])
     return sequence
 
@@ -60,7 +66,8 @@ def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = 
     params = params.model_copy(update={"penalty_window": chance.choice([1, 3, 40, 1024])})
     token_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([1, 20, 70]))]
     path_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([0, 1, 5, 63]))]
-    sequence = sequence_of(token_ids, params, vocab_size, chance.choice([0, 5, 60]))
+    words = any_words(chance, params, vocab_size)
+    sequence = sequence_of(token_ids, params, vocab_size, chance.choice([0, 5, 60]), words)
     sequence.eos_token_ids = frozenset({vocab_size - 1})
     return Branch(sequence, path_ids, any_row(chance, vocab_size))
 
@@ -97,7 +104,7 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
         if branch:
             sequence, depth = branch.sequence, len(branch.path_ids)
             position = len(sequence) + depth
-            masked = masked_tokens(sequence, position)
+            masked = masked_behind(sequence, branch.path_ids)
             fill_row(rows, i, sequence.sampling, slots[id(sequence)], position, depth, len(masked))
             slot_buffers.masked[i, : len(masked)] = torch.tensor(masked, dtype=torch.int32)
             logits[i] = branch.logits
@@ -109,7 +116,7 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
             leaving[slots[name]] = torch.from_numpy(leaving_tokens(sequence.token_ids, window))
         if (output := output_counts(sequence, vocab_size, "cpu")) is not None:
             slot_buffers.output[slots[name]] = output
-        if (bias := bias_row(sequence.sampling, vocab_size, "cpu")) is not None:
+        if (bias := bias_row(sequence, "cpu")) is not None:
             slot_buffers.bias[slots[name]] = bias
     return DrawBuffers(
         logits=logits,
