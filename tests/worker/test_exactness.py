@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,11 +15,21 @@ from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
     "sampled": {"temperature": 1.0},
     "sampled, penalised": {"temperature": 1.0, "repetition_penalty": 1.2, "penalty_window": 1024},
+    "adjusted": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.2,
+        "logit_bias": {"13": 2.5, "300": -3.0, "18": -100.0},
+        "min_tokens": 50,
+        "stop_token_ids": [13, 261],
+        "bad_words": ["the old", "said", "room", ", and"],
+    },
     "sampled, filtered": {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 PROMPTS = (
@@ -28,6 +40,7 @@ PROMPTS = (
 NUM_TOKENS = 64
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
+RESUMED = ("greedy", "adjusted", HARDEST)
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
@@ -61,8 +74,9 @@ class Plain:
 
     def sequences(self, setting: str) -> list[Sequence]:
         params = SamplingParams(max_tokens=self._num_tokens, seed=17, ignore_eos=True, **SETTINGS[setting])
+        words = self._codec.bad_word_ids(params.bad_words)
         return [
-            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size)
+            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size, bad_word_ids=words)
             for i, prompt in enumerate(PROMPTS)
         ]
 
@@ -96,7 +110,9 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
     return sequences
 
 
-@pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", HARDEST)])
+@pytest.mark.parametrize(
+    ("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", "adjusted", HARDEST)]
+)
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
     sequences = interrupted(plain, setting, (1, 41, NUM_TOKENS - 1))
     assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
