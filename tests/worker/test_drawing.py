@@ -100,3 +100,28 @@ def test_walks_leave_samplers_as_they_are(drawing: Drawing) -> None:
     walks = [drawing.walks([sampler], [tree], [rows]) for _ in range(2)]
     assert walks[0] == walks[1]
     assert walks[0][0].path[0] == 0
+
+
+def test_a_bad_word_that_begins_in_the_prompt_may_end_and_one_that_begins_behind_it_may_not(drawing: Drawing) -> None:
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, bad_words=("any",))
+    sequence = Sequence("a", [3, 1], sampling, VOCAB, bad_word_ids=((1, 6), (3, 1, 6)))
+    sampler, logits = drawing.sampler(sequence), torch.zeros(VOCAB)
+    logits[6], logits[9] = 2.0, 1.0
+    assert drawn_by(drawing, sampler, logits) == 6
+    sequence.extend([1])
+    assert drawn_by(drawing, sampler, logits) == 9
+
+
+@pytest.mark.parametrize("is_lower", [True, False])
+def test_what_counts_take_off_is_rounded_once_everywhere(drawing: Drawing, is_lower: bool) -> None:
+    """The count's product is not rounded for itself: a token that loses its whole logit ties with one that has none."""
+    frequency, presence = np.float32(0.1), np.float32(0.7)
+    counts = np.arange(1, 60)
+    taken = (float(frequency) * counts + float(presence)).astype(np.float32)
+    count = int(counts[taken != frequency * counts.astype(np.float32) + presence][0])
+    sampling = SamplingParams(max_tokens=99, temperature=0.0, frequency_penalty=0.1, presence_penalty=0.7)
+    sequence = Sequence("a", [3], sampling, VOCAB)
+    sequence.extend([20] * count)
+    logits, other = torch.full((VOCAB,), -1.0), 10 if is_lower else 30
+    logits[20], logits[other] = float(taken[count - 1]), 0.0
+    assert drawn_by(drawing, drawing.sampler(sequence), logits) == min(20, other)
