@@ -26,7 +26,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.5,
         "presence_penalty": -0.2,
         "logit_bias": {"13": 2.5, "300": -3.0, "18": -100.0},
-        "min_tokens": 50,
         "stop_token_ids": [13, 261],
         "bad_words": ["the old", "said", "room", ", and"],
     },
@@ -38,6 +37,7 @@ PROMPTS = (
     '"Tell me again," said the old woman, "what the river did to the mill, and leave nothing out this time."\n\n',
 )
 NUM_TOKENS = 64
+NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
 RESUMED = ("greedy", "adjusted", HARDEST)
@@ -73,7 +73,9 @@ class Plain:
         self._outputs: dict[str, list[list[int]]] = {}
 
     def sequences(self, setting: str) -> list[Sequence]:
-        params = SamplingParams(max_tokens=self._num_tokens, seed=17, ignore_eos=True, **SETTINGS[setting])
+        fields, num_tokens = SETTINGS[setting], self._num_tokens
+        min_tokens = num_tokens - NUM_FREE if "stop_token_ids" in fields else 0
+        params = SamplingParams(max_tokens=num_tokens, min_tokens=min_tokens, seed=17, ignore_eos=True, **fields)
         words = self._codec.bad_word_ids(params.bad_words)
         return [
             Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size, bad_word_ids=words)
