@@ -56,7 +56,7 @@ class Job(Strict):
     def job_id(self, model_fingerprint: str) -> str:
         """A safe file name, the same for the same (custom_id, model, prompt, sampling): a slug, '-', 16 hex digits."""
         messages = None if self.messages is None else [message.model_dump() for message in self.messages]
-        identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.model_dump(mode="json")]
+        identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         return f"{_slug(self.custom_id)}-{digest[:16]}"
 

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from jobs.frozen import Strict
+from jobs.logit_bias import LogitBias, bias_object, bias_pairs
 from jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 128
+MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count output tokens
 MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
 MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 
+# Fields that came after runs had been made: at their default they are no part of a job's identity.
+LATER_FIELDS = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "bad_words",
+)
+
 StopString = Annotated[str, Field(min_length=1)]
+BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PENALTY)]
 
 
 class SamplingParams(Strict):
@@ -24,6 +42,13 @@ class SamplingParams(Strict):
 
     `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
     `top_p` and `repetition_penalty` at 1. The penalty looks at the last `penalty_window` tokens, prompt included.
+
+    What the others mean, and the order of all, are vLLM's: the last token of each of `bad_words` is masked where the
+    output ends with those in front of it (with and without a space before the word); end-of-sequence tokens and
+    `stop_token_ids` are masked up to `min_tokens` output tokens (also where `ignore_eos` is set), and stop strings
+    count behind those alone; `logit_bias` is added; then the repetition penalty; then `frequency_penalty` times a
+    token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
+    top-p, min-p, eta.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -37,6 +62,13 @@ class SamplingParams(Strict):
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
+    frequency_penalty: OutputPenalty = 0.0
+    presence_penalty: OutputPenalty = 0.0
+    logit_bias: LogitBias = ()
+    min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[BadWord, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
 
     @field_validator("temperature")
     @classmethod
@@ -55,6 +87,38 @@ class SamplingParams(Strict):
         if isinstance(value, str):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop_token_ids", "bad_words", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _each_token_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(value)))
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _tokens_with_bias(cls, value: object) -> object:
+        return bias_pairs(value)
+
+    @field_serializer("logit_bias")
+    def _as_object(self, value: LogitBias) -> dict[str, float]:
+        return bias_object(value)
+
+    @model_validator(mode="after")
+    def _may_end(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"field 'min_tokens': found {self.min_tokens}, expected at most max_tokens, {self.max_tokens}"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What of these parameters tells a job from another, as JSON: the same as before later fields were known."""
+        unset = {name for name in LATER_FIELDS if getattr(self, name) == SamplingParams.model_fields[name].default}
+        return self.model_dump(mode="json", exclude=unset)
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:

@@ -10,9 +10,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
+from worker.adjustments import Context, adjusted
 from worker.kernels import sampling as native
 from worker.kernels.variants import chosen_variant
-from worker.sampling import TokenSampler, penalise
+from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.finite import is_drawable
 from worker.tree import DraftTree
@@ -29,14 +30,13 @@ class Sampler(Protocol):
     def fork(self, sequence: Sequence) -> Self:
         """A sampler for a fork of the sequence, to be extended by a draft."""
 
-    def seen(self) -> torch.Tensor | None:
-        """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
+    def context(self) -> Context:
+        """What the next token depends on beside its logits."""
 
 
 def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-    """Logits `[..., vocab]` under the penalty of a sequence's tokens."""
-    seen = sampler.seen()
-    return logits if seen is None else penalise(logits, seen, sampler.sequence.sampling.repetition_penalty)
+    """Logits `[..., vocab]` as a sequence's tokens and parameters change them, in front of the temperature."""
+    return adjusted(logits, sampler.sequence.sampling, sampler.context())
 
 
 class Drawing(Protocol):
@@ -91,8 +91,8 @@ class TorchSampler:
     def fork(self, sequence: Sequence) -> TorchSampler:
         return TorchSampler(sequence, self.behind_the_sequence())
 
-    def seen(self) -> torch.Tensor | None:
-        return self.behind_the_sequence().seen
+    def context(self) -> Context:
+        return self.behind_the_sequence().context()
 
     def behind_the_sequence(self) -> TokenSampler:
         """A sampler of the caller's own."""

@@ -47,6 +47,7 @@ class Engine:
 
     def start(self, sequence: Sequence, cache: FullKVCache | None = None) -> Slot:
         """Take a sequence in; what of it is not in `cache` yet is read by the next steps."""
+        sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
             sequence,
             cache or self.target.new_cache(sequence.max_length),

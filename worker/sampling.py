@@ -1,28 +1,32 @@
 """Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the same token whenever it is drawn.
 
-Processors and their order are those of `transformers`: repetition penalty (sign-aware), temperature, top-k, top-p,
-min-p, eta; all in float32. Each works on one row, `[vocab] float32`, so that a row's neighbours cannot change it.
+Processors and their order are those of `transformers`: what comes in front of the temperature (adjustments.py), the
+temperature, top-k, top-p, min-p, eta; all in float32. Each works on one row, `[vocab] float32`, so that a row's
+neighbours cannot change it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import deque
 
 import torch
 
 from jobs.sampling import SamplingParams
+from worker.adjustments import (
+    MASKED,
+    Context,
+    PenaltyWindow,
+    adjusted,
+    bias_row,
+    masked_tokens,
+    num_recent_tokens,
+    output_counts,
+)
 from worker.noise import GumbelNoise
 from worker.sequence import Sequence
 
-MASKED = float("-inf")
 SUM_UNITS = 2.0**60  # units of a running sum: 1 + its rounding stays below 2^63
-
-
-def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
-    """Divide positive, multiply negative logits of the tokens in `seen [vocab] bool` by theta (Keskar et al. 2019)."""
-    return torch.where(seen, torch.where(scores < 0, scores * theta, scores / theta), scores)
 
 
 def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -75,7 +79,7 @@ def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply everything after the penalty to one row; only for temperature > 0."""
+    """Apply everything from the temperature on to one row; only for temperature > 0."""
     scores = _tempered(logits, params.temperature)
     if params.top_k:
         scores = keep_top_k(scores, params.top_k)
@@ -95,50 +99,26 @@ def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: Gum
     return int(torch.argmax(process(logits, params) + noise.row(position)))
 
 
-class PenaltyWindow:
-    """Which tokens occur among the last W of a sequence (TokenSwift, equation 3), kept in constant time per token."""
-
-    def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str) -> None:
-        recent = sequence.token_ids[-sequence.sampling.penalty_window :].tolist()
-        self._recent = deque(recent)
-        self._window = sequence.sampling.penalty_window
-        self._counts: dict[int, int] = {}
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [vocab]
-        for token_id in recent:
-            self._count(token_id, 1)
-
-    def fork(self) -> PenaltyWindow:
-        """A window of its own that goes on from here."""
-        fork = copy.copy(self)
-        fork._recent, fork._counts, fork.seen = self._recent.copy(), self._counts.copy(), self.seen.clone()
-        return fork
-
-    def push(self, token_id: int) -> None:
-        """Take in the next token; the one that leaves the window is forgotten."""
-        self._recent.append(token_id)
-        self._count(token_id, 1)
-        if len(self._recent) > self._window:
-            self._count(self._recent.popleft(), -1)
-
-    def _count(self, token_id: int, change: int) -> None:
-        self._counts[token_id] = self._counts.get(token_id, 0) + change
-        self.seen[token_id] = self._counts[token_id] > 0
-
-
 class TokenSampler:
     """Draws one sequence's tokens in order. Each `draw` counts as committed: the next one sees it in its history."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._sequence = sequence
         self._params = sequence.sampling
         self._noise = sequence.noise
         self.position = len(sequence)  # of the next token
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
+        self._counts = output_counts(sequence, vocab_size, device)
+        self._bias = bias_row(sequence, device)
+        self._num_recent = num_recent_tokens(sequence)
+        self._recent: list[int] = sequence.output_ids[-self._num_recent :].tolist() if self._num_recent else []
 
     def fork(self) -> TokenSampler:
         """A sampler of its own that goes on from here, for a draft."""
         fork = copy.copy(self)
         fork._window = self._window.fork() if self._window is not None else None
+        fork._counts = self._counts.clone() if self._counts is not None else None
         return fork
 
     def draw(self, logits: torch.Tensor) -> int:
@@ -152,14 +132,17 @@ class TokenSampler:
         self.position += 1
         if self._window is not None:
             self._window.push(token_id)
+        if self._counts is not None:
+            self._counts[token_id] += 1
+        if self._num_recent:
+            self._recent = [*self._recent, token_id][-self._num_recent :]
 
     def penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., vocab]` under the penalty of the tokens so far."""
-        if self._window is None:
-            return logits
-        return penalise(logits, self._window.seen, self._params.repetition_penalty)
+        """Logits `[..., vocab]` as the tokens so far and the parameters change them, in front of the temperature."""
+        return adjusted(logits, self._params, self.context())
 
-    @property
-    def seen(self) -> torch.Tensor | None:
-        """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
-        return None if self._window is None else self._window.seen
+    def context(self) -> Context:
+        """What the next token depends on beside its logits; its tensors change with the next token."""
+        seen = None if self._window is None else self._window.seen
+        num_output = self.position - self._sequence.num_prompt_tokens
+        return Context(self._bias, masked_tokens(self._sequence, num_output, self._recent), seen, self._counts)

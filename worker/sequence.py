@@ -21,7 +21,11 @@ class Sequence:
         sampling: SamplingParams,
         vocab_size: int,
         device: torch.device | str = "cpu",
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
     ) -> None:
+        """`bad_word_ids`: the tokens of `sampling.bad_words`, as `TextCodec.bad_word_ids` has them."""
+        if bool(bad_word_ids) != bool(sampling.bad_words):
+            raise ValueError(f"sequence {sequence_id}: bad words {sampling.bad_words} are {bad_word_ids} as tokens")
         if not prompt_ids:
             raise ValueError(f"sequence {sequence_id}: the prompt has no tokens; expected at least one")
         self.sequence_id = sequence_id
@@ -29,6 +33,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.vocab_size = vocab_size
+        self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
+        self.bad_word_ids = bad_word_ids
         self.noise = GumbelNoise(sampling.seed or 0, vocab_size, device)
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where that is the reason

@@ -1,4 +1,4 @@
-"""When a generation ends: end-of-sequence token, stop string, or its last token."""
+"""When a generation ends: end-of-sequence or stop token, stop string, or its last token; and which text it then has."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ class StopRule:
         params = sequence.sampling
         if params.stop and decode is None:
             raise ValueError("stop strings need a tokenizer to decode with")
-        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        ending = frozenset() if params.ignore_eos else eos_token_ids
+        self._ending_token_ids = ending.union(params.stop_token_ids)
         self._stop = params.stop
         self._decode = decode
         # A byte-level token is at least one byte, so this many tokens cover the longest stop string.
         self._num_kept = max((len(text.encode()) for text in self._stop), default=0) + 8
         self._tail = sequence.output_ids[-self._num_kept :].tolist()
         self._num_remaining = sequence.num_remaining_tokens
+        self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
 
     def after(self, token_id: int) -> str | None:
         """Return the finish reason if `token_id`, committed now, ends the sequence, else None."""
         self._num_remaining -= 1
+        self._num_before_stop -= 1
         self._tail = [*self._tail, token_id][-self._num_kept :]
         return self.now()
 
@@ -36,18 +39,32 @@ class StopRule:
         """Return the finish reason if the last output token ends the sequence, else None (also without output)."""
         if not self._tail:
             return None
-        if self._tail[-1] in self._eos_token_ids or self._has_stop_string():
+        if self._num_before_stop < 0 and (self._tail[-1] in self._ending_token_ids or self._has_stop_string()):
             return STOP
         return LENGTH if self._num_remaining <= 0 else None
 
     def _has_stop_string(self) -> bool:
         if not self._stop or self._decode is None:
             return False
-        text = self._decode(self._tail)
-        return any(stop in text for stop in self._stop)
+        num_before = len(self._tail) + self._num_before_stop  # of the tail, in which no stop string may end
+        before = self._decode(self._tail[:num_before]) if num_before > 0 else ""
+        return first_stop(self._decode(self._tail), self._stop, len(before)) is not None
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Text before the first stop string; the whole text where there is none."""
-    starts = [start for start in (text.find(s) for s in stop) if start >= 0]
-    return text[: min(starts)] if starts else text
+def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0) -> tuple[int, int] | None:
+    """Start and end of the first stop string that does not end within the first characters; None without one."""
+    found = [(text.find(each, max(0, num_before - len(each) + 1)), each) for each in stop]
+    return min(((start, start + len(each)) for start, each in found if start >= 0), default=None)
+
+
+def text_of(sequence: Sequence, decode: Callable[[list[int]], str]) -> str:
+    """The output's text, without what ended it where that was a stop token or string and is not asked for."""
+    params, output_ids = sequence.sampling, sequence.output_ids.tolist()
+    is_stopped = sequence.finish_reason == STOP and len(output_ids) > params.min_tokens
+    if is_stopped and output_ids[-1] in params.stop_token_ids:
+        return decode(output_ids if params.include_stop_str_in_output else output_ids[:-1])
+    text = decode(output_ids)
+    before = decode(output_ids[: params.min_tokens]) if params.stop and params.min_tokens else ""
+    if found := first_stop(text, params.stop, len(before)):
+        return text[: found[params.include_stop_str_in_output]]
+    return text

@@ -16,7 +16,7 @@ PROMPT_TEXTS = tuple(PROMPTS.values())
 SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must have right again
     {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
     {"temperature": 0},
-    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 0.95, "frequency_penalty": 0.1, "presence_penalty": 0.2},
 )
 
 

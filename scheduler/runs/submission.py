@@ -10,6 +10,7 @@ from jobs.errors import UserError
 from jobs.input.reader import Reject
 from jobs.job import Job, JobRecord
 from jobs.run.run import Run, RunError, RunManifest
+from jobs.sampling import SamplingParams
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_file
 from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
@@ -76,12 +77,17 @@ def submission(
 def make_records(
     jobs: Sequence[tuple[int, Job]], files: ModelFiles, room: KVRoom | None = None
 ) -> tuple[list[JobRecord], list[Reject]]:
-    """Count each prompt's tokens; a job that does not fit the model's positions, or the caches' room, is a reject."""
+    """Count each prompt's tokens; a job that does not fit the model's positions, or the caches' room, is a reject.
+
+    So is one that names a token which the model does not have.
+    """
     codec = TextCodec(files)
     records, rejects = [], []
     for line_number, job in jobs:
         try:
             num_prompt_tokens = len(codec.encode_job(job))
+            codec.bad_word_ids(job.sampling.bad_words)
+            _refuse_unknown_tokens(job.sampling, files.vocab_size)
             _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
             if room is not None:
                 room.refuse_too_long(num_prompt_tokens + job.sampling.max_tokens)
@@ -110,6 +116,13 @@ def _refuse_too_long(num_prompt_tokens: int, max_tokens: int, files: ModelFiles)
             f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {num_positions} "
             f"positions, expected at most the model's {files.max_positions}"
         )
+
+
+def _refuse_unknown_tokens(sampling: SamplingParams, vocab_size: int) -> None:
+    named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
+    for field, token_ids in named.items():
+        if token_ids and token_ids[-1] >= vocab_size:
+            raise ValueError(f"field '{field}': found token {token_ids[-1]}, the model's are 0 to {vocab_size - 1}")
 
 
 def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord], list[Reject]]:

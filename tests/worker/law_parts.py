@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.sampling import TokenSampler, penalise, process
+from worker.adjustments import penalise
+from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import walk
@@ -24,6 +25,7 @@ TABLE = torch.tensor(
 # Three likely continuations, each with children, one of them a repetition: room to be biased in.
 TREE = DraftTree([3, 0, 2, 3, 4, 2, 5, 1], [-1, -1, -1, 0, 0, 1, 1, 2])
 PLAIN = SamplingParams(max_tokens=100)
+WORDS = ((3, 4), (0, 0), (5,))  # tokens of bad words, where there are any
 
 Verifier = Callable[[Sequence, DraftTree], list[int]]
 
@@ -41,7 +43,10 @@ def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
     def law(history: list[int]) -> torch.Tensor:
         seen = torch.zeros(VOCAB, dtype=torch.bool)
         seen[history] = True
-        scores = penalise(TABLE[history[-1]], seen, params.repetition_penalty)
+        scores = penalise(shifted(history, params), seen, params.repetition_penalty)
+        for token_id in set(history[len(PROMPT) :]):
+            count = history[len(PROMPT) :].count(token_id)
+            scores[token_id] -= params.frequency_penalty * count + params.presence_penalty
         return torch.softmax(process(scores, params).double(), dim=-1)
 
     first = law(PROMPT)
@@ -52,6 +57,19 @@ def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
         for b in range(VOCAB)
         if law([*PROMPT, a])[b] > 0
     }
+
+
+def shifted(history: list[int], params: SamplingParams) -> torch.Tensor:
+    """Logits behind some tokens, with their bias, and without what can't come."""
+    scores, output = TABLE[history[-1]].clone(), history[len(PROMPT) :]
+    for token_id, bias in params.logit_bias:
+        scores[token_id] += bias
+    if len(output) < params.min_tokens:
+        scores[list(params.stop_token_ids)] = -math.inf
+    for *begin, last in WORDS if params.bad_words else ():
+        if output[len(output) - len(begin) :] == begin:
+            scores[last] = -math.inf
+    return scores
 
 
 def rows_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
@@ -65,7 +83,8 @@ def ours(sequence: Sequence, tree: DraftTree) -> list[int]:
 
 def plain_steps(verifier: Verifier, tree: DraftTree, params: SamplingParams, seed: int) -> tuple[int, int]:
     """Two tokens: one verified step, and plain decoding for what it did not commit."""
-    sequence = Sequence("s", PROMPT, params.model_copy(update={"seed": seed}), VOCAB)
+    words = WORDS if params.bad_words else ()
+    sequence = Sequence("s", PROMPT, params.model_copy(update={"seed": seed}), VOCAB, bad_word_ids=words)
     sequence.extend(verifier(sequence, tree)[:2])
     if sequence.num_generated_tokens < 2:
         sequence.extend(ours(sequence, DraftTree())[:1])

@@ -1,24 +1,52 @@
-"""Samplers in C and in torch keep one contract: they follow their sequence, and forks go ways of their own."""
+"""Samplers in C, torch and Triton keep one contract: they follow their sequence, and forks go ways of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.target.cuda.checked_graph import CheckedGraph
 from worker.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
+from worker.target.cuda.drawing import CudaDrawing
 from worker.tree import ROOT, DraftTree
 
 VOCAB = 40
 PENALISED = {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.5, "penalty_window": 6}
 PLAIN = {"temperature": 0.7, "top_p": 0.9}
+BY_COUNTS = {"temperature": 0.9, "frequency_penalty": 0.8, "presence_penalty": -0.5}
+ADJUSTED = PENALISED | {
+    "frequency_penalty": 1.5,
+    "presence_penalty": 0.3,
+    "logit_bias": {"7": 3.0, "8": -100, "11": 1.5},
+    "min_tokens": 15,
+    "stop_token_ids": [7, 12],
+    "bad_words": ["any"],
+}
+WORDS = ((8, 5), (2,), (9, 7), (7, 7, 3))
+WAYS = pytest.mark.parametrize(
+    "params", [PENALISED, PLAIN, BY_COUNTS, ADJUSTED], ids=["penalised", "plain", "by counts", "adjusted"]
+)
 
 
-@pytest.fixture(params=[pytest.param("native", marks=needs_kernels), "torch"])
+@pytest.fixture(autouse=True)
+def _numbers_as_a_gpu_has_them() -> Iterator[None]:
+    """The interpreter's numpy would warn of infinities."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_kernels), "torch", "triton"])
 def drawing(request: pytest.FixtureRequest) -> Drawing:
+    if request.param == "triton":
+        return CudaDrawing(VOCAB, torch.device("cpu"), CheckedGraph)
     return NativeDrawing() if request.param == "native" else TorchDrawing(VOCAB, torch.device("cpu"))
 
 
@@ -28,12 +56,15 @@ def drawn_by(drawing: Drawing, sampler: Sampler, logits: torch.Tensor) -> int:
     return token_id
 
 
-def sequence_with(params: dict[str, float]) -> Sequence:
-    return Sequence("a", [3, 1, 4, 1], SamplingParams(max_tokens=200, seed=5, **params), VOCAB)  # type: ignore[arg-type]
+def sequence_with(params: dict[str, Any]) -> Sequence:
+    words = WORDS if params.get("bad_words") else ()
+    sequence = Sequence("a", [3, 1, 4, 1], SamplingParams(max_tokens=200, seed=5, **params), VOCAB, bad_word_ids=words)
+    sequence.eos_token_ids = frozenset({0})
+    return sequence
 
 
-@pytest.mark.parametrize("params", [PENALISED, PLAIN], ids=["penalised", "plain"])
-def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawing, params: dict[str, float]) -> None:
+@WAYS
+def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawing, params: dict[str, Any]) -> None:
     sequence = sequence_with(params)
     sampler = drawing.sampler(sequence)
     for logits in torch.randn(20, 3, VOCAB, generator=torch.Generator().manual_seed(1)) * 2:
@@ -44,8 +75,8 @@ def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawi
         sequence.extend([drawn[0], 7])
 
 
-@pytest.mark.parametrize("params", [PENALISED, PLAIN], ids=["penalised", "plain"])
-def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict[str, float]) -> None:
+@WAYS
+def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict[str, Any]) -> None:
     sequence = sequence_with(params)
     sampler = drawing.sampler(sequence)
     rows = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(2)) * 2
@@ -62,10 +93,35 @@ def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict
 
 
 def test_walks_leave_samplers_as_they_are(drawing: Drawing) -> None:
-    sequence = sequence_with(PENALISED)
+    sequence = sequence_with(ADJUSTED)
     sampler = drawing.sampler(sequence)
     rows = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
     tree = DraftTree([drawn_by(drawing, sampler, rows[0]), 5, 6], [ROOT, 0, 0])
     walks = [drawing.walks([sampler], [tree], [rows]) for _ in range(2)]
     assert walks[0] == walks[1]
     assert walks[0][0].path[0] == 0
+
+
+def test_a_bad_word_that_begins_in_the_prompt_may_end_and_one_that_begins_behind_it_may_not(drawing: Drawing) -> None:
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, bad_words=("any",))
+    sequence = Sequence("a", [3, 1], sampling, VOCAB, bad_word_ids=((1, 6), (3, 1, 6)))
+    sampler, logits = drawing.sampler(sequence), torch.zeros(VOCAB)
+    logits[6], logits[9] = 2.0, 1.0
+    assert drawn_by(drawing, sampler, logits) == 6
+    sequence.extend([1])
+    assert drawn_by(drawing, sampler, logits) == 9
+
+
+@pytest.mark.parametrize("is_lower", [True, False])
+def test_what_counts_take_off_is_rounded_once_everywhere(drawing: Drawing, is_lower: bool) -> None:
+    """The count's product is not rounded for itself: a token that loses its whole logit ties with one that has none."""
+    frequency, presence = np.float32(0.1), np.float32(0.7)
+    counts = np.arange(1, 60)
+    taken = (float(frequency) * counts + float(presence)).astype(np.float32)
+    count = int(counts[taken != frequency * counts.astype(np.float32) + presence][0])
+    sampling = SamplingParams(max_tokens=99, temperature=0.0, frequency_penalty=0.1, presence_penalty=0.7)
+    sequence = Sequence("a", [3], sampling, VOCAB)
+    sequence.extend([20] * count)
+    logits, other = torch.full((VOCAB,), -1.0), 10 if is_lower else 30
+    logits[20], logits[other] = float(taken[count - 1]), 0.0
+    assert drawn_by(drawing, drawing.sampler(sequence), logits) == min(20, other)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,11 +15,20 @@ from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
     "sampled": {"temperature": 1.0},
     "sampled, penalised": {"temperature": 1.0, "repetition_penalty": 1.2, "penalty_window": 1024},
+    "adjusted": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.2,
+        "logit_bias": {"13": 2.5, "300": -3.0, "18": -100.0},
+        "stop_token_ids": [13, 261],
+        "bad_words": ["the old", "said", "room", ", and"],
+    },
     "sampled, filtered": {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 PROMPTS = (
@@ -26,8 +37,10 @@ PROMPTS = (
     '"Tell me again," said the old woman, "what the river did to the mill, and leave nothing out this time."\n\n',
 )
 NUM_TOKENS = 64
+NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
+RESUMED = ("greedy", "adjusted", HARDEST)
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
@@ -60,9 +73,12 @@ class Plain:
         self._outputs: dict[str, list[list[int]]] = {}
 
     def sequences(self, setting: str) -> list[Sequence]:
-        params = SamplingParams(max_tokens=self._num_tokens, seed=17, ignore_eos=True, **SETTINGS[setting])
+        fields, num_tokens = SETTINGS[setting], self._num_tokens
+        min_tokens = num_tokens - NUM_FREE if "stop_token_ids" in fields else 0
+        params = SamplingParams(max_tokens=num_tokens, min_tokens=min_tokens, seed=17, ignore_eos=True, **fields)
+        words = self._codec.bad_word_ids(params.bad_words)
         return [
-            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size)
+            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size, bad_word_ids=words)
             for i, prompt in enumerate(PROMPTS)
         ]
 
@@ -96,7 +112,9 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
     return sequences
 
 
-@pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", HARDEST)])
+@pytest.mark.parametrize(
+    ("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", "adjusted", HARDEST)]
+)
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
     sequences = interrupted(plain, setting, (1, 41, NUM_TOKENS - 1))
     assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)

@@ -9,15 +9,14 @@ import torch
 from transformers.generation import logits_process as reference
 
 from jobs.sampling import SamplingParams
+from worker.adjustments import PenaltyWindow, penalise
 from worker.noise import GumbelNoise
 from worker.sampling import (
-    PenaltyWindow,
     draw,
     keep_eta,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    penalise,
     process,
     running_sum,
     running_sum_in_any_order,

@@ -10,9 +10,10 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TREE, VOCAB, gate, ours, plain_steps, rows_of
+from worker.adjustments import penalise
 from worker.drafters.tokenswift.digit_tree import Sources, digit_tree
 from worker.drafters.tokenswift.ngram_table import NgramTable
-from worker.sampling import TokenSampler, penalise, process
+from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.tree import DraftTree
 from worker.verification import walk
@@ -45,10 +46,21 @@ PAPER_TREE = paper_tree()
 PENALISED = SamplingParams(max_tokens=100, repetition_penalty=1.6)
 FILTERED = SamplingParams(max_tokens=100, temperature=0.8, top_k=5, top_p=0.95, min_p=0.05, repetition_penalty=1.2)
 PAPER = SamplingParams(max_tokens=100, min_p=0.1, repetition_penalty=1.2)  # TokenSwift's setting; its window is 1024
+BY_COUNTS = SamplingParams(max_tokens=100, frequency_penalty=1.5, presence_penalty=0.7)
+ADJUSTED = SamplingParams(
+    max_tokens=100,
+    frequency_penalty=-0.8,
+    presence_penalty=1.9,
+    repetition_penalty=1.3,
+    logit_bias={"2": 1.2, "4": -0.7},  # type: ignore[arg-type]
+    min_tokens=2,
+    stop_token_ids=(1,),
+    bad_words=("any",),
+)
 SETTINGS = pytest.mark.parametrize(
     ("params", "tree"),
-    [(PLAIN, TREE), (PENALISED, TREE), (FILTERED, TREE), (PAPER, PAPER_TREE)],
-    ids=["plain", "penalised", "filtered", "tokenswift"],
+    [(PLAIN, TREE), (PENALISED, TREE), (FILTERED, TREE), (PAPER, PAPER_TREE), (BY_COUNTS, TREE), (ADJUSTED, TREE)],
+    ids=["plain", "penalised", "filtered", "tokenswift", "by counts", "adjusted"],
 )
 
 
@@ -130,6 +142,35 @@ def test_the_gate_catches_a_penalty_that_ignores_the_ancestors_in_the_tree(
         return walk(tree, rows_of(sequence, tree), sampler.draw).drawn
 
     assert gate(forgetful, params, tree) < 1e-6
+
+
+@pytest.mark.parametrize("params", [BY_COUNTS, ADJUSTED], ids=["by counts", "adjusted"])
+def test_the_gate_catches_counts_that_ignore_the_ancestors_in_the_tree(params: SamplingParams) -> None:
+    def forgetful(sequence: Sequence, tree: DraftTree) -> list[int]:
+        sampler = TokenSampler(sequence, VOCAB)
+        counts = sampler._counts
+        assert counts is not None
+
+        def draw(logits: torch.Tensor) -> int:
+            sampler._counts = counts.clone()
+            return sampler.draw(logits)
+
+        return walk(tree, rows_of(sequence, tree), draw).drawn
+
+    assert gate(forgetful, params) < 1e-6
+
+
+def test_the_gate_catches_bad_words_that_may_begin_in_the_tree() -> None:
+    def forgetful(sequence: Sequence, tree: DraftTree) -> list[int]:
+        sampler = TokenSampler(sequence, VOCAB)
+
+        def draw(logits: torch.Tensor) -> int:
+            sampler._recent = []
+            return sampler.draw(logits)
+
+        return walk(tree, rows_of(sequence, tree), draw).drawn
+
+    assert gate(forgetful, ADJUSTED) < 1e-6
 
 
 def test_the_gate_catches_a_bonus_token_without_temperature() -> None:

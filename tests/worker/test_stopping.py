@@ -10,7 +10,7 @@ from worker.drafters.catalogue import create_drafter
 from worker.engine import Engine
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
-from worker.stopping import StopRule, cut_at_stop
+from worker.stopping import StopRule, text_of
 from worker.target.target import TargetModel
 
 
@@ -22,6 +22,14 @@ def rule(params: SamplingParams, output: str = "", eos: frozenset[int] = frozens
     sequence = Sequence("s", [5], params, 200)
     sequence.extend([ord(c) for c in output])
     return StopRule(sequence, eos, spell)
+
+
+def text_after(params: SamplingParams, output: str) -> str:
+    """Of a sequence that ended there."""
+    sequence = Sequence("s", [5], params, 200)
+    sequence.extend([ord(c) for c in output])
+    sequence.finish_reason = "stop"
+    return text_of(sequence, spell)
 
 
 def test_the_last_token_ends_with_reason_length() -> None:
@@ -42,8 +50,46 @@ def test_a_stop_string_is_found_across_tokens_and_across_a_resume() -> None:
 
 
 def test_text_is_cut_before_the_first_stop_string() -> None:
-    assert cut_at_stop("one END two STOP", ("STOP", "END")) == "one "
-    assert cut_at_stop("nothing here", ("END",)) == "nothing here"
+    params = SamplingParams(max_tokens=99, stop=("STOP", "END"))
+    assert text_after(params, "one END two STOP") == "one "
+    assert text_after(params, "nothing here") == "nothing here"
+
+
+def test_a_stop_string_stays_in_the_text_where_that_is_asked_for() -> None:
+    params = SamplingParams(max_tokens=99, stop=("STOP", "END"), include_stop_str_in_output=True)
+    assert text_after(params, "one END two STOP") == "one END"
+
+
+@pytest.mark.parametrize(("included", "text"), [(False, "one "), (True, "one #")])
+def test_a_stop_token_ends_and_is_in_the_text_where_that_is_asked_for(included: bool, text: str) -> None:
+    params = SamplingParams(max_tokens=99, stop_token_ids=(ord("#"),), include_stop_str_in_output=included)
+    assert rule(params, "one ").after(ord("#")) == "stop"
+    assert rule(params, "one #").now() == "stop"
+    assert text_after(params, "one #") == text
+    assert rule(params.model_copy(update={"ignore_eos": True}), "one ").after(ord("#")) == "stop"
+
+
+def test_nothing_ends_a_text_before_its_least_number_of_tokens_but_the_last_token() -> None:
+    params = SamplingParams(max_tokens=5, min_tokens=3, stop=("b",), stop_token_ids=(ord("#"),))
+    assert [rule(params, "aa").after(ord(letter)) for letter in "#b"] == [None, None]
+    assert [rule(params, "aab").now(), rule(params, "aa#").now()] == [None, None]
+    assert [rule(params, "aaa").after(ord(letter)) for letter in "#bc"] == ["stop", "stop", None]
+    assert rule(params, "aab").after(ord("c")) is None  # the stop string ended too early to count
+    assert rule(params, "aaac").after(ord("c")) == "length"
+    assert rule(params.model_copy(update={"min_tokens": 5}), "aaab").after(ord("b")) == "length"
+
+
+@pytest.mark.parametrize("num_kept", [0, 4, 40])
+def test_text_is_cut_where_the_sequence_was_stopped_and_not_before(num_kept: int) -> None:
+    """A stop string counts where it ends behind the first tokens, wherever it began."""
+    output = "x" * num_kept + "END" + "x" * num_kept + "END"
+    for min_tokens in (num_kept + 3, 2 * num_kept + 4, 2 * num_kept + 5):
+        params = SamplingParams(max_tokens=99, min_tokens=min_tokens, stop=("END",))
+        reasons = [rule(params, output[: i + 1]).now() for i in range(len(output))]
+        assert reasons == [None] * (len(output) - 1) + ["stop"]
+        assert text_after(params, output) == output[:-3]
+        stepwise = rule(params)
+        assert [stepwise.after(ord(letter)) for letter in output] == reasons
 
 
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
+from worker.adjustments import Context, adjusts, masked_behind
 from worker.kernels.sampling_calls import (
     CPenaltyWindow,
     CTreeWalk,
+    NativeAdjustments,
     address_of,
     check_counts,
     check_logits,
@@ -33,20 +35,24 @@ if TYPE_CHECKING:
 class NativeSampler:
     """Draws one sequence's tokens. What the penalty looks at follows from the sequence's own: nothing is pushed."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
+        """`adjusted`: those of a sequence that this one is a fork of. Raises ValueError as they do."""
         params = sequence.sampling
         self.sequence = sequence
         self._params = sampling_params(params, params.seed or 0)
         self._counts = np.zeros(sequence.vocab_size, dtype=np.int32) if params.repetition_penalty != 1.0 else None
         self._window = CPenaltyWindow(address_of(self._counts), sequence.vocab_size, params.penalty_window, 0)
+        self._adjusted = (adjusted or NativeAdjustments(sequence)) if adjusts(params) else None
         self._call = CTreeWalk(
             params=ctypes.addressof(self._params),
             penalties=ctypes.addressof(self._window),
+            adjusted=ctypes.addressof(self._adjusted.call) if self._adjusted else None,
         )
 
     def fork(self, sequence: Sequence) -> NativeSampler:
         """A sampler for a fork of the sequence, to be extended by a draft."""
-        fork, counts = NativeSampler(sequence), self.counts()  # taken in here, where the next fork finds them
+        counts = self.counts()  # taken in here, where the next fork finds them
+        fork = NativeSampler(sequence, self._adjusted.fork() if self._adjusted else None)
         if fork._counts is not None and counts is not None:
             fork._counts[:] = counts
             fork._window.num_counted = self._window.num_counted
@@ -54,22 +60,31 @@ class NativeSampler:
 
     def counts(self) -> np.ndarray | None:
         """How often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
+        token_ids = self.sequence.token_ids
+        self._check_grown()
         if self._counts is not None:
-            self._check_grown()
-            token_ids = self.sequence.token_ids
             kernels().sampling_follow(ctypes.addressof(self._window), address_of(token_ids), len(token_ids))
+        if self._adjusted is not None:
+            self._adjusted.follow(token_ids)
         return self._counts
 
-    def seen(self) -> torch.Tensor | None:
-        """Whether each token lies in the penalty window, `[vocab] bool`; None where there is no penalty."""
+    def context(self) -> Context:
+        """What the next token depends on; its tensors change with the sequence."""
         counts = self.counts()
-        return None if counts is None else torch.from_numpy(counts > 0)
+        seen = None if counts is None else torch.from_numpy(counts > 0)
+        if (adjusted := self._adjusted) is None:
+            return Context(seen=seen)
+        output = None if adjusted.counts is None else torch.from_numpy(adjusted.counts)
+        return Context(adjusted.bias, masked_behind(self.sequence), seen, output)
 
     def _check_grown(self) -> None:
-        if len(self.sequence) < self._window.num_counted:
+        num_counted = self._window.num_counted
+        if self._adjusted is not None:
+            num_counted = max(num_counted, self._adjusted.call.output.num_counted)
+        if len(self.sequence) < num_counted:
             raise ValueError(
                 f"sequence {self.sequence.sequence_id} has {len(self.sequence)} tokens; expected at least the "
-                f"{self._window.num_counted} that its sampler has seen"
+                f"{num_counted} that its sampler has seen"
             )
 
     def _walk(self, tree: DraftTree, logits: torch.Tensor) -> tuple[CTreeWalk, np.ndarray]:
@@ -110,14 +125,15 @@ def draw(
 ) -> int:
     """Draw the token at `position` from logits `[vocab] float32`; those not finite are drawn as the reference does.
 
-    `counts [vocab] int32` of the tokens in the penalty window; None: none is penalised.
+    `counts [vocab] int32` of the tokens in the penalty window; None: none is penalised. Without bias, masks and
+    penalties by the output's counts, which need a sequence.
     """
     check_logits(logits, (logits.shape[-1],))
     if counts is not None:
         check_counts(counts, len(logits))
     given, vocab_size = sampling_params(params, seed), len(logits)
     token_id: int = kernels().sampling_draw(
-        logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), scratch(vocab_size)
+        logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), None, scratch(vocab_size)
     )
     return token_id
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import math
 import threading
 from ctypes import c_float, c_int64, c_uint64, c_void_p
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
+from worker.adjustments import bias_pairs, bias_row, counts_output, ending_tokens, long_words, output_penalties
 from worker.kernels.variants import KernelError, chosen_variant, load_library
+
+if TYPE_CHECKING:
+    from worker.sequence import Sequence
 
 SIGNATURES = {
     "sampling_scratch_size": (c_int64, (c_int64,)),
     "sampling_walk": (None, (c_void_p, c_int64, c_int64, c_void_p)),
-    "sampling_draw": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
+    "sampling_draw": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "sampling_follow": (None, (c_void_p, c_void_p, c_int64)),
     "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
     "sampling_noise_row": (None, (c_uint64, c_int64, c_int64, c_void_p)),
     "sampling_top_candidates": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
 }
+ALL_TOKENS = 2**62  # as a window
 MAX_VOCAB = 2**24  # counts of tokens are compared as float32
 
 
@@ -42,12 +49,35 @@ class CPenaltyWindow(ctypes.Structure):
     _fields_ = (("counts", c_void_p), ("vocab", c_int64), ("window", c_int64), ("num_counted", c_int64))
 
 
+class CAdjustments(ctypes.Structure):
+    """`adjustments` of source/sampling.h."""
+
+    _fields_ = (
+        ("bias_ids", c_void_p),
+        ("bias", c_void_p),
+        ("num_biased", c_int64),
+        ("masked_ids", c_void_p),
+        ("num_masked", c_int64),
+        ("first_unmasked", c_int64),
+        ("word_ids", c_void_p),
+        ("word_starts", c_void_p),
+        ("num_words", c_int64),
+        ("num_prompt", c_int64),
+        ("banned_ids", c_void_p),
+        ("num_banned", c_int64),
+        ("output", CPenaltyWindow),
+        ("frequency", c_float),
+        ("presence", c_float),
+    )
+
+
 class CTreeWalk(ctypes.Structure):
     """`tree_walk` of source/sampling.h."""
 
     _fields_ = (
         ("params", c_void_p),
         ("penalties", c_void_p),
+        ("adjusted", c_void_p),
         ("logits", c_void_p),
         ("row_stride", c_int64),
         ("node_ids", c_void_p),
@@ -61,6 +91,47 @@ class CTreeWalk(ctypes.Structure):
         ("path_length", c_int64),
         ("failed_row", c_int64),
     )
+
+
+class NativeAdjustments:
+    """One sequence's `adjustments`, and the memory that they point into."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        """Raises ValueError for a bias of a token that the model does not have."""
+        params, vocab_size = sequence.sampling, sequence.vocab_size
+        self.bias = bias_row(sequence, "cpu")
+        self.counts = np.zeros(vocab_size, dtype=np.int32) if counts_output(params) else None
+        pairs, words = bias_pairs(sequence), long_words(sequence)
+        self._bias_ids = np.array([token_id for token_id, _ in pairs], dtype=np.int64)
+        self._bias_values = np.array([bias for _, bias in pairs], dtype=np.float32)
+        self._word_ids = np.array([token_id for word in words for token_id in word], dtype=np.int64)
+        self._word_starts = np.cumsum([0, *map(len, words)], dtype=np.int64)
+        self._banned_ids = np.empty(len(words), dtype=np.int64)
+        self._masked_ids = np.array(ending_tokens(sequence), dtype=np.int64)
+        output = CPenaltyWindow(address_of(self.counts), vocab_size, ALL_TOKENS, sequence.num_prompt_tokens)
+        first_unmasked = sequence.num_prompt_tokens + params.min_tokens
+        self.call = CAdjustments(
+            *(address_of(self._bias_ids), address_of(self._bias_values), len(self._bias_ids)),
+            *(address_of(self._masked_ids), len(self._masked_ids), first_unmasked),
+            *(address_of(self._word_ids), address_of(self._word_starts), len(words)),
+            *(sequence.num_prompt_tokens, address_of(self._banned_ids), 0),
+            *(output, *output_penalties(params)),
+        )
+
+    def fork(self) -> NativeAdjustments:
+        """The same with counts of its own."""
+        fork = copy.copy(self)
+        fork.call = CAdjustments.from_buffer_copy(self.call)
+        fork._banned_ids = self._banned_ids.copy()
+        fork.call.banned_ids = address_of(fork._banned_ids)
+        if self.counts is not None:
+            fork.counts = self.counts.copy()
+            fork.call.output.counts = address_of(fork.counts)
+        return fork
+
+    def follow(self, token_ids: np.ndarray) -> None:
+        """Count what has come to the sequence."""
+        kernels().sampling_follow(ctypes.addressof(self.call.output), address_of(token_ids), len(token_ids))
 
 
 def sampling_params(params: SamplingParams, seed: int) -> CSamplingParams:

@@ -17,7 +17,7 @@ CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
 NUM_ROWS = 64  # of every forward, padding included
 LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
 DECODED_BYTES = 4  # of a logit that nobody draws from where it lies
-GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, the allocator's rounding: not measured yet
+GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
 
 
 def slot_capacity(max_length: int) -> int:

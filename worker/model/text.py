@@ -56,6 +56,23 @@ class TextCodec:
         """Token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each of some words may come as, as vLLM has them: without a space in front and with one.
+
+        The latter where it changes the first token and not their number. Raises ValueError for a word that has no
+        tokens, or one that is none of the model's.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            if not bare or max(bare) >= self._vocab_size:
+                raise ValueError(f"field 'bad_words': {word!r} has no tokens of the model's")
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of tokens, without the special ones."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -32,7 +32,7 @@ from worker.session.checkpointing import Checkpointing
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from worker.stopping import cut_at_stop
+from worker.stopping import text_of
 from worker.target.finite import NOT_FINITE
 from worker.target.loading import resolve_device
 from worker.target.step_costs import step_costs_of
@@ -149,7 +149,9 @@ class WorkerSession:
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()
         prompt_ids = self._codec.encode_job(record.job)
-        sequence = Sequence(record.job_id, prompt_ids, record.job.sampling, target.vocab_size, target.device)
+        sampling = record.job.sampling
+        bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
+        sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids)
         cache = target.new_cache(sequence.max_length)
         recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, started)
@@ -201,7 +203,7 @@ class WorkerSession:
         return success_line(
             record,
             self._run.manifest.run_id,
-            cut_at_stop(self._codec.decode(output_ids.tolist()), record.job.sampling.stop),
+            text_of(job.sequence, self._codec.decode),
             job.sequence.finish_reason or "",
             model=self._config.model,
             token_ids=output_ids.astype("uint32"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.job import Job
-from jobs.sampling import SamplingParams
+from jobs.sampling import LATER_FIELDS, SamplingParams
 from tests.jobs.input.job_lines import GOOD, read
 
 
@@ -38,6 +38,45 @@ def test_a_job_id_follows_from_id_model_prompt_and_sampling(tmp_path: Path) -> N
     job_ids.append(read(tmp_path, GOOD)[0][0].job_id("other model"))
     assert len(set(job_ids)) == len(job_ids)
     assert read(tmp_path, GOOD | {"temperature": 1, "top_k": 0})[0][0].job_id("model") == job_ids[0]
+
+
+OLD_JOB = {"temperature": 0.5, "min_p": 0.1, "seed": 3, "stop": ["x"], "max_tokens": 7, "prompt": "Once upon a time"}
+LATER = {
+    "frequency_penalty": 0.1,
+    "presence_penalty": -0.1,
+    "logit_bias": {"5": 1},
+    "min_tokens": 1,
+    "stop_token_ids": [3],
+    "include_stop_str_in_output": True,
+    "bad_words": ["rose"],
+}
+
+
+def test_a_job_of_old_keeps_its_identity_and_new_fields_change_it_where_they_are_used(tmp_path: Path) -> None:
+    """A run folder of before has its checkpoints under this name."""
+    old = OLD_JOB | {"custom_id": "a/b"}
+    (job,), _ = read(tmp_path, old)
+    assert job.job_id("fingerprint") == "a-b-1c1a738e8961466c"
+    defaults = {name: SamplingParams.model_fields[name].default for name in LATER}
+    (said,), rejects = read(tmp_path, old | defaults | {"logit_bias": {}, "frequency_penalty": -0.0})
+    assert (said.job_id("fingerprint"), rejects) == (job.job_id("fingerprint"), [])
+    changed = [read(tmp_path, old | {name: value})[0][0].job_id("fingerprint") for name, value in LATER.items()]
+    assert len({*changed, job.job_id("fingerprint")}) == 1 + len(LATER)
+    assert tuple(LATER) == LATER_FIELDS
+
+
+def test_a_bias_and_stop_tokens_are_the_same_in_whatever_order_they_are_given(tmp_path: Path) -> None:
+    lines = [
+        GOOD | {"seed": 1, "logit_bias": {"17": 1, "5": -2.5}, "stop_token_ids": [9, 3, 9]},
+        GOOD | {"seed": 1, "custom_id": "again", "logit_bias": {"5": -2.5, "17": 1.0}, "stop_token_ids": [3, 9]},
+    ]
+    jobs, rejects = read(tmp_path, *lines)
+    assert rejects == []
+    assert jobs[0].sampling == jobs[1].sampling
+    assert jobs[0].sampling.logit_bias == ((5, -2.5), (17, 1.0))
+    kept = Job.model_validate_json(jobs[0].model_dump_json())  # as a run folder has it
+    assert kept == jobs[0]
+    assert kept.job_id("model") == jobs[0].job_id("model")
 
 
 INCOMPLETE: list[tuple[dict[str, Any], int | None]] = [

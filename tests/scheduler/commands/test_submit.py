@@ -95,6 +95,22 @@ def test_bad_lines_are_shown_and_kept_and_stop_no_other_job(tmp_path: Path, tiny
     assert f"need {num_prompt_tokens + 5000} positions, expected at most the model's 4096" in rejects[1].reason
 
 
+def test_a_job_that_names_tokens_that_the_model_does_not_have_is_rejected(tmp_path: Path, tiny_model: Path) -> None:
+    vocab_size = locate_model(str(tiny_model)).vocab_size
+    path = write_jobs(
+        tmp_path / "jobs.jsonl",
+        job("good", logit_bias={str(vocab_size - 1): 1}, stop_token_ids=[vocab_size - 1], bad_words=["fox"]),
+        job("bias", logit_bias={"3": 1, str(vocab_size): 1}),
+        job("stop", stop_token_ids=[3, vocab_size + 7]),
+    )
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    assert [record.job.custom_id for record in submission.records] == ["good"]
+    assert [(reject.line_number, reject.reason) for reject in submission.rejects] == [
+        (2, f"field 'logit_bias': found token {vocab_size}, the model's are 0 to {vocab_size - 1}"),
+        (3, f"field 'stop_token_ids': found token {vocab_size + 7}, the model's are 0 to {vocab_size - 1}"),
+    ]
+
+
 def test_a_job_that_fills_the_positions_to_the_last_is_taken(tmp_path: Path, tiny_model: Path) -> None:
     num_prompt_tokens = len(TextCodec(locate_model(str(tiny_model))).encode("the quick brown fox"))
     path = write_jobs(

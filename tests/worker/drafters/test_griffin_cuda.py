@@ -40,7 +40,18 @@ NUM_CANDIDATES = 5
 NUM_SLOTS = 3
 VARIANTS = [*((fusion, 128, True) for fusion in SECOND_FUSIONS), ("token", 0, False)]
 DRAWN = SamplingParams(
-    max_tokens=600, temperature=0.8, seed=3, min_p=0.02, repetition_penalty=1.3, penalty_window=40, ignore_eos=True
+    max_tokens=600,
+    temperature=0.8,
+    seed=3,
+    min_p=0.02,
+    repetition_penalty=1.3,
+    penalty_window=40,
+    ignore_eos=True,
+    frequency_penalty=0.5,
+    presence_penalty=0.2,
+    logit_bias={"5": 2.0, "11": -3.0},  # type: ignore[arg-type]
+    min_tokens=600,
+    stop_token_ids=(7, 8, 9),
 )
 
 

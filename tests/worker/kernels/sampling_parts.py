@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import VARIANTS
+from worker.adjustments import penalise
 from worker.kernels.sampling_calls import kernels
 from worker.kernels.variants import OVERRIDE
 from worker.noise import BLOCK, GumbelNoise
-from worker.sampling import draw, penalise
+from worker.sampling import draw
 
 INF = float("inf")
 VALUES: dict[str, list[float]] = {
@@ -27,6 +29,29 @@ VALUES: dict[str, list[float]] = {
 }
 KINDS = ("normal", "tied", "flat", "masked", "peaked", "huge", "tiny", "one", "far")
 SEEDS = (0, 7, 2**62 + 11)
+
+
+def any_adjustments(chance: random.Random, vocab_size: int) -> dict[str, Any]:
+    """Bias, masks and penalties by counts, often none; only in a sequence they have an effect."""
+    token_ids = chance.sample(range(vocab_size), min(vocab_size - 1, 5))
+    values: dict[str, list[Any]] = {
+        "frequency_penalty": [0.0, 0.0, 0.3, 2.0, -0.7, 1e-3],
+        "presence_penalty": [0.0, 0.0, 0.1, 2.0, -1.3],
+        "logit_bias": [(), (), tuple((token_id, chance.uniform(-100, 100)) for token_id in sorted(token_ids))],
+        "min_tokens": [0, 0, 1, 7, 2**30],
+        "stop_token_ids": [(), tuple(sorted(token_ids))],
+        "bad_words": [(), ("any",)],
+    }
+    return {name: chance.choice(options) for name, options in values.items()}
+
+
+def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The tokens of bad words, where a sequence has any: many, so that they match."""
+    if not params.bad_words:
+        return ()
+    lengths = chance.choices([1, 2, 2, 3], k=chance.choice([1, 3 * vocab_size]))
+    lengths = [length for i, length in enumerate(lengths) if length > 1 or i < 4]
+    return tuple(tuple(chance.randrange(vocab_size) for _ in range(length)) for length in [2, *lengths])[:256]
 
 
 def any_params(chance: random.Random) -> SamplingParams:

@@ -10,7 +10,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.kernels.sampling_parts import INF, any_params, any_row, in_every_variant
+from tests.worker.kernels.sampling_parts import INF, any_adjustments, any_params, any_row, any_words, in_every_variant
 from worker.drawing import UNLIKELY, TorchDrawing
 from worker.kernels import sampling
 from worker.kernels.sampling import NativeSampler
@@ -56,9 +56,11 @@ def sequences(chance: random.Random) -> list[Sequence]:
     for i in range(5):
         params = any_params(chance).model_copy(
             update={"max_tokens": chance.choice([2, 30]), "penalty_window": chance.choice([1, 3, 8, 1024])}
+            | any_adjustments(chance, VOCAB)
         )
         prompt_ids = [chance.randrange(VOCAB) for _ in range(chance.choice([1, 4, 20]))]
-        made.append(Sequence(str(i), prompt_ids, params, VOCAB))
+        made.append(Sequence(str(i), prompt_ids, params, VOCAB, bad_word_ids=any_words(chance, params, VOCAB)))
+        made[-1].eos_token_ids = frozenset({VOCAB - 1, VOCAB + 5})
     return made
 
 

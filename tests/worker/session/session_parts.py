@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jobs.checkpoints.store import CheckpointStore
@@ -17,8 +19,11 @@ from worker.session.work import Assignment, Orders, WorkReport
 NUM_TOKENS = 240
 
 
-def record(custom_id: str, num_tokens: int = NUM_TOKENS, **changes: object) -> JobRecord:
-    sampling = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True, repetition_penalty=1.1)
+def record(
+    custom_id: str, num_tokens: int = NUM_TOKENS, drawn: Mapping[str, Any] = MappingProxyType({}), **changes: object
+) -> JobRecord:
+    """`drawn`: more sampling fields; `changes`: other fields of the job."""
+    sampling = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True, repetition_penalty=1.1, **drawn)
     fields: dict[str, object] = {"prompt": f"the quick brown {custom_id}", **changes}
     job = Job(custom_id=custom_id, url="/v1/completions", sampling=sampling, **fields)  # type: ignore[arg-type]
     return JobRecord(job.job_id("f"), job, 1, 5)

@@ -78,6 +78,34 @@ def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
     assert found["seconds"] > 0
 
 
+ADJUSTED = {
+    "frequency_penalty": 0.3,
+    "presence_penalty": -0.4,
+    "logit_bias": {"17": 3.0, "40": -100},
+    "min_tokens": 130,
+    "stop_token_ids": list(range(20, 30)),
+    "include_stop_str_in_output": True,
+    "bad_words": ["the", "the quick"],
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["state", "tokens"])
+def test_counts_masks_and_bias_are_the_same_in_another_worker(
+    run: Run, tmp_path: Path, tiny_model: Path, engine: str, kind: str
+) -> None:
+    job, other = record("fox", drawn=ADJUSTED), make_run(tmp_path / "undisturbed")
+    to_the_end(session(other, tiny_model, engine="autoregressive"), claimed(other, job))
+    worker = session(run, tiny_model, engine=engine, checkpoint=kind)
+    had = until(worker, job, 100, claimed(run, job))
+    worker.drain(30.0)
+    assert had < 130
+    to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
+    choices = [body(each, job)["choices"][0] for each in (run, other)]
+    assert choices[0] == choices[1]
+    assert (choices[0]["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
+
+
 def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(
     run: Run, tiny_model: Path, undisturbed: str
 ) -> None:

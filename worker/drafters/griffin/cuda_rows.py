@@ -20,6 +20,7 @@ from worker.drafters.griffin.window import NUM_ENTRIES
 from worker.kernels.cuda.griffin.model import CudaGriffin, layout_of
 from worker.kernels.cuda.sampling.counts import update_counts
 from worker.kernels.cuda.sampling.ranking import Ranking, RankingBuffers
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.table import NUM_ROWS
 from worker.kernels.griffin import GriffinWeights
 from worker.sequence import Sequence
@@ -45,12 +46,12 @@ class CudaRows:
         shape = CacheShape(1, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device)
         self._arena = KVArena(shape, num_slots, NUM_ENTRIES)
         self._features = torch.zeros(num_slots, NUM_PLACES, sizes.hidden, dtype=sizes.dtype, device=device)
-        self._counts = torch.zeros(num_slots, sizes.vocab, dtype=torch.int32, device=device)
+        self._slots = SlotBuffers.empty(num_slots, NUM_ROWS, sizes.vocab, device)
         self._layout = GriffinLayout(layout_of(sizes, self._arena.buffer), DrawLayout(num_slots))
         table = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._upload = Upload(table)
         rows, places, self._draws = self._layout.parts(table)
-        self._layout.fill(self._upload.buffer(), [], self._counts)
+        self._layout.fill(self._upload.buffer(), [], self._slots)
         self._upload.send()
         self._model = CudaGriffin(
             weights, forwards.surroundings, self._arena.buffer, self._features.flatten(0, 1),
@@ -66,7 +67,7 @@ class CudaRows:
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
         found: list[Candidates] = []
         for table in tables(parts, NUM_ROWS):
-            self._layout.fill(self._upload.buffer(), table, self._counts)
+            self._layout.fill(self._upload.buffer(), table, self._slots)
             self._upload.send()
             self._graph.replay()
             if wanted := wanted_rows(table):
@@ -79,14 +80,14 @@ class CudaRows:
         out = torch.zeros(2 * NUM_ROWS * num_kept, dtype=torch.int32, device=self._draws.device)
         ids, confidences = out.view(2, NUM_ROWS, num_kept).unbind()
         buffers = RankingBuffers(
-            self._model.logits, words, ancestors, self._counts, leaving, ids, confidences.view(torch.float32)
+            self._model.logits, words, ancestors, self._slots, leaving, ids, confidences.view(torch.float32)
         )
         self._ranking = Ranking(buffers, SPREAD)
         self._download = Download(out)
 
     def _work(self) -> None:
         self._model.forward()
-        update_counts(self._counts, self._arriving, self._gone)
+        update_counts(self._slots.counts, self._slots.output, self._arriving, self._gone)
         self._ranking.launch()
 
     def _candidates(self, wanted: list[int]) -> list[Candidates]:

@@ -13,9 +13,11 @@ from worker.caches.arena import ArenaKVCache
 from worker.caches.full import FullKVCache
 from worker.drafters.griffin.features import NUM_PLACES, Features, regressed_place
 from worker.drafters.griffin.level import DraftRows, Room
+from worker.kernels.cuda.sampling.rows import needs_slot
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.table import NUM_ROWS, TableLayout
 from worker.sequence import Sequence
-from worker.target.cuda.draw_rows import DrawLayout, DrawRow
+from worker.target.cuda.draw_rows import DrawLayout, DrawRow, mask_rows
 from worker.target.cuda.drawing import Counts
 
 NOWHERE = -1  # as a feature's place
@@ -55,8 +57,8 @@ class GriffinLayout:
         end = start + 2 * NUM_ROWS
         return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]
 
-    def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], counts: torch.Tensor) -> None:
-        """At most `NUM_ROWS` rows. `counts [num_slots, vocab] int32` of penalty windows are those on the device.
+    def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], slots: SlotBuffers) -> None:
+        """At most `NUM_ROWS` rows. `slots` are the draft model's, on the device: what is masked goes there.
 
         Raises ValueError for rows that do not fit the layout.
         """
@@ -72,6 +74,7 @@ class GriffinLayout:
             for row, path in enumerate(part.paths, part.first):
                 places[len(ranked), 1] = slot * NUM_PLACES + regressed_place(row)
                 ranked.append(DrawRow(part.room.sequence, slot, path))
-            if part.paths and part.room.sequence.sampling.repetition_penalty != 1.0:
-                news[slot] = cast(CudaRoom, part.room).counts.news(counts)
+            if part.paths and needs_slot(part.room.sequence.sampling):
+                news[slot] = cast(CudaRoom, part.room).counts.news(slots)
         self.draws.fill(draws, ranked, news)
+        mask_rows(slots, ranked)

@@ -12,10 +12,12 @@ from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig
 from worker.drafters.griffin.weights import CONFIG
 from worker.drafters.griffin.window import NUM_ENTRIES
 from worker.kernels.cuda.sampling.buffers import BLOCK
+from worker.kernels.cuda.sampling.rows import NUM_MASKED
 from worker.memory.plan import CAPACITY_BLOCK, NO_DRAFTS, NUM_ROWS, DraftMemory, slot_capacity
 from worker.memory.sizes import ModelSizes, num_parameters
 
 MOST_CANDIDATES = 16  # of a row that are kept, each with a rank of 8 bytes in every block of tokens
+SLOT_LOGIT_BYTES = 12  # of a token: how often it lies in the penalty's window and in the output, and its bias
 CAPACITY = slot_capacity(NUM_ENTRIES)
 
 
@@ -47,7 +49,7 @@ def _row_numbers(config: GriffinConfig) -> int:
 
 def _ranking_bytes(vocab: int) -> int:
     """Ranks of the best tokens of every block, three numbers of it, and what is told and said of each row."""
-    return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + 1024)
+    return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + 1024 + 4 * NUM_MASKED)
 
 
 def _scratch_bytes(config: GriffinConfig) -> int:
@@ -56,6 +58,6 @@ def _scratch_bytes(config: GriffinConfig) -> int:
 
 
 def _slot_bytes(config: GriffinConfig, sizes: ModelSizes) -> int:
-    """Keys and values of the window, features, and counts of the penalty's tokens with the tables that move them."""
+    """Keys and values of the window, features, counts of tokens with the tables that move them, and their bias."""
     numbers = 2 * CAPACITY * config.num_kv_heads * config.head_dim + NUM_PLACES * config.hidden_size
-    return numbers * sizes.item_size + sizes.vocab * 4 + 1024
+    return numbers * sizes.item_size + sizes.vocab * SLOT_LOGIT_BYTES + 1024

@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
+from worker.adjustments import adjusted
 from worker.drafters.base import ReadRows
 from worker.drafters.ranking import CandidateRanker
 from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
@@ -122,22 +124,28 @@ class TokenSwiftProposer(Proposer):
     def _confidences(
         self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]
     ) -> dict[tuple[int, ...], float]:
-        """Log-confidence of every path's last token: its share of the counts, under penalty and noise."""
-        theta = chain.sequence.sampling.repetition_penalty
-        held_back = TYPICAL_LOGIT * (1.0 - 1.0 / theta)
-        ranker, seen = CandidateRanker(chain.sequence), chain.sampler.seen()
-        seen = seen if seen is None else seen.cpu()
+        """Log-confidence of every path's last token: its share of the counts, under penalties, bias and noise."""
+        ranker, changes = CandidateRanker(chain.sequence), self._changes(chain, followers)
         confidences: dict[tuple[int, ...], float] = {}
         for path, counts in followers.items():
             total = sum(counts.values()) + len(counts)  # something new is as likely as the number of kinds says
             scores = {
-                token_id: math.log(count / total) - held_back * (seen is not None and bool(seen[token_id]))
-                for token_id, count in counts.items()
+                token_id: math.log(count / total) + changes.get(token_id, 0.0) for token_id, count in counts.items()
             }
             token_ids = sorted(scores, key=scores.__getitem__, reverse=True)
             for confidence, token_id in ranker.rank(len(path) + 1, token_ids, [scores[t] for t in token_ids]):
                 confidences[(*path, token_id)] = confidence
         return confidences
+
+    def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
+        """What penalties and bias add to each follower, had it a typical logit; none where they change nothing."""
+        sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
+        if context.is_plain:
+            return {}
+        token_ids = sorted({token_id for counts in followers.values() for token_id in counts})
+        typical = torch.full((chain.sequence.vocab_size,), TYPICAL_LOGIT)
+        changed = adjusted(typical, sampling, context)[token_ids] - TYPICAL_LOGIT
+        return dict(zip(token_ids, changed.tolist(), strict=True))
 
 
 def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float]) -> Iterator[tuple[float, int]]:

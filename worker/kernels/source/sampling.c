@@ -75,6 +75,25 @@ static void penalise(float *score, int64_t vocab, const int32_t *counts, float p
     }
 }
 
+// Add the bias, and mask what can't come at this position.
+static void shift(float *score, int64_t position, const adjustments *adjusted) {
+    for (int64_t i = 0; i < adjusted->num_biased; i++) score[adjusted->bias_ids[i]] += adjusted->bias[i];
+    for (int64_t i = 0; i < adjusted->num_banned; i++) score[adjusted->banned_ids[i]] = -INFINITY;
+    if (position >= adjusted->first_unmasked) return;
+    for (int64_t i = 0; i < adjusted->num_masked; i++) score[adjusted->masked_ids[i]] = -INFINITY;
+}
+
+// Take off what the penalties by counts say. A count's product is exact, so that this rounds once, and then as float32.
+static void hold_back(float *score, int64_t vocab, const int32_t *counts, double frequency, double presence) {
+    for (int64_t start = 0; start < vocab; start += LANES) {
+        int64_t end = start + LANES < vocab ? start + LANES : vocab;
+        int32_t any = 0;
+        for (int64_t i = start; i < end; i++) any |= counts[i];
+        for (int64_t i = start; any && i < end; i++)
+            if (counts[i] > 0) score[i] -= (float)(frequency * (double)counts[i] + presence);
+    }
+}
+
 // Logits over temperature; where that leaves float32, their distances from the best one, which draw the same.
 static void temper(candidates *kept, float temperature) {
     if (temperature == 1.0f) return;
@@ -147,8 +166,8 @@ static void filter(candidates *kept, const sampling_params *params, const filter
 }
 
 int64_t draw_token(
-    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts, void *memory,
-    bool *is_drawable
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
+    const adjustments *adjusted, void *memory, bool *is_drawable
 ) {
     scratch_room scratch = scratch_at(memory, vocab);
     int64_t nan = copy_row(row, vocab, scratch.score);
@@ -156,10 +175,11 @@ int64_t draw_token(
     if (nan >= 0) return nan;
     candidates kept = {scratch.score, NULL, vocab, highest(scratch.score, vocab)};
     *is_drawable = isfinite(kept.peak);
-    if (counts) {
-        penalise(scratch.score, vocab, counts, params->penalty);
-        kept.peak = highest(scratch.score, vocab);
-    }
+    if (adjusted) shift(scratch.score, position, adjusted);
+    if (counts) penalise(scratch.score, vocab, counts, params->penalty);
+    if (adjusted && adjusted->output.counts)
+        hold_back(scratch.score, vocab, adjusted->output.counts, adjusted->frequency, adjusted->presence);
+    if (counts || adjusted) kept.peak = highest(scratch.score, vocab);
     if (params->temperature == 0.0f || isinf(kept.peak)) return first_of(kept.score, kept.peak);
     temper(&kept, params->temperature);
     filter(&kept, params, &scratch.filters);
@@ -168,10 +188,11 @@ int64_t draw_token(
 }
 
 int64_t sampling_draw(
-    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts, void *scratch
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
+    const adjustments *adjusted, void *scratch
 ) {
     bool is_drawable;
-    return draw_token(row, vocab, position, params, counts, scratch, &is_drawable);
+    return draw_token(row, vocab, position, params, counts, adjusted, scratch, &is_drawable);
 }
 
 void sampling_noise(uint64_t seed, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise) {

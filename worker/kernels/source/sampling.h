@@ -22,10 +22,30 @@ typedef struct {
     int64_t num_counted;  // tokens of the sequence, from its first, that went through the window
 } penalty_window;
 
+// What changes one sequence's logits in front of the temperature, beside the repetition penalty (worker/adjustments.py).
+typedef struct {
+    const int64_t *bias_ids;  // [num_biased]
+    const float *bias;
+    int64_t num_biased;
+    const int64_t *masked_ids;  // [num_masked], at positions below `first_unmasked`
+    int64_t num_masked;
+    int64_t first_unmasked;
+    const int64_t *word_ids;  // tokens of bad words, one word behind the other
+    const int64_t *word_starts;  // [num_words + 1]
+    int64_t num_words;
+    int64_t num_prompt;  // tokens, in which no bad word begins
+    int64_t *banned_ids;  // [num_words], of which `num_banned` would end a bad word now
+    int64_t num_banned;
+    penalty_window output;  // all tokens behind the prompt; no counts: no penalty looks at them
+    float frequency;
+    float presence;
+} adjustments;
+
 // One sequence's tree and what comes of it.
 typedef struct {
     const sampling_params *params;
     penalty_window *penalties;
+    adjustments *adjusted;  // NULL: none
     const float *logits;  // [1 + num_nodes, vocab], row 0 the root's
     int64_t row_stride;   // numbers from row to row
     const int64_t *node_ids;
@@ -46,9 +66,11 @@ EXPORT int64_t sampling_scratch_size(int64_t vocab);
 // Walk trees along the draws. Penalty windows are brought up to the committed tokens and no further.
 EXPORT void sampling_walk(tree_walk *walks, int64_t num_walks, int64_t vocab, void *scratch);
 
-// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling.py draws it.
+// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling.py draws it. `counts`
+// of the penalty window and `adjusted` may be NULL.
 EXPORT int64_t sampling_draw(
-    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts, void *scratch
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
+    const adjustments *adjusted, void *scratch
 );
 
 // Let a window take in the tokens of a sequence that it has not seen.

@@ -17,11 +17,35 @@ void sampling_follow(penalty_window *penalties, const int64_t *token_ids, int64_
 // Take in the token drawn as number `i` behind the committed ones (change 1), or forget it again (-1).
 static void count_drawn(const tree_walk *walk, int64_t i, int change) {
     const penalty_window *penalties = walk->penalties;
+    if (walk->adjusted && walk->adjusted->output.counts) change_count(&walk->adjusted->output, walk->drawn[i], change);
     if (!penalties->counts) return;
     int64_t leaving = walk->length + i - penalties->window;
     change_count(penalties, walk->drawn[i], change);
     if (leaving >= walk->length) change_count(penalties, walk->drawn[leaving - walk->length], -change);
     else if (leaving >= 0) change_count(penalties, walk->token_ids[leaving], -change);
+}
+
+// Whether the last tokens of a sequence and of what was drawn behind it are these, and none of them the prompt's.
+static bool ends_with(const tree_walk *walk, const int64_t *token_ids, int64_t count) {
+    int64_t first = walk->length + walk->num_drawn - count;
+    if (first < walk->adjusted->num_prompt) return false;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t place = first + i;
+        int64_t token_id = place < walk->length ? walk->token_ids[place] : walk->drawn[place - walk->length];
+        if (token_id != token_ids[i]) return false;
+    }
+    return true;
+}
+
+// Find the tokens that would end a bad word behind what was drawn.
+static void ban(const tree_walk *walk) {
+    adjustments *adjusted = walk->adjusted;
+    adjusted->num_banned = 0;
+    for (int64_t i = 0; i < adjusted->num_words; i++) {
+        int64_t start = adjusted->word_starts[i], last = adjusted->word_starts[i + 1] - 1;
+        if (ends_with(walk, adjusted->word_ids + start, last - start))
+            adjusted->banned_ids[adjusted->num_banned++] = adjusted->word_ids[last];
+    }
 }
 
 // The child of a node, or of the root (-1), that carries a token; -1 where none does.
@@ -35,14 +59,17 @@ static void walk_tree(tree_walk *walk, int64_t vocab, void *scratch) {
     walk->num_drawn = walk->path_length = 0;
     walk->failed_row = -1;
     sampling_follow(walk->penalties, walk->token_ids, walk->length);
+    if (walk->adjusted) sampling_follow(&walk->adjusted->output, walk->token_ids, walk->length);
     int64_t node = -1;
     bool goes_on = true;
     while (goes_on) {
         bool is_drawable;
         const float *row = walk->logits + (node + 1) * walk->row_stride;
         int64_t position = walk->length + walk->num_drawn;
-        int64_t token_id =
-            draw_token(row, vocab, position, walk->params, walk->penalties->counts, scratch, &is_drawable);
+        if (walk->adjusted) ban(walk);
+        int64_t token_id = draw_token(
+            row, vocab, position, walk->params, walk->penalties->counts, walk->adjusted, scratch, &is_drawable
+        );
         if (!is_drawable) {
             walk->failed_row = node + 1;
             break;

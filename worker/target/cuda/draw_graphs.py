@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from worker.kernels.cuda.sampling.candidates import CandidateBuffers, TopCandidates
 from worker.kernels.cuda.sampling.counts import update_counts
 from worker.kernels.cuda.sampling.draw import Draw, DrawBuffers, FilteredDraw
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.table import NUM_ROWS
 from worker.target.cuda.draw_rows import DrawLayout
 from worker.target.cuda.graph import Capture, Work
@@ -38,12 +39,12 @@ class DrawGraphs:
         padding = np.zeros(layout.size, dtype=np.int32)
         layout.fill(padding, [], {})
         self.table = torch.from_numpy(padding).to(device)
-        self.counts = torch.zeros(layout.num_slots, vocab_size, dtype=torch.int32, device=device)
+        self.slots = SlotBuffers.empty(layout.num_slots, NUM_ROWS, vocab_size, device)
         rows, ancestors, leaving, self._arriving, self._gone = layout.parts(self.table)
         out = torch.zeros(NUM_ROWS * WORDS_OUT, dtype=torch.int32, device=device)
         tokens, highest, ids, logprobs = out.split([NUM_ROWS, NUM_ROWS, NUM_ROWS * TOP_K, NUM_ROWS * TOP_K])
         self._buffers = DrawBuffers(
-            self.logits, rows, ancestors, self.counts, leaving, tokens, highest.view(torch.float32)
+            self.logits, rows, ancestors, self.slots, leaving, tokens, highest.view(torch.float32)
         )
         top = (ids.view(NUM_ROWS, TOP_K), logprobs.view(torch.float32).view(NUM_ROWS, TOP_K))
         self._candidates = TopCandidates(CandidateBuffers(self.logits, rows, *top))
@@ -61,7 +62,7 @@ class DrawGraphs:
 
     def _work(self, draw: Draw) -> Work:
         def work() -> None:
-            update_counts(self.counts, self._arriving, self._gone)
+            update_counts(self.slots.counts, self.slots.output, self._arriving, self._gone)
             draw.launch()
             self._candidates.launch()
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_WORDS, PADDING, ROW, fill_row
+from worker.adjustments import masked_behind
+from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.sampling.windows import leaving_tokens
 from worker.kernels.cuda.table import NUM_ROWS
 from worker.sequence import Sequence
@@ -26,6 +29,16 @@ class DrawRow:
     slot: int  # of the counts of its penalty window
     path: list[int]  # tokens behind the committed ones, the row's own last
 
+    @property
+    def position(self) -> int:
+        """Of the token to be drawn."""
+        return len(self.sequence) + len(self.path)
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """Tokens that can't come there."""
+        return masked_behind(self.sequence, self.path)
+
 
 def rows_of(committed: Sequence, slot: int, drafted: list[int], tree: DraftTree) -> Iterator[DrawRow]:
     """The rows of a tree behind `drafted` tokens, root first."""
@@ -34,6 +47,17 @@ def rows_of(committed: Sequence, slot: int, drafted: list[int], tree: DraftTree)
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         paths[node] = [*paths[parent], token_id]
         yield DrawRow(committed, slot, paths[node])
+
+
+def mask_rows(slots: SlotBuffers, rows: Many[DrawRow | None]) -> None:
+    """Write down what is masked at each row, where anything is; queued behind the copies before."""
+    masked = [(index, row.masked) for index, row in enumerate(rows) if row is not None and row.masked]
+    if not masked:
+        return
+    lists = np.full((len(rows), NUM_MASKED), PADDING, dtype=np.int32)
+    for index, token_ids in masked:
+        lists[index, : len(token_ids)] = token_ids
+    slots.masked[: len(rows)] = torch.from_numpy(lists).to(slots.masked.device)
 
 
 @dataclass(frozen=True)
@@ -69,8 +93,7 @@ class DrawLayout:
         for index, row in enumerate(rows):
             if row is None:
                 continue
-            position = len(row.sequence) + len(row.path)
-            fill_row(table, index, row.sequence.sampling, row.slot, position, len(row.path))
+            fill_row(table, index, row.sequence.sampling, row.slot, row.position, len(row.path), len(row.masked))
             ancestors[index, : len(row.path)] = row.path
             windows[row.slot] = row.sequence
         for slot, sequence in windows.items():

@@ -11,20 +11,22 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, needs_filters
+from worker.adjustments import Context, bias_row, masked_behind, output_counts
+from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, needs_filters, needs_slot
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.sampling.windows import committed_tokens
 from worker.kernels.cuda.table import NUM_ROWS
 from worker.memory.plan import MOST_SLOTS
 from worker.sequence import Sequence
 from worker.target.cuda.draw_graphs import DrawGraphs, Drawn
-from worker.target.cuda.draw_rows import DrawLayout, DrawRow, rows_of
+from worker.target.cuda.draw_rows import DrawLayout, DrawRow, mask_rows, rows_of
 from worker.target.cuda.graph import Capture, capture
 from worker.target.cuda.upload import Upload
 from worker.tree import ROOT, DraftTree
 from worker.verification import Walk
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-NO_SLOT = 0  # of sequences without a penalty, whose counts nobody reads
+NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
 
 
 class Counts:
@@ -35,8 +37,8 @@ class Counts:
         self.slot = slot
         self.num_counted: int | None = None  # tokens that the device knows; None: the place holds another one's
 
-    def news(self, counts: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that came into and left the window since `counts [num_slots, vocab] int32` heard of it.
+    def news(self, slots: SlotBuffers) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that came into and left the window since the device's buffers heard of it.
 
         Where these are too many, the place is written anew.
         """
@@ -45,8 +47,11 @@ class Counts:
         self.num_counted = len(sequence)
         if num_new is not None and num_new <= NUM_DRAFTED:
             return committed_tokens(sequence.token_ids, num_new, window)
-        fresh = np.bincount(sequence.token_ids[-window:], minlength=counts.shape[1]).astype(np.int32)
-        counts[self.slot] = torch.from_numpy(fresh).to(counts.device)
+        for buffer, token_ids in ((slots.counts, sequence.token_ids[-window:]), (slots.output, sequence.output_ids)):
+            fresh = np.bincount(token_ids, minlength=buffer.shape[1]).astype(np.int32)
+            buffer[self.slot] = torch.from_numpy(fresh).to(buffer.device)
+        if (bias := bias_row(sequence, slots.bias.device)) is not None:
+            slots.bias[self.slot] = bias
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
@@ -61,7 +66,16 @@ class CudaSampler:
     def fork(self, sequence: Sequence) -> CudaSampler:
         return CudaSampler(self._drawing, sequence, self.counts)
 
-    def seen(self) -> torch.Tensor | None:
+    def context(self) -> Context:
+        sequence, device = self.sequence, self._drawing.device
+        return Context(
+            bias_row(sequence, device),
+            masked_behind(sequence),
+            self._seen(),
+            output_counts(sequence, sequence.vocab_size, device),
+        )
+
+    def _seen(self) -> torch.Tensor | None:
         sampling = self.sequence.sampling
         if sampling.repetition_penalty == 1.0:
             return None
@@ -89,13 +103,16 @@ class CudaDrawing:
         self._counts = weakref.WeakValueDictionary[int, Counts]()  # by sequences, which counts keep alive
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
-        """Engine and drafter share a sequence's counts. Raises RuntimeError for more of them than a worker takes."""
-        if sequence.sampling.repetition_penalty == 1.0:
+        """Engine and drafter share a sequence's counts. Raises RuntimeError for more of them than a worker takes.
+
+        Raises ValueError for a bias of a token that the model does not have.
+        """
+        if not needs_slot(sequence.sampling):
             return CudaSampler(self, sequence, Counts(sequence, NO_SLOT))
         if known := self._counts.get(id(sequence)):
             return CudaSampler(self, sequence, known)
         if not self._free:
-            raise RuntimeError(f"more than {MOST_SLOTS} sequences with a repetition penalty at a time")
+            raise RuntimeError(f"more than {MOST_SLOTS} sequences with penalties or a bias at a time")
         counts = Counts(sequence, self._free.pop())
         weakref.finalize(counts, self._free.append, counts.slot)
         self._counts[id(sequence)] = counts
@@ -112,7 +129,7 @@ class CudaDrawing:
         if not rows:
             return []
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
-        news = {slot: counts.news(self._graphs.counts) for slot, counts in counted.items()}
+        news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
         tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
         walks, start = [], 0
         for tree in trees:
@@ -137,6 +154,7 @@ class CudaDrawing:
             self._graphs.logits[: len(part)] = logits[start : start + len(part)]
             self._layout.fill(self._table.buffer(), part, news)
             self._table.send()
+            mask_rows(self._graphs.slots, part)
             found.append(self._graphs.replay(any(needs_filters(row.sequence.sampling) for row in part)))
             news = {}
         parts = ([getattr(each, name) for each in found] for name in ("tokens", "top_ids", "top_logprobs"))

@@ -33,10 +33,11 @@ LAUNCHES_PER_LAYER = 10
 # Prompts, the interpreter takes its time for each token: those that reach the second block or begin in it take more.
 SHORT, CROSSING, LONG = (6, 18), (6, 62), (30, 50, 70)
 SAMPLING = (
-    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "penalty_window": 20},
-    {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "eta": 1e-3},
-    {"temperature": 0.0},
+    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "penalty_window": 20, "frequency_penalty": 1.5},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "eta": 1e-3, "bad_words": ("any",), "logit_bias": {"9": 8.0}},
+    {"temperature": 0.0, "presence_penalty": 2.0, "min_tokens": 4, "stop_token_ids": tuple(range(0, 60, 2))},
 )
+BAD_WORD_IDS = ((9, 9), (11,))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def sequences(vocab_size: int, num_tokens: int, prompts: tuple[int, ...]) -> lis
     for number, fields in enumerate(SAMPLING[: len(prompts)]):
         prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(prompts[number])]
         params = SamplingParams(max_tokens=num_tokens, seed=number, ignore_eos=True, **fields)  # type: ignore[arg-type]
-        made.append(Sequence(str(number), prompt, params, vocab_size))
+        words = BAD_WORD_IDS if params.bad_words else ()
+        made.append(Sequence(str(number), prompt, params, vocab_size, bad_word_ids=words))
     return made
 
 

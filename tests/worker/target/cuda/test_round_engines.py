@@ -28,7 +28,15 @@ from worker.target.target import TargetModel
 
 NUM_TOKENS = 4
 BUDGET = 32  # that the prompts overflow
-PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
+PENALISED = {
+    "temperature": 0.9,
+    "repetition_penalty": 1.2,
+    "penalty_window": 20,
+    "frequency_penalty": 1.0,
+    "logit_bias": {"9": 6.0},
+    "min_tokens": NUM_TOKENS,
+    "stop_token_ids": (11, 12, 13),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from worker.kernels.cuda.sampling.choice import best_of_blocks, best_of_rows
 from worker.kernels.cuda.sampling.filters import find_cuts, temper_blocks
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_WORDS
 from worker.kernels.cuda.sampling.scores import penalise_blocks
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 
 NUM_WARPS = 4
 SORTED_BLOCK = 4096  # places of a sorted row that are looked at together
@@ -29,19 +30,18 @@ class DrawBuffers:
     logits: torch.Tensor  # [num_rows, vocab] float32
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, root side first, its own last
-    counts: torch.Tensor  # [num_slots, vocab] int32: of the tokens in the penalty window behind the committed ones
+    slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32: committed tokens that leave it next, in turn; -1: none does
     tokens: torch.Tensor  # [num_rows] int32, written: the drawn tokens, -1 where nothing can be drawn and for padding
     highest: torch.Tensor  # [num_rows] float32, written: the highest logit, NaN where there is any and for padding
 
     def check(self) -> None:
         """Raise ValueError for buffers that do not fit each other."""
-        num_rows, num_slots = len(self.rows), len(self.counts)
+        num_rows = len(self.rows)
         expect_logits(self.logits, num_rows)
         expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
         expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
-        expect(self.counts, "counts", (num_slots, self.logits.shape[1]), torch.int32)
-        expect(self.leaving, "leaving", (num_slots, NUM_DRAFTED), torch.int32)
+        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
         expect(self.tokens, "tokens", (num_rows,), torch.int32)
         expect(self.highest, "highest", (num_rows,), torch.float32)
 
@@ -75,9 +75,12 @@ class Draw:
             given.logits,
             given.logits.stride(0),
             given.rows,
-            given.counts,
+            given.slots.counts,
             given.ancestors,
             given.leaving,
+            given.slots.output,
+            given.slots.bias,
+            given.slots.masked,
             self._scores,
             self._peaks,
             vocab_size,

@@ -9,6 +9,7 @@ from worker.kernels.cuda.sampling import rows
 
 NUM_WORDS = tl.constexpr(rows.NUM_WORDS)
 NUM_DRAFTED = tl.constexpr(rows.NUM_DRAFTED)
+NUM_MASKED = tl.constexpr(rows.NUM_MASKED)
 SEED = tl.constexpr(rows.column_of("seed"))
 POSITION = tl.constexpr(rows.column_of("position"))
 SLOT = tl.constexpr(rows.column_of("slot"))
@@ -21,6 +22,10 @@ REST = tl.constexpr(rows.column_of("rest"))
 LOG_MIN_P = tl.constexpr(rows.column_of("log_min_p"))
 ETA = tl.constexpr(rows.column_of("eta"))
 ROOT_ETA = tl.constexpr(rows.column_of("root_eta"))
+FREQUENCY = tl.constexpr(rows.column_of("frequency"))
+PRESENCE = tl.constexpr(rows.column_of("presence"))
+HAS_BIAS = tl.constexpr(rows.column_of("has_bias"))
+MASKS = tl.constexpr(rows.column_of("num_masked"))
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from worker.kernels.cuda.sampling.parameters import (
 )
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_WORDS
 from worker.kernels.cuda.sampling.scores import penalise_blocks, row_peak
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 
 NUM_WARPS = 4
 ROW_WARPS = 8
@@ -36,20 +37,19 @@ class RankingBuffers:
     logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py; of a padding row nothing is read
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `DrawBuffers`
-    counts: torch.Tensor  # [num_slots, vocab] int32, as in `DrawBuffers`
+    slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `DrawBuffers`
     ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; their number is a power of 2
     confidences: torch.Tensor  # [num_rows, num_candidates] float32, written: logarithms; -inf for what is cut off
 
     def check(self) -> None:
         """Raise ValueError for buffers that do not fit each other."""
-        num_rows, num_slots, num_candidates = len(self.rows), len(self.counts), self.ids.shape[1]
+        num_rows, num_candidates = len(self.rows), self.ids.shape[1]
         expect_logits(self.logits, num_rows, least=num_candidates)
         expect(self.logits, "logits", (num_rows, self.logits.shape[1]), torch.float32)
         expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
         expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
-        expect(self.counts, "counts", (num_slots, self.logits.shape[1]), torch.int32)
-        expect(self.leaving, "leaving", (num_slots, NUM_DRAFTED), torch.int32)
+        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
         expect(self.ids, "ids", (num_rows, triton.next_power_of_2(num_candidates)), torch.int32)
         expect(self.confidences, "confidences", (num_rows, num_candidates), torch.float32)
 
@@ -98,10 +98,11 @@ class Ranking:
 
     def launch(self) -> None:
         """Rank all rows."""
-        given, vocab_size = self._buffers, self._buffers.logits.shape[1]
+        given, slots, vocab_size = self._buffers, self._buffers.slots, self._buffers.logits.shape[1]
         penalise_blocks[self._grid](
-            given.logits, vocab_size, given.rows, given.counts, given.ancestors, given.leaving,
-            given.logits, self._peaks, vocab_size, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            given.logits, vocab_size, given.rows, slots.counts, given.ancestors, given.leaving,
+            slots.output, slots.bias, slots.masked, given.logits, self._peaks, vocab_size,
+            BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
         rank_blocks[self._grid](
             given.rows, given.logits, self._peaks, self._ranks, self._tops, self._sums, vocab_size,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.sampling import SamplingParams
+from worker.adjustments import counts_output, has_bias
 
 ROW = np.dtype(
     [
@@ -25,10 +26,15 @@ ROW = np.dtype(
         ("log_min_p", "<f4"),  # -inf: off
         ("eta", "<f4"),  # 0: off
         ("root_eta", "<f4"),
+        ("frequency", "<f4"),  # 0: off
+        ("presence", "<f4"),  # 0: off
+        ("has_bias", "<i4"),  # 0: none is read
+        ("num_masked", "<i4"),  # tokens that can't come at this row
     ]
 )
 NUM_WORDS = ROW.itemsize // 4  # of a row
 NUM_DRAFTED = 64  # room for the tokens of a row's own path through its tree
+NUM_MASKED = 512  # room for the tokens that can't come at a row
 PADDING = -1
 
 
@@ -45,7 +51,15 @@ def padding_rows(num_rows: int) -> NDArray[Any]:
     return rows
 
 
-def fill_row(rows: NDArray[Any], index: int, params: SamplingParams, slot: int, position: int, depth: int) -> None:
+def fill_row(
+    rows: NDArray[Any],
+    index: int,
+    params: SamplingParams,
+    slot: int,
+    position: int,
+    depth: int,
+    num_masked: int = 0,
+) -> None:
     """Say how row `index` is drawn; the logarithm and the root are those of worker/sampling.py."""
     rows[index] = (
         params.seed or 0,
@@ -60,7 +74,16 @@ def fill_row(rows: NDArray[Any], index: int, params: SamplingParams, slot: int, 
         math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
         params.eta,
         math.sqrt(params.eta),
+        params.frequency_penalty,
+        params.presence_penalty,
+        has_bias(params),
+        num_masked,
     )
+
+
+def needs_slot(params: SamplingParams) -> bool:
+    """Whether a row reads anything of its slot: counts, or a bias."""
+    return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
 
 
 def needs_filters(params: SamplingParams) -> bool:

@@ -1,4 +1,4 @@
-"""What a row's logits become before noise: penalty and temperature, as worker/sampling.py applies them."""
+"""What a row's logits become before noise: bias, masks, penalties, temperature, as worker/sampling.py applies them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import triton.language as tl
 from worker.kernels.cuda.sampling.order import number_of, order_of
 from worker.kernels.cuda.sampling.parameters import (
     DEPTH,
+    FREQUENCY,
+    HAS_BIAS,
+    MASKS,
     NUM_DRAFTED,
+    NUM_MASKED,
     PENALTY,
+    PRESENCE,
     SLOT,
     TEMPERATURE,
     WINDOW,
@@ -42,6 +47,34 @@ def penalise(scores, found, penalty):
 
 
 @triton.jit
+def biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab):
+    """Add the slot's bias, and mask what can't come at this row."""
+    if whole(rows_ptr, row, HAS_BIAS) != 0:
+        slot = whole(rows_ptr, row, SLOT).to(tl.int64)
+        scores += tl.load(bias_ptr + slot * vocab + tokens, mask=inside, other=0.0)
+    for i in range(0, whole(rows_ptr, row, MASKS)):
+        scores = tl.where(tokens == tl.load(masked_ptr + row * NUM_MASKED + i), float("-inf"), scores)
+    return scores
+
+
+@triton.jit
+def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab):
+    """Take off what the penalties by counts say, in float64: a count's product is exact there, fused or not.
+
+    The slot's counts are those of its committed output; the row's own path comes on top.
+    """
+    frequency, presence = real(rows_ptr, row, FREQUENCY), real(rows_ptr, row, PRESENCE)
+    if (frequency != 0.0) | (presence != 0.0):
+        slot = whole(rows_ptr, row, SLOT).to(tl.int64)
+        found = tl.load(output_ptr + slot * vocab + tokens, mask=inside, other=0)
+        for i in range(0, whole(rows_ptr, row, DEPTH)):
+            found += (tokens == tl.load(ancestors_ptr + row * NUM_DRAFTED + i)).to(tl.int32)
+        taken = frequency.to(tl.float64) * found.to(tl.float64) + presence.to(tl.float64)
+        scores = tl.where(found > 0, scores - taken.to(tl.float32), scores)
+    return scores
+
+
+@triton.jit
 def row_peak(peaks_ptr, num_blocks, WIDTH: tl.constexpr):
     """The best of all blocks of a row, float32; NaN where there is any."""
     blocks = tl.arange(0, WIDTH)
@@ -70,22 +103,27 @@ def penalise_blocks(
     counts_ptr,
     ancestors_ptr,
     leaving_ptr,
+    output_ptr,
+    bias_ptr,
+    masked_ptr,
     scores_ptr,
     peaks_ptr,
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Penalised scores `[num_rows, vocab]`, and the best of each block, before and behind the penalty, as orders."""
+    """Penalised scores `[num_rows, vocab]`, and the best of each block, before and behind all that, as orders."""
     row, block = tl.program_id(0), tl.program_id(1)
     if whole(rows_ptr, row, SLOT) < 0:
         return
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab
     logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
-    scores, penalty = logits, real(rows_ptr, row, PENALTY)
+    scores = biased(rows_ptr, row, bias_ptr, masked_ptr, logits, tokens, inside, vocab)
+    penalty = real(rows_ptr, row, PENALTY)
     if penalty != 1.0:
         found = occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab)
-        scores = penalise(logits, found, penalty)
+        scores = penalise(scores, found, penalty)
+    scores = held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab)
     tl.store(scores_ptr + row.to(tl.int64) * vocab + tokens, scores, mask=inside)
     peaks = peaks_ptr + row * tl.num_programs(1) + block
     tl.store(peaks, tl.max(order_of(logits), 0))

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from tests.worker.kernels.sampling_parts import any_row
+from tests.worker.kernels.sampling_parts import any_row, any_words
+from worker.adjustments import bias_row, masked_behind, output_counts
 from worker.kernels.cuda.sampling.draw import DrawBuffers
-from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, fill_row, padding_rows
+from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
+from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.sampling.windows import leaving_tokens
 from worker.sampling import TokenSampler
 from worker.sequence import Sequence
@@ -40,8 +42,19 @@ class Branch:
         return sampler.draw(self.logits)
 
 
-def sequence_of(token_ids: list[int], params: SamplingParams, vocab_size: int) -> Sequence:
-    return Sequence("s", token_ids, params, vocab_size)
+def sequence_of(
+    token_ids: list[int],
+    params: SamplingParams,
+    vocab_size: int,
+    num_output: int = 0,
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
+) -> Sequence:
+    """Of the tokens the last `num_output` are no prompt's."""
+    num_prompt = max(1, len(token_ids) - num_output)
+    params = params.model_copy(update={"max_tokens": 1 + num_output})
+    sequence = Sequence("s", token_ids[:num_prompt], params, vocab_size, bad_word_ids=bad_word_ids)
+    sequence.extend(token_ids[num_prompt:])
+    return sequence
 
 
 def plain(**settings: float) -> SamplingParams:
@@ -53,7 +66,10 @@ def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = 
     params = params.model_copy(update={"penalty_window": chance.choice([1, 3, 40, 1024])})
     token_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([1, 20, 70]))]
     path_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([0, 1, 5, 63]))]
-    return Branch(sequence_of(token_ids, params, vocab_size), path_ids, any_row(chance, vocab_size))
+    words = any_words(chance, params, vocab_size)
+    sequence = sequence_of(token_ids, params, vocab_size, chance.choice([0, 5, 60]), words)
+    sequence.eos_token_ids = frozenset({vocab_size - 1})
+    return Branch(sequence, path_ids, any_row(chance, vocab_size))
 
 
 def branches_of(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> list[Branch]:
@@ -76,12 +92,21 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
     slots = {name: len(found) - 1 - i for i, name in enumerate(found)}  # the last row's sequence is in slot 0
     rows, logits = padding_rows(len(branches)), torch.full((len(branches), vocab_size), NAN)
     ancestors = torch.full((len(branches), NUM_DRAFTED), UNSEEN_TOKEN, dtype=torch.int32)
-    counts = torch.full((len(found) + num_slots, vocab_size), UNSEEN_COUNT, dtype=torch.int32)
+    slot_buffers = SlotBuffers(
+        counts=torch.full((len(found) + num_slots, vocab_size), UNSEEN_COUNT, dtype=torch.int32),
+        output=torch.full((len(found) + num_slots, vocab_size), UNSEEN_COUNT, dtype=torch.int32),
+        bias=torch.full((len(found) + num_slots, vocab_size), NAN),
+        masked=torch.full((len(branches), NUM_MASKED), UNSEEN_TOKEN, dtype=torch.int32),
+    )
+    counts = slot_buffers.counts
     leaving = torch.full((len(counts), NUM_DRAFTED), UNSEEN_TOKEN, dtype=torch.int32)
     for i, branch in enumerate(branches):
         if branch:
             sequence, depth = branch.sequence, len(branch.path_ids)
-            fill_row(rows, i, sequence.sampling, slots[id(sequence)], len(sequence) + depth, depth)
+            position = len(sequence) + depth
+            masked = masked_behind(sequence, branch.path_ids)
+            fill_row(rows, i, sequence.sampling, slots[id(sequence)], position, depth, len(masked))
+            slot_buffers.masked[i, : len(masked)] = torch.tensor(masked, dtype=torch.int32)
             logits[i] = branch.logits
             ancestors[i, :depth] = torch.tensor(branch.path_ids, dtype=torch.int32)
     for name, sequence in found.items():
@@ -89,11 +114,15 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
             recent = np.bincount(sequence.token_ids[-window:], minlength=vocab_size)
             counts[slots[name]] = torch.from_numpy(recent)
             leaving[slots[name]] = torch.from_numpy(leaving_tokens(sequence.token_ids, window))
+        if (output := output_counts(sequence, vocab_size, "cpu")) is not None:
+            slot_buffers.output[slots[name]] = output
+        if (bias := bias_row(sequence, "cpu")) is not None:
+            slot_buffers.bias[slots[name]] = bias
     return DrawBuffers(
         logits=logits,
         rows=torch.from_numpy(rows.view(np.int32).reshape(len(rows), -1)),
         ancestors=ancestors,
-        counts=counts,
+        slots=slot_buffers,
         leaving=leaving,
         tokens=torch.full((len(branches),), 12345, dtype=torch.int32),
         highest=torch.full((len(branches),), 12345.0),

@@ -24,7 +24,7 @@ def test_counts_are_those_of_the_last_tokens_of_each_slot(seed: int) -> None:
     chance = random.Random(seed)
     windows = [1, 3, 70, 1024]
     texts = [np.array([], dtype=np.int64) for _ in windows]
-    counts = torch.zeros(len(windows), VOCAB, dtype=torch.int32)
+    counts, output = torch.zeros(2, len(windows), VOCAB, dtype=torch.int32)
     for _ in range(6):
         arriving = torch.full((len(windows), WIDTH), -1, dtype=torch.int32)
         leaving = torch.full_like(arriving, -1)
@@ -33,7 +33,8 @@ def test_counts_are_those_of_the_last_tokens_of_each_slot(seed: int) -> None:
             texts[slot] = np.append(texts[slot], [chance.randrange(VOCAB) for _ in range(num_new)]).astype(np.int64)
             come, left = committed_tokens(texts[slot], num_new, window)
             arriving[slot, : len(come)], leaving[slot, : len(left)] = torch.from_numpy(come), torch.from_numpy(left)
-        update_counts(counts, arriving, leaving)
+        update_counts(counts, output, arriving, leaving)
+        assert torch.equal(output, torch.stack([in_window(text, len(text) + 1) for text in texts]))
         assert torch.equal(counts, torch.stack([in_window(*one) for one in zip(texts, windows, strict=True)]))
 
 
@@ -49,4 +50,6 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     counts, lists = torch.zeros(2, VOCAB, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
     for wrong in ((counts.long(), lists, lists), (counts, lists[:1], lists), (counts, lists, lists[:, :2])):
         with pytest.raises(ValueError, match="expected"):
-            update_counts(*wrong)
+            update_counts(wrong[0], counts, *wrong[1:])
+    with pytest.raises(ValueError, match="output"):
+        update_counts(counts, counts[:1], lists, lists)

@@ -20,7 +20,7 @@ from tests.worker.kernels.cuda.sampling.draw_parts import (
     sequence_of,
     step_of,
 )
-from tests.worker.kernels.sampling_parts import INF, any_params
+from tests.worker.kernels.sampling_parts import INF, any_adjustments, any_params
 from worker.kernels.cuda.sampling.buffers import BLOCK
 from worker.kernels.cuda.sampling.draw import Draw, DrawBuffers, FilteredDraw
 from worker.kernels.cuda.sampling.rows import needs_filters
@@ -35,7 +35,9 @@ def drawn(buffers: DrawBuffers, kind: type[Draw] = FilteredDraw) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_kind_of_row_draws_the_samplers_token(seed: int) -> None:
     chance = random.Random(seed)
-    branches = [any_branch(chance, any_params(chance)) for _ in range(64)]
+    branches = [
+        any_branch(chance, any_params(chance).model_copy(update=any_adjustments(chance, VOCAB))) for _ in range(64)
+    ]
     buffers = step_of(list(branches))
     assert drawn(buffers) == [branch.expected() for branch in branches]
     assert torch.equal(buffers.highest, torch.stack([branch.logits.max() for branch in branches]))
@@ -66,6 +68,23 @@ def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
     branches[-1] = branches_of(sequence, deepest, torch.zeros(64, 12))[-1]
     expected = [branch.expected() for branch in branches if branch]
     assert drawn(step_of(branches, num_slots=2), Draw) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_row_of_a_tree_counts_its_own_path_and_ends_no_bad_word_of_it(temperature: float) -> None:
+    """Of few tokens, with rows on both sides of the least number of tokens."""
+    chance, branches = random.Random(7), []
+    words = ((5,), *((first, chance.randrange(12)) for first in range(12)))
+    for num_output in (0, 3, 40):
+        params = plain(temperature=temperature, frequency_penalty=1.1, presence_penalty=-0.6)
+        changes = {"logit_bias": ((3, 2.5), (8, -100.0)), "min_tokens": num_output + 3, "stop_token_ids": (1, 2)}
+        params = params.model_copy(update=changes | {"bad_words": ("any",)})
+        sequence = sequence_of([chance.randrange(12) for _ in range(50)], params, 12, num_output, words)
+        sequence.sampling = params
+        tree = any_tree(chance, 20, 12)
+        rows = torch.randn(21, 12, generator=torch.Generator().manual_seed(num_output))
+        branches += branches_of(sequence, tree, rows)
+    assert drawn(step_of(list(branches)), Draw) == [branch.expected() for branch in branches]
 
 
 def test_a_row_draws_the_same_alone_in_company_and_in_another_place() -> None:
