@@ -25,6 +25,14 @@ EXPECTED = {
 }
 
 
+class FieldError(ValueError):
+    """What is wrong with a field of what is validated: its name there ('' for all of it), what was found, expected."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
 def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
     """The errors of one validation by `model` in one line; `prefix` goes before field names, as in `body.`."""
     texts = [_reason(details, model, prefix) for details in error.errors()[:MAX_REASONS]]
@@ -45,7 +53,11 @@ def shown(value: object) -> str:
 def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     name = prefix + _dotted(details["loc"])
     if details["type"] == "value_error":
-        return str(details["ctx"]["error"])
+        problem = details["ctx"]["error"]
+        if not isinstance(problem, FieldError):
+            return str(problem)
+        dot = "." if details["loc"] and problem.name and problem.name[0] != "[" else ""
+        return f"field '{name}{dot}{problem.name}': {problem}"
     if details["type"] == "missing":
         return f"field '{name}': found nothing, expected a value"
     if details["type"] == "extra_forbidden":

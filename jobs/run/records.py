@@ -42,6 +42,7 @@ class RunManifest(Frozen):
     linear: LinearName = "cublas"
     num_threads: int = Field(ge=1)
     seed: int
+    max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.input.reader import MAX_LINE_BYTES, InputFileError, read_jobs
-from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
+from jobs.job import Job
+from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 
 
 def test_both_forms_of_a_line_give_the_same_job(tmp_path: Path) -> None:
@@ -130,15 +131,45 @@ JSON_VALUES = st.recursive(
     max_leaves=5,
 )
 FIELDS = st.sampled_from(
-    ["custom_id", "prompt", "messages", "max_tokens", "temperature", "seed", "stop", "method", "url", "body", "model"]
+    [
+        *("custom_id", "prompt", "messages", "max_tokens", "temperature", "seed", "stop", "method", "url", "body"),
+        *("model", "max_completion_tokens", "n", "best_of", "top_k", "user", "stream", "tools", "logprobs", "echo"),
+        *("chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+    ]
 )
-OBJECTS = st.dictionaries(FIELDS, JSON_VALUES, max_size=5).map(lambda values: json.dumps(GOOD | values).encode())
+PARTS = st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": JSON_VALUES})
+    | JSON_VALUES
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]) | JSON_VALUES, "content": st.text() | PARTS | JSON_VALUES},
+    optional={"name": JSON_VALUES, "tool_calls": JSON_VALUES},
+)
+VALUES = st.dictionaries(FIELDS, JSON_VALUES, max_size=5)
+OBJECTS = VALUES.map(lambda values: json.dumps(GOOD | values).encode())
+CHATS = st.builds(
+    lambda values, messages: json.dumps(CHAT | values | {"messages": messages}).encode(),
+    VALUES,
+    st.lists(MESSAGES, max_size=3),
+)
+BODIES = st.builds(
+    lambda values, url: json.dumps(batch((GOOD | CHAT) | values, url)).encode(),
+    VALUES,
+    st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.lists(OBJECTS | JSON_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)))
+@given(
+    lines=st.lists(
+        OBJECTS | CHATS | BODIES | JSON_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+    )
+)
 def test_whatever_a_file_holds_every_line_with_text_is_a_job_or_a_reject(tmp_path: Path, lines: list[bytes]) -> None:
     lines = [line.replace(b"\n", b"") for line in lines] + [json.dumps(GOOD | {"custom_id": "last one"}).encode()]
-    jobs, rejects = read(tmp_path, b"", *lines)
-    assert jobs[-1].custom_id == "last one"
-    assert len(jobs) + len(rejects) == sum(bool(line.strip()) for line in lines)
+    found, rejects = read_lines(tmp_path, b"", *lines)
+    assert found[-1].custom_id == "last one"
+    assert len(found) + len(rejects) == sum(bool(line.strip()) for line in lines)
+    assert all("\n" not in reject.reason and reject.reason.isprintable() for reject in rejects)
+    jobs = [job for line in found for job in line.jobs([OPEN_LIMIT] * max(1, len(line.prompts)))]
+    assert [Job.model_validate_json(job.model_dump_json()) for job in jobs] == jobs

@@ -39,6 +39,7 @@ RUN_JSON = """{
   "linear": "cublas",
   "num_threads": 1,
   "seed": 7,
+  "max_tokens": null,
   "versions": {
     "torch": "2.13.0"
   },

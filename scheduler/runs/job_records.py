@@ -1,0 +1,78 @@
+"""From the lines of a job file to the jobs of a run: prompts are counted, what can't run is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jobs.input.job_line import JobLine
+from jobs.input.reader import Reject
+from jobs.job import JobRecord
+from worker.caches.room import KVRoom, KVRoomError
+from worker.model.files import ModelFiles
+from worker.model.text import TextCodec
+
+
+@dataclass(frozen=True)
+class MadeRecords:
+    """The jobs of some lines, the lines that are none, and the fields without effect: how many good lines have each."""
+
+    records: list[JobRecord] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    without_effect: Counter[str] = field(default_factory=Counter)
+
+
+def make_records(
+    lines: Sequence[tuple[int, JobLine]], files: ModelFiles, max_tokens: int | None = None, room: KVRoom | None = None
+) -> MadeRecords:
+    """Count each prompt's tokens; a line that does not fit the model's positions, or the caches' room, is a reject.
+
+    `max_tokens` are those of a line that leaves them open, None for all that the model's positions leave.
+    """
+    codec, made = TextCodec(files), MadeRecords()
+    for line_number, line in lines:
+        try:
+            counts = _num_prompt_tokens(line, codec)
+            limits = [_limit(line, num_prompt_tokens, max_tokens, files) for num_prompt_tokens in counts]
+            if room is not None:
+                room.refuse_too_long(max(map(sum, zip(counts, limits, strict=True))))
+        except (ValueError, KVRoomError) as error:
+            made.rejects.append(Reject(line_number, line.custom_id, str(error)))
+            continue
+        for job, num_prompt_tokens in zip(line.jobs(limits), counts, strict=True):
+            made.records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
+        made.without_effect.update(_without_effect(line, codec))
+    return made
+
+
+def _num_prompt_tokens(line: JobLine, codec: TextCodec) -> list[int]:
+    """The lengths of its prompts, or of its messages as one. Raises ValueError."""
+    if line.messages is not None:
+        return [len(codec.encode_chat(line.messages, line.template))]
+    return [len(codec.encode_prompt(prompt)) for prompt in line.prompts]
+
+
+def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
+    """How many tokens may come behind a prompt. Raises ValueError where the positions end before."""
+    num_left = files.max_positions - num_prompt_tokens
+    if line.max_tokens is None:
+        if num_left < 1:
+            raise ValueError(
+                f"prompt: its {num_prompt_tokens} tokens leave none to generate, expected fewer than the model's "
+                f"{files.max_positions} positions"
+            )
+        return num_left if max_tokens is None else min(max_tokens, num_left)
+    if line.max_tokens > num_left:
+        num_positions = num_prompt_tokens + line.max_tokens
+        raise ValueError(
+            f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({line.max_tokens}) need {num_positions} "
+            f"positions, expected at most the model's {files.max_positions}"
+        )
+    return line.max_tokens
+
+
+def _without_effect(line: JobLine, codec: TextCodec) -> set[str]:
+    """The names of the fields that the line has and that change nothing."""
+    unread = [] if line.messages is None else codec.chat.unread(line.messages, line.template)
+    return {*line.without_effect, *unread}
