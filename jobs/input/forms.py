@@ -12,8 +12,8 @@ from jobs.input.reasons import FieldError, shown
 from jobs.job import CustomId, JobUrl, Messages
 from jobs.sampling import MAX_COUNT, SamplingParams
 
-MAX_CHOICES = 1  # of a prompt
-MAX_PROMPTS = 1  # of a line
+MAX_CHOICES = 128  # of a prompt
+MAX_PROMPTS = 2048  # of a line, and of prompts and choices together
 
 LinePrompt = str | tuple[int, ...]
 """A text, or token ids."""
@@ -109,7 +109,7 @@ class ChatFields(Strict):
         return None if options == TemplateOptions() else options
 
 
-class ShortLine(LineFields, ChatFields):
+class ShortLine(ChatFields, LineFields):
     """`{"custom_id": ..., "prompt": ..., "max_tokens": ...}`, or `messages` in place of `prompt`."""
 
     custom_id: CustomId
@@ -142,7 +142,7 @@ class CompletionBody(LineFields):
     prompt: Prompts
 
 
-class ChatBody(LineFields, ChatFields):
+class ChatBody(ChatFields, LineFields):
     """Body for `/v1/chat/completions`."""
 
     messages: Messages

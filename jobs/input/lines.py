@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from jobs.chat import Message
-from jobs.input.forms import BatchLine, ChatBody, ChatFields, CompletionBody, LineFields, LinePrompt, ShortLine
+from jobs.input.forms import (
+    MAX_PROMPTS,
+    BatchLine,
+    ChatBody,
+    ChatFields,
+    CompletionBody,
+    LineFields,
+    LinePrompt,
+    ShortLine,
+)
 from jobs.input.job_line import JobLine
 from jobs.input.reasons import reasons, shown
 from jobs.input.request_fields import taken_apart
@@ -85,12 +94,18 @@ def _job_line(
     sampling = {name: getattr(fields, name) for name in SamplingParams.model_fields if name != "max_tokens"}
     if fields.seed is None:
         sampling["seed"] = derive_seed(run_seed, custom_id)
+    if len(prompts) * fields.n > MAX_PROMPTS:
+        raise LineError(
+            f"fields 'prompt' and 'n': found {len(prompts)} prompts with {fields.n} choices each, expected at most "
+            f"{MAX_PROMPTS} choices in all"
+        )
     return JobLine(
         custom_id=custom_id,
         prompts=prompts,
         messages=messages,
         template=fields.template if isinstance(fields, ChatFields) and messages is not None else None,
         sampling=sampling,
+        num_choices=fields.n,
         max_tokens=fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens,
         without_effect=without_effect,
     )

@@ -40,7 +40,8 @@ def make_records(
         except (ValueError, KVRoomError) as error:
             made.rejects.append(Reject(line_number, line.custom_id, str(error)))
             continue
-        for job, num_prompt_tokens in zip(line.jobs(limits), counts, strict=True):
+        for job in line.jobs(limits):
+            num_prompt_tokens = counts[job.choice_index // line.num_choices]
             made.records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
         made.without_effect.update(_without_effect(line, codec))
     return made

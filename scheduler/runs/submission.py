@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
@@ -89,13 +91,17 @@ def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KV
 
 
 def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord], list[Reject]]:
-    """Refuse jobs whose `custom_id` the run knows with another prompt or sampling: results would be ambiguous."""
-    known = {record.job.custom_id: record.job_id for record in run.jobs()}
+    """Refuse lines whose `custom_id` the run knows with another prompt or sampling: results would be ambiguous."""
+    known: dict[str, set[str]] = defaultdict(set)
+    for record in run.jobs():
+        known[record.job.custom_id].add(record.job_id)
     reason = "field 'custom_id': this run has it with another prompt or sampling; use a new custom_id or a new run"
     kept, rejects = [], []
-    for record in records:
-        if known.get(record.job.custom_id, record.job_id) == record.job_id:
-            kept.append(record)
+    for line_number, group in groupby(records, key=lambda record: record.line_number):
+        choices = list(group)
+        custom_id, job_ids = choices[0].job.custom_id, {record.job_id for record in choices}
+        if known.get(custom_id, job_ids) == job_ids:
+            kept += choices
         else:
-            rejects.append(Reject(record.line_number, record.job.custom_id, reason))
+            rejects.append(Reject(line_number, custom_id, reason))
     return kept, rejects

@@ -67,7 +67,15 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (batch({"prompt": "x", "max_tokens": 1}, method="GET"), ["'method'", '"GET"', "'POST'"]),
     (batch({"input": "x"}, "/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
     (GOOD | {"body": {}}, ["'method'", 'unknown field "prompt"']),
-    (batch({"prompt": "x", "max_tokens": 1, "n": 2}), ["'body.n'", "found 2", "less than or equal to 1"]),
+    (batch({"prompt": "x", "n": 0}), ["'body.n'", "found 0", "greater than or equal to 1"]),
+    (batch({"prompt": "x", "n": 129}), ["'body.n'", "found 129", "less than or equal to 128"]),
+    (batch({"prompt": "x", "n": 2.0}), ["'body.n'", "found 2.0", "a whole number"]),
+    (batch({"prompt": ["x"] * 2049}), ["'body.prompt'", "found 2049 prompts", "at most 2048"]),
+    (
+        batch({"prompt": ["x"] * 17, "n": 128}),
+        ["'prompt' and 'n'", "found 17 prompts with 128 choices", "at most 2048"],
+    ),
+    (batch({"prompt": "x", "n": 2, "best_of": 3}), ["'body.best_of'", "found 3, not supported", "expected 2"]),
     (batch({"prompt": "x", "max_tokens": 1, "model": 5}), ["'body.model'", "found 5", "a string"]),
     (batch({"messages": CHAT["messages"], "max_tokens": 5}), ["'body.prompt'", "nothing"]),
     (

@@ -172,4 +172,5 @@ def test_whatever_a_file_holds_every_line_with_text_is_a_job_or_a_reject(tmp_pat
     assert len(found) + len(rejects) == sum(bool(line.strip()) for line in lines)
     assert all("\n" not in reject.reason and reject.reason.isprintable() for reject in rejects)
     jobs = [job for line in found for job in line.jobs([OPEN_LIMIT] * max(1, len(line.prompts)))]
+    assert len({job.job_id("m") for job in jobs}) == len(jobs)
     assert [Job.model_validate_json(job.model_dump_json()) for job in jobs] == jobs

@@ -21,7 +21,7 @@ from scheduler.driver import takeover
 from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
 from scheduler.process.identity import own_key
-from scheduler.runs import launch, submission
+from scheduler.runs import job_records, launch, submission
 from scheduler.runs.settings import Settings
 from tests.jobs.run.run_parts import FINISHED
 
@@ -99,8 +99,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_drive", finish)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
     monkeypatch.setattr(launch, "connect", lambda *_: contextlib.nullcontext())
-    for name in ("locate_model", "TextCodec"):
-        monkeypatch.setattr(submission, name, functools.cache(getattr(submission, name)))
+    for module, name in ((submission, "locate_model"), (job_records, "TextCodec")):
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
 
 
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
