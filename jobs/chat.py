@@ -13,7 +13,10 @@ from jobs.input.reasons import FieldError, shown
 Scalar = str | int | float | bool | None
 
 # of a message; where they hold something, a plain text would leave out what was said
-TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning", "reasoning_content")
+TEXTLESS = (
+    *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
+    *("refusal", "reasoning", "reasoning_content"),
+)
 # what renders a template takes these for itself, or they are told in fields of their own
 NOT_KWARGS = frozenset(
     [
