@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -95,6 +96,16 @@ def checked_kwargs(value: object) -> dict[str, Scalar]:
     for name, each in value.items():
         if name in NOT_KWARGS:
             raise FieldError("", f"found {shown(name)}, expected variables of the chat template alone")
-        if not isinstance(each, str | int | float | bool | None):
-            raise FieldError(name, f"found {shown(each)}, expected a string, a number, true, false or null")
+        if not isinstance(each, str | int | float | bool | None) or not _is_writable(name, each):
+            expected = "expected strings, numbers, true, false or null"
+            raise FieldError("", f"found {shown(each)} as {shown(name)}, {expected}")
     return value
+
+
+def _is_writable(*values: object) -> bool:
+    """Whether JSON and UTF-8 have a form for them: not for NaN and infinities, nor for halves of characters."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True

@@ -135,6 +135,11 @@ class BatchLine(Strict):
     url: JobUrl
     body: dict[str, Any]
 
+    @field_validator("url", mode="before")
+    @classmethod
+    def _with_version(cls, value: object) -> object:
+        return f"/v1{value}" if value in ("/completions", "/chat/completions") else value
+
 
 class CompletionBody(LineFields):
     """Body for `/v1/completions`."""

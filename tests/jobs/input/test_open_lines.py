@@ -137,7 +137,12 @@ def test_what_a_template_is_told_is_kept_with_the_job(tmp_path: Path) -> None:
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "found true for both, expected at most one"),
     ({"chat_template_kwargs": []}, "'chat_template_kwargs': found [], expected an object"),
-    ({"chat_template_kwargs": {"a": {}}}, "'chat_template_kwargs.a': found {}, expected a string, a number"),
+    ({"chat_template_kwargs": {"a": {}}}, "'chat_template_kwargs': found {} as \"a\", expected strings, numbers"),
+    (
+        {"chat_template_kwargs": {"a": float("nan")}},
+        "'chat_template_kwargs': found NaN as \"a\", expected strings, numbers",
+    ),
+    ({"chat_template_kwargs": {"a": "\ud800"}}, '\'chat_template_kwargs\': found "\\ud800" as "a", expected'),
     ({"chat_template_kwargs": {"tokenize": True}}, "'chat_template_kwargs': found \"tokenize\", expected variables"),
     ({"chat_template_kwargs": {"tools": "x"}}, "'chat_template_kwargs': found \"tools\", expected variables"),
     ({"reasoning_effort": 5}, "'reasoning_effort': found 5, expected a string"),

@@ -198,6 +198,14 @@ EXAMPLES = [
 ]
 
 
+def test_urls_without_a_version_are_those_with_one(tmp_path: Path) -> None:
+    lines, rejects = read_lines(
+        tmp_path, *(batch(body, url.removeprefix("/v1"), custom_id=url) for url, body in BODIES.items())
+    )
+    assert rejects == []
+    assert [line.jobs([5])[0].url for line in lines] == list(BODIES)
+
+
 def test_lines_as_batch_guides_show_them_are_taken(tmp_path: Path) -> None:
     lines, rejects = read_lines(tmp_path, *EXAMPLES)
     assert [line.custom_id for line in lines] == ["request-1", "request-2", "request-3"]

@@ -54,6 +54,9 @@ def test_an_open_limit_is_the_run_s_where_that_has_one_for_all_files_that_come(
         assert (later.rejects, limits(later.run)) == ([], {"open": 7, "limited": 5, "later": 7})
     with pytest.raises(RunError, match="was made with max_tokens 7, found 8; leave the option away"):
         submit_file(more, place, max_tokens=8)
+    submit_file(more, str(tmp_path / "open"), model=str(tiny_model))
+    with pytest.raises(RunError, match="was made without max_tokens, found 8; leave the option away"):
+        submit_file(more, str(tmp_path / "open"), max_tokens=8)
     large = submit_file(path, str(tmp_path / "large"), model=str(tiny_model), max_tokens=10**6).run
     assert limits(large) == {"open": NUM_POSITIONS - num_fox_tokens, "limited": 5}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -84,6 +85,10 @@ class States:
         patch.setattr(ObjectFolder, "delete_folder", all_forgotten)
 
 
+LINE = {"prompt": "x", "max_tokens": 5}
+NUM_CHOICES = {"a": 1, "b": 2, "c": 1}
+
+
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs need no workers to finish, and the model is read once."""
@@ -122,7 +127,9 @@ def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[s
         Path(uri).mkdir()
     for names, known in (("ab", set[str]()), ("bc", {"a", "b"})):
         path, states = tmp_path / f"{names}.jsonl", States()
-        path.write_text("".join(f'{{"custom_id": "{name}", "prompt": "x", "max_tokens": 5}}\n' for name in names))
+        path.write_text(
+            "".join(json.dumps(LINE | {"custom_id": name, "n": NUM_CHOICES[name]}) + "\n" for name in names)
+        )
         with pytest.MonkeyPatch.context() as patch:
             if is_local:
                 states.watch_disk(Path(uri), patch)
@@ -164,7 +171,11 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     invoke("submit", path, "--run", uri)
     expected = known | set(Path(path).stem)
     assert custom_ids(uri) == expected
-    assert len(Run.open(uri).ended()[0]) == len(expected)
+    run = Run.open(uri)
+    assert len(run.ended()[0]) == sum(NUM_CHOICES[name] for name in expected)
+    lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    found = {line["custom_id"]: len(line["response"]["body"]["choices"]) for line in lines}
+    assert (found, len(lines)) == ({name: NUM_CHOICES[name] for name in expected}, len(expected))
 
 
 def custom_ids(uri: str) -> set[str]:
