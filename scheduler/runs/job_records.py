@@ -33,25 +33,33 @@ def make_records(
     codec, made = TextCodec(files), MadeRecords()
     for line_number, line in lines:
         try:
-            counts = _num_prompt_tokens(line, codec)
-            limits = [_limit(line, num_prompt_tokens, max_tokens, files) for num_prompt_tokens in counts]
+            sizes = _sizes(line, codec, max_tokens, files)
             if room is not None:
-                room.refuse_too_long(max(map(sum, zip(counts, limits, strict=True))))
+                room.refuse_too_long(max(map(sum, sizes)))
         except (ValueError, KVRoomError) as error:
             made.rejects.append(Reject(line_number, line.custom_id, str(error)))
             continue
-        for job in line.jobs(limits):
-            num_prompt_tokens = counts[job.choice_index // line.num_choices]
+        for job in line.jobs([limit for _, limit in sizes]):
+            num_prompt_tokens, _ = sizes[job.choice_index // line.num_choices]
             made.records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
         made.without_effect.update(_without_effect(line, codec))
     return made
 
 
-def _num_prompt_tokens(line: JobLine, codec: TextCodec) -> list[int]:
-    """The lengths of its prompts, or of its messages as one. Raises ValueError."""
+def _sizes(line: JobLine, codec: TextCodec, max_tokens: int | None, files: ModelFiles) -> list[tuple[int, int]]:
+    """The tokens of each prompt, or of the messages, and how many may come behind. Raises ValueError."""
     if line.messages is not None:
-        return [len(codec.encode_chat(line.messages, line.template))]
-    return [len(codec.encode_prompt(prompt)) for prompt in line.prompts]
+        num_tokens = len(codec.encode_chat(line.messages, line.template))
+        return [(num_tokens, _limit(line, num_tokens, max_tokens, files))]
+    sizes = []
+    for number, prompt in enumerate(line.prompts, start=1):
+        try:
+            num_tokens = len(codec.encode_prompt(prompt))
+            sizes.append((num_tokens, _limit(line, num_tokens, max_tokens, files)))
+        except ValueError as error:
+            which = f" (prompt {number} of {len(line.prompts)})" if len(line.prompts) > 1 else ""
+            raise ValueError(f"{error}{which}") from None
+    return sizes
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:

@@ -94,6 +94,16 @@ def test_token_ids_are_taken_as_they_are_and_those_of_no_token_are_refused(tmp_p
     assert reject.reason == f"prompt: found the token id {vocab_size}, expected ids below {vocab_size}"
 
 
+def test_every_choice_has_the_length_and_the_limit_of_its_own_prompt(tmp_path: Path, tiny_model: Path) -> None:
+    line = {"custom_id": "many", "prompt": [[1] * 4000, [1, 2]], "n": 2}
+    path = write_jobs(tmp_path / "jobs.jsonl", line, line | {"custom_id": "too-long", "max_tokens": 97})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    found = [(record.num_prompt_tokens, record.job.sampling.max_tokens) for record in submission.run.jobs()]
+    assert found == [(4000, 96)] * 2 + [(2, 4094)] * 2
+    (reject,) = submission.rejects
+    assert reject.reason.endswith("need 4097 positions, expected at most the model's 4096 (prompt 1 of 2)")
+
+
 def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
     chat = {"messages": [{"role": "user", "content": FOX, "name": "Ann"}], "reasoning_effort": "low"}
     path = write_jobs(
