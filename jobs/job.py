@@ -10,55 +10,72 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jobs.chat import Message, TemplateOptions, as_tuple
 from jobs.frozen import Strict
 from jobs.sampling import SamplingParams
 
 MAX_CUSTOM_ID = 512
 MAX_SLUG = 40
+LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices"}
 
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
 
 
-class Message(Strict):
-    """One message of a chat job."""
-
-    role: str = Field(min_length=1)
-    content: str
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 CustomId = Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID)]
 Prompt = Annotated[str, Field(min_length=1)]
-Messages = Annotated[tuple[Message, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(as_tuple), Field(min_length=1)]
+Messages = Annotated[tuple[Message, ...], BeforeValidator(as_tuple), Field(min_length=1)]
 
 
 class Job(Strict):
-    """One generation job, valid and complete: exactly one of `prompt` and `messages`, and a seed."""
+    """One generation job, valid and complete: one of `prompt`, `prompt_ids` (tokens) and `messages`, and a seed.
+
+    `template` is None where its chat template is told nothing beside the messages. A line that asks for several choices
+    is as many jobs of one `custom_id`, each with its `choice_index`.
+    """
 
     custom_id: CustomId
     url: JobUrl
     prompt: Prompt | None = None
+    prompt_ids: TokenIds | None = None
     messages: Messages | None = None
+    template: TemplateOptions | None = None
     sampling: SamplingParams
+    choice_index: int = Field(default=0, ge=0)
+    num_choices: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        wanted = "messages" if self.url == "/v1/chat/completions" else "prompt"
-        if (self.prompt is None) == (wanted == "prompt") or (self.messages is None) == (wanted == "messages"):
+        is_chat = self.url == "/v1/chat/completions"
+        num_prompts = (self.prompt is not None) + (self.prompt_ids is not None)
+        if num_prompts != (not is_chat) or (self.messages is not None) != is_chat or (self.template and not is_chat):
+            wanted = "messages" if is_chat else "prompt"
             raise ValueError(f"expected '{wanted}' and nothing else to continue for {self.url}")
         if self.sampling.seed is None:
             raise ValueError("expected a seed: a job draws the same tokens every time")
+        if self.choice_index >= self.num_choices:
+            raise ValueError(f"found choice {self.choice_index}, expected one of {self.num_choices}, from 0 on")
         return self
 
+    @property
+    def name(self) -> str:
+        """What people and events call it: its `custom_id`, and which choice it is where there are several."""
+        return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
+
     def job_id(self, model_fingerprint: str) -> str:
-        """A safe file name, the same for the same (custom_id, model, prompt, sampling): a slug, '-', 16 hex digits."""
-        messages = None if self.messages is None else [message.model_dump() for message in self.messages]
+        """A safe file name, the same for the same (custom_id, model, prompt, sampling): a slug, '-', 16 hex digits.
+
+        The slug of one of several choices ends in its index.
+        """
+        messages = None if self.messages is None else [message.as_sent() for message in self.messages]
         identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
+        # jobs that say nothing of it keep the id that they had before there was such a field
+        if later := self.model_dump(mode="json", include=LATER_FIELDS, exclude_defaults=True):
+            identity.append(later)
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        return f"{_slug(self.custom_id)}-{digest[:16]}"
+        slug = _slug(self.custom_id) if self.num_choices == 1 else f"{_slug(self.custom_id)}-{self.choice_index}"
+        return f"{slug}-{digest[:16]}"
 
 
 def _slug(custom_id: str) -> str:

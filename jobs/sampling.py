@@ -109,10 +109,9 @@ class SamplingParams(Strict):
 
     @model_validator(mode="after")
     def _may_end(self) -> Self:
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"field 'min_tokens': found {self.min_tokens}, expected at most max_tokens, {self.max_tokens}"
-            )
+        most: int | None = self.max_tokens  # a line may leave it open
+        if most is not None and self.min_tokens > most:
+            raise ValueError(f"field 'min_tokens': found {self.min_tokens}, expected at most max_tokens, {most}")
         return self
 
     def identity(self) -> dict[str, Any]:

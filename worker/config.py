@@ -26,6 +26,7 @@ class Computation:
     linear: LinearName = CudaKernels.linear
     num_threads: int = 1
     seed: int = 0  # that of a job which gives none follows from it
+    max_tokens: int | None = None  # of a job which gives none; None: what the model's positions leave behind its prompt
 
     @property
     def cuda_kernels(self) -> CudaKernels:

@@ -1,75 +1,36 @@
-"""The two forms of an input line, and the job that a line describes."""
+"""From the text of an input line to what it asks for."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 
-from jobs.frozen import Strict
+from jobs.chat import Message
+from jobs.input.forms import (
+    MAX_PROMPTS,
+    BatchLine,
+    ChatBody,
+    ChatFields,
+    CompletionBody,
+    LineFields,
+    LinePrompt,
+    ShortLine,
+)
+from jobs.input.job_line import JobLine
 from jobs.input.reasons import reasons, shown
-from jobs.job import CustomId, Job, JobUrl, Messages, Prompt
-from jobs.sampling import MAX_COUNT, SamplingParams, derive_seed
+from jobs.input.request_fields import taken_apart
+from jobs.job import JobUrl
+from jobs.sampling import SamplingParams, derive_seed
 
-Line = TypeVar("Line", bound=BaseModel)
+Form = TypeVar("Form", bound=BaseModel)
+COMPLETIONS: JobUrl = "/v1/completions"
+CHAT: JobUrl = "/v1/chat/completions"
 
 
 class LineError(ValueError):
     """A line describes no job; the text says which field, what was found and what was expected."""
-
-
-class ShortLine(SamplingParams):
-    """`{"custom_id": ..., "prompt": ..., "max_tokens": ...}`, or `messages` in place of `prompt`."""
-
-    custom_id: CustomId
-    prompt: Prompt | None = None
-    messages: Messages | None = None
-
-    @model_validator(mode="after")
-    def _has_one_text(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            found = "neither" if self.prompt is None else "both"
-            raise ValueError(f"fields 'prompt' and 'messages': found {found}, expected exactly one of them")
-        return self
-
-
-class BatchLine(Strict):
-    """A line of OpenAI Batch; `url` says what the body is."""
-
-    custom_id: CustomId
-    method: Literal["POST"]
-    url: JobUrl
-    body: dict[str, Any]
-
-
-class CompletionBody(SamplingParams):
-    """Body for `/v1/completions`. The run decides the model, so `model` is read and not used."""
-
-    model: str = ""
-    prompt: Prompt
-    stream: Literal[False] = False
-    n: Literal[1] = 1
-
-
-class ChatBody(SamplingParams):
-    """Body for `/v1/chat/completions`."""
-
-    model: str = ""
-    messages: Messages
-    stream: Literal[False] = False
-    n: Literal[1] = 1
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_token_limit(cls, values: Any) -> Any:
-        if values.get("max_completion_tokens") is None:
-            return values
-        limit = values["max_completion_tokens"]
-        if values.get("max_tokens") not in (None, limit):
-            raise ValueError("fields 'max_tokens' and 'max_completion_tokens': found two limits, expected one")
-        return {**values, "max_tokens": limit}
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -92,27 +53,28 @@ def parse_object(text: str) -> dict[str, Any]:
     return value
 
 
-def job_from_object(values: dict[str, Any], run_seed: int) -> Job:
-    """The job of one parsed line; a missing seed is derived from `run_seed`. Raises `LineError`."""
+def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
+    """What a parsed line asks for; a missing seed is derived from `run_seed`. Raises `LineError`."""
     if values.keys() & {"method", "url", "body"}:
-        return _job_from_batch_line(_validated(BatchLine, values), run_seed)
-    line = _validated(ShortLine, values)
-    url: JobUrl = "/v1/completions" if line.messages is None else "/v1/chat/completions"
-    sampling = _sampling(line, line.custom_id, run_seed)
-    return Job(custom_id=line.custom_id, url=url, prompt=line.prompt, messages=line.messages, sampling=sampling)
+        batch = _validated(BatchLine, values)
+        if batch.url == COMPLETIONS:
+            completion, idle = _request(CompletionBody, batch.body, COMPLETIONS, "body.")
+            return _job_line(batch.custom_id, completion, completion.prompt, None, idle, run_seed)
+        chat, idle = _request(ChatBody, batch.body, CHAT, "body.")
+        return _job_line(batch.custom_id, chat, (), chat.messages, idle, run_seed)
+    line, idle = _request(ShortLine, values, COMPLETIONS if values.get("messages") is None else CHAT)
+    return _job_line(line.custom_id, line, line.prompt or (), line.messages, idle, run_seed)
 
 
-def _job_from_batch_line(line: BatchLine, run_seed: int) -> Job:
-    if line.url == "/v1/completions":
-        completion = _validated(CompletionBody, line.body, "body.")
-        sampling = _sampling(completion, line.custom_id, run_seed)
-        return Job(custom_id=line.custom_id, url=line.url, prompt=completion.prompt, sampling=sampling)
-    chat = _validated(ChatBody, line.body, "body.")
-    sampling = _sampling(chat, line.custom_id, run_seed)
-    return Job(custom_id=line.custom_id, url=line.url, messages=chat.messages, sampling=sampling)
+def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str = "") -> tuple[Form, tuple[str, ...]]:
+    """The fields that have a meaning here, and the names of those that have none. Raises `LineError`."""
+    known, idle, refused = taken_apart(values, form.model_fields, url)
+    if refused:
+        raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
+    return _validated(form, known, prefix), idle
 
 
-def _validated(form: type[Line], values: dict[str, Any], prefix: str = "") -> Line:
+def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
     """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one."""
     optional = {name for name, field in form.model_fields.items() if not field.is_required()}
     try:
@@ -121,12 +83,32 @@ def _validated(form: type[Line], values: dict[str, Any], prefix: str = "") -> Li
         raise LineError(reasons(error, form, prefix)) from None
 
 
-def _sampling(line: SamplingParams, custom_id: str, run_seed: int) -> SamplingParams:
-    """The sampling fields alone of a line, with a seed."""
-    values = {name: getattr(line, name) for name in SamplingParams.model_fields}
-    if line.seed is None:
-        values["seed"] = derive_seed(run_seed, custom_id)
-    return SamplingParams(**values)
+def _job_line(
+    custom_id: str,
+    fields: LineFields,
+    prompts: tuple[LinePrompt, ...],
+    messages: tuple[Message, ...] | None,
+    without_effect: tuple[str, ...],
+    run_seed: int,
+) -> JobLine:
+    sampling = {name: getattr(fields, name) for name in SamplingParams.model_fields if name != "max_tokens"}
+    if fields.seed is None:
+        sampling["seed"] = derive_seed(run_seed, custom_id)
+    if len(prompts) * fields.n > MAX_PROMPTS:
+        raise LineError(
+            f"fields 'prompt' and 'n': found {len(prompts)} prompts with {fields.n} choices each, expected at most "
+            f"{MAX_PROMPTS} choices in all"
+        )
+    return JobLine(
+        custom_id=custom_id,
+        prompts=prompts,
+        messages=messages,
+        template=fields.template if isinstance(fields, ChatFields) and messages is not None else None,
+        sampling=sampling,
+        num_choices=fields.n,
+        max_tokens=fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens,
+        without_effect=without_effect,
+    )
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

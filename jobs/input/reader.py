@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from io import BufferedReader
 
 from jobs.input.input_file import InputFileError, open_input, shown_input
-from jobs.input.lines import LineError, job_from_object, parse_object
+from jobs.input.job_line import JobLine
+from jobs.input.lines import LineError, line_from_object, parse_object
 from jobs.input.reasons import shown
-from jobs.job import MAX_CUSTOM_ID, Job
+from jobs.job import MAX_CUSTOM_ID
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
@@ -26,13 +27,13 @@ class Reject:
     reason: str
 
 
-def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Reject]]:
-    """All jobs of a file with their line numbers (from 1), and its rejects, both in file order.
+def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
+    """What the lines of a file ask for with their numbers (from 1), and its rejects, both in file order.
 
-    A job without a seed gets one from `run_seed` and its `custom_id`. Raises `InputFileError` when the file can't be
+    A line without a seed gets one from `run_seed` and its `custom_id`. Raises `InputFileError` when the file can't be
     read to its end (see `open_input`), or holds nothing but blank lines.
     """
-    jobs: list[tuple[int, Job]] = []
+    jobs: list[tuple[int, JobLine]] = []
     rejects: list[Reject] = []
     first_lines: dict[str, int] = {}
     for line_number, line in _lines(path):
@@ -40,7 +41,7 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Rej
         try:
             values = parse_object(_text(line))
             custom_id = _readable_custom_id(values.get("custom_id"))
-            job = job_from_object(values, run_seed)
+            job = line_from_object(values, run_seed)
             _refuse_duplicate(job.custom_id, first_lines)
         except LineError as error:
             rejects.append(Reject(line_number, custom_id, str(error)))

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 MAX_SHOWN = 60
 MAX_REASONS = 5
+KNOWN = ", expected one of: "
 
 # pydantic's own words speak of Python; these speak of JSON
 EXPECTED = {
@@ -25,9 +26,21 @@ EXPECTED = {
 }
 
 
+class FieldError(ValueError):
+    """What is wrong with a field of what is validated: its name there ('' for all of it), what was found, expected."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
 def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
     """The errors of one validation by `model` in one line; `prefix` goes before field names, as in `body.`."""
-    texts = [_reason(details, model, prefix) for details in error.errors()[:MAX_REASONS]]
+    texts: list[str] = []
+    for details in error.errors()[:MAX_REASONS]:
+        reason, _, known = _reason(details, model, prefix).partition(KNOWN)
+        is_said = any(text.endswith(KNOWN + known) for text in texts)  # what is known is a long list
+        texts.append(reason if is_said or not known else reason + KNOWN + known)
     if error.error_count() > MAX_REASONS:
         texts.append(f"and {error.error_count() - MAX_REASONS} more")
     return "; ".join(texts)
@@ -45,13 +58,16 @@ def shown(value: object) -> str:
 def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     name = prefix + _dotted(details["loc"])
     if details["type"] == "value_error":
-        return str(details["ctx"]["error"])
+        problem = details["ctx"]["error"]
+        if not isinstance(problem, FieldError):
+            return str(problem)
+        dot = "." if details["loc"] and problem.name and problem.name[0] != "[" else ""
+        return f"field '{name}{dot}{problem.name}': {problem}"
     if details["type"] == "missing":
         return f"field '{name}': found nothing, expected a value"
     if details["type"] == "extra_forbidden":
         # the name comes from the file: shown as JSON it can't break the line
-        known = ", ".join(_fields_at(model, details["loc"][:-1]))
-        return f"unknown field {shown(name)}, expected one of: {known}"
+        return f"unknown field {shown(name)}{KNOWN}{', '.join(_fields_at(model, details['loc'][:-1]))}"
     return f"field '{name}': found {shown(details['input'])}, expected {_expected(details)}"
 
 

@@ -15,7 +15,7 @@ from jobs.storage.store import Store, StoreError
 NUM_ROWS_PER_GROUP = 64
 
 TEXT_COLUMNS = ("custom_id", "status", "text", "finish_reason", "error_code", "error_message")
-COUNT_COLUMNS = ("prompt_tokens", "completion_tokens")
+COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
 
 
@@ -53,7 +53,7 @@ def _no_room(error: OSError) -> StoreError:
 
 def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, Any]]) -> None:
     metric_types = _write_lines(jsonl, lines)
-    _write_table(table, (_row(json.loads(line)) for line in jsonl), metric_types)
+    _write_table(table, (row for line in jsonl for row in _rows(json.loads(line))), metric_types)
 
 
 def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
@@ -61,28 +61,43 @@ def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str,
     metric_types: dict[str, type] = {}
     for line in lines:
         target.write(dump_line(line))
-        _note_types(_row(line), metric_types)
+        for row in _rows(line):
+            _note_types(row, metric_types)
     target.seek(0)
     return metric_types
 
 
-def _row(line: dict[str, Any]) -> dict[str, Any]:
-    """One row of the table: the fixed columns, and every metric that is a number."""
-    error = line["error"]
-    if error is not None:
-        status = "cancelled" if error["code"] == "cancelled" else "failed"
-        failure = {"error_code": _text(error["code"]), "error_message": _text(error["message"])}
-        return {"custom_id": _text(line["custom_id"]), "status": status, **failure}
+def _rows(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each choice of a line, also for those that failed beside others; one for a line that failed."""
+    if line["error"] is not None:
+        return [_failure(line, line["error"])]
     body = line["response"]["body"]
-    choice = body["choices"][0]
-    metrics = body["metrics"].items()
+    rows = [_row(line, choice, body | choice) for choice in body["choices"]]
+    return rows + [
+        _failure(line, failed["error"]) | {"choice_index": failed["index"]} for failed in body.get("failed_choices", ())
+    ]
+
+
+def _failure(line: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "custom_id": _text(line["custom_id"]),
+        "status": "cancelled" if error["code"] == "cancelled" else "failed",
+        "error_code": _text(error["code"]),
+        "error_message": _text(error["message"]),
+    }
+
+
+def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
+    """The fixed columns, and every metric that is a number."""
+    metrics = numbers["metrics"].items()
     return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
         "custom_id": _text(line["custom_id"]),
+        "choice_index": choice.get("index", 0),
         "status": "finished",
         "text": _text(choice["message"]["content"] if "message" in choice else choice["text"]),
         "finish_reason": _text(choice["finish_reason"]),
-        "prompt_tokens": body["usage"]["prompt_tokens"],
-        "completion_tokens": body["usage"]["completion_tokens"],
+        "prompt_tokens": numbers["usage"]["prompt_tokens"],
+        "completion_tokens": numbers["usage"]["completion_tokens"],
     }
 
 

@@ -42,13 +42,14 @@ class RunManifest(Frozen):
     linear: LinearName = "cublas"
     num_threads: int = Field(ge=1)
     seed: int
+    max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str
 
 
 class WorkerStatus(Frozen):
-    """One worker and the `custom_id`s of the jobs it runs; `numerics` says what decides the bits there.
+    """One worker and its jobs, by the names that `Progress.running` has; `numerics` says what decides the bits there.
 
     `last_checkpoint` is when it last wrote one, or when its work began, in seconds since the epoch; None without a job.
     """
@@ -67,11 +68,11 @@ class WorkerStatus(Frozen):
 class Progress(Frozen):
     """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
 
-    `running` holds the tokens of each running job by its `custom_id`, `epoch` is the number of the driver's claim. In a
-    driver's last beat, `running` holds the jobs that it had to leave without a whole checkpoint. `max_tokens` says how
-    many tokens the running jobs may get, `num_tokens_left` how many all unfinished jobs may get. `num_preemptions` (by
-    reason), `num_resumes` (by kind), `mean_acceptance_length` and `num_tokens_by_draft` (none, tree, chain) are of this
-    driver's time.
+    `running` holds the tokens of each running job by its `custom_id` (`custom_id[1]` is a line's second choice),
+    `epoch` is the number of the driver's claim. In a driver's last beat, `running` holds the jobs that it had to leave
+    without a whole checkpoint. `max_tokens` says how many tokens the running jobs may get, `num_tokens_left` how many
+    all unfinished jobs may get. `num_preemptions` (by reason), `num_resumes` (by kind), `mean_acceptance_length` and
+    `num_tokens_by_draft` (none, tree, chain) are of this driver's time.
     """
 
     state: RunState

@@ -32,7 +32,7 @@ def success_line(
     is_chat = record.job.messages is not None
     num_completion_tokens = len(token_ids)
     choice = {
-        "index": 0,
+        "index": record.job.choice_index,
         **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
         "finish_reason": finish_reason,
         "token_ids_sha256": hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest(),

@@ -14,6 +14,7 @@ from jobs.input.json_lines import dump_line
 from jobs.input.reader import Reject
 from jobs.job import JobRecord
 from jobs.run import job_table
+from jobs.run.choices import joined
 from jobs.run.line_files import LineFiles, read_lines
 from jobs.run.output import write_output
 from jobs.run.records import Progress, RunManifest, WorkerStatus
@@ -141,6 +142,10 @@ class Run:
         lines = read_lines(self.store, (paths.get(record.job_id) for record in records), self.damaged)
         return zip(records, lines, strict=True)
 
+    def joined_lines(self) -> Iterator[dict[str, Any]]:
+        """The output lines so far, one for each input line, in input order; see `jobs.run.choices`."""
+        return joined(self.output_lines())
+
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
         return [*self._results.set_damaged_aside(job_ids), *self._errors.set_damaged_aside(job_ids)]
@@ -190,7 +195,7 @@ class Run:
 
         `check` is called before anything is replaced; what it raises leaves the older files in place.
         """
-        write_output(self.store, (line for _, line in self.output_lines() if line is not None), check)
+        write_output(self.store, self.joined_lines(), check)
 
     def refuse_other_model(self, model_fingerprint: str, text_fingerprint: str | None) -> None:
         """Raise `RunError` for a model that has changed since the run was made: its tokens would be others."""

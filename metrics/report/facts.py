@@ -132,7 +132,7 @@ class _Reader:
     ) -> JobFacts:
         """A job without a result: what its error and its checkpoints say."""
         error = None if line is None else (str(line["error"]["code"]), str(line["error"]["message"]))
-        state, custom_id = self._state(record, error), record.job.custom_id
+        state, custom_id = self._state(record, error), record.job.name
         last_end = self._progress.updated if state == "running" else 0.0
         return JobFacts(
             record=record,
@@ -148,4 +148,4 @@ class _Reader:
     def _state(self, record: JobRecord, error: tuple[str, str] | None) -> State:
         if error is not None:
             return "cancelled" if error[0] == "cancelled" else "failed"
-        return "running" if record.job.custom_id in self._held else "pending"
+        return "running" if record.job.name in self._held else "pending"

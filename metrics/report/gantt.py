@@ -95,8 +95,8 @@ def _bar(job: JobFacts, number: int, attempt: Attempt, begin: float, end: float)
         outcome=attempt.outcome,
         is_resume=attempt.resume is not None,
         job_number=number,
-        label=job.record.job.custom_id,
-        text=f"{job.record.job.custom_id}: {attempt_line(attempt, begin)}",
+        label=job.record.job.name,
+        text=f"{job.record.job.name}: {attempt_line(attempt, begin)}",
     )
 
 

@@ -12,11 +12,12 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from jobs.job import Job
 from jobs.storage.store import Store
 from metrics.report.charts import length_chart, throughput_chart
 from metrics.report.clock import clock, date, ticks
 from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
-from metrics.report.facts import JobFacts, RunFacts, excerpt
+from metrics.report.facts import EXCERPT_CHARACTERS, JobFacts, RunFacts, excerpt
 from metrics.report.gantt import attempt_line, gantt
 from metrics.report.stretches import Stretches, job_pace, stretches
 from metrics.report.summary import summary
@@ -95,9 +96,6 @@ def _shown(facts: RunFacts) -> list[tuple[int, JobFacts]]:
 
 
 def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str) -> dict[str, Any]:
-    prompt = job.record.job.prompt
-    if prompt is None:
-        prompt = "\n".join(message.content for message in job.record.job.messages or ())
     resumes = Counter(attempt.resume.kind for attempt in job.attempts if attempt.resume is not None)
     file = f"{'results' if job.state == 'finished' else 'errors'}/{job.record.job_id}.json"
     acceptance, pace = job_pace(job)
@@ -105,7 +103,7 @@ def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str) ->
     return {
         "number": number,
         "job": job,
-        "prompt": excerpt(prompt),
+        "prompt": excerpt(_prompt(job.record.job)),
         "resumes": ", ".join(f"{count} {kind}" for kind, count in sorted(resumes.items())),
         "attempts": [attempt_line(attempt, begin) for attempt in job.attempts],
         "seconds": clock(job.attempts[-1].end - job.attempts[0].start) if job.attempts else "",
@@ -114,6 +112,13 @@ def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str) ->
         "file": file if has_file else None,
         "link": _link(store, file, folder) if has_file else None,
     }
+
+
+def _prompt(job: Job) -> str:
+    """A job's prompt as a text; token ids are numbers to a page, which has no tokenizer."""
+    if job.prompt_ids is not None:
+        return f"tokens {' '.join(map(str, job.prompt_ids[:EXCERPT_CHARACTERS]))}"
+    return job.prompt or "\n".join(message.content for message in job.messages or ())
 
 
 def _link(store: Store, file: str, folder: str) -> str | None:

@@ -9,7 +9,7 @@ import click
 @click.argument("run_uri", metavar="RUN")
 @click.argument("custom_id", required=False)
 def cancel(run_uri: str, custom_id: str | None) -> None:
-    """Cancel a run, or one job of it. Finished results stay; partial text stays readable with `tail`.
+    """Cancel a run, or one job of it with all its choices. Finished results stay; `tail` still shows partial text.
 
     \b
     Example:

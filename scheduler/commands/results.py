@@ -26,7 +26,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
     run = Run.open(run_uri)
-    lines = (line for _, line in run.output_lines() if line is not None)
+    lines = run.joined_lines()
     try:
         with click.open_file(output or "-", "wb") as file:
             if kind == "parquet":

@@ -58,6 +58,11 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     type=click.IntRange(0, 2**63 - 1),
     help=f"For jobs without a seed of their own. [default: {Computation.seed}]",
 )
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, 2**31 - 1),
+    help="For jobs without max_tokens of their own. [default: all that the model's positions leave behind a prompt]",
+)
 @click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")
 @launch_options
 def submit(
@@ -65,7 +70,7 @@ def submit(
 ) -> None:
     """Run the jobs of a JSONL file and wait for them. The same file again runs only what is missing.
 
-    JOBS holds one JSON object a line: `custom_id`, `prompt` (or `messages`), `max_tokens` and sampling fields, or an
+    JOBS holds one JSON object a line: `custom_id`, `prompt` (or `messages`) and sampling fields as `max_tokens`, or an
     OpenAI Batch line. It may be compressed (gzip, zstd), in an object store, a pipe, or `-` for standard input.
 
     \b
@@ -77,11 +82,14 @@ def submit(
       swiftbatch submit jobs.jsonl --run my-run --workers 2
     """
     from scheduler.display.display import open_display
+    from scheduler.display.events import FieldsWithoutEffect
     from scheduler.runs.submission import submission
 
     mode, settings = output_mode(quiet, as_json), make_settings(**options)
     with open_display(mode) as display, submission(jobs, run_uri, settings, strict, may_take_over) as submitted:
         _tell_rejects(display, submitted.rejects)
+        if submitted.without_effect:
+            display.note(FieldsWithoutEffect(submitted.without_effect))
         outcome = launch_shown(submitted.hold, len(submitted.records), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
 

@@ -11,7 +11,8 @@ import click
 @click.argument("run_uri", metavar="RUN")
 @click.argument("custom_id")
 @click.option("--follow", is_flag=True, help="Go on printing until the job ends.")
-def tail(run_uri: str, custom_id: str, follow: bool) -> None:
+@click.option("--choice", type=click.IntRange(0), default=0, help="Of a line with several choices, counted from 0.")
+def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     """Print what a job has written so far, up to its last checkpoint.
 
     \b
@@ -22,6 +23,6 @@ def tail(run_uri: str, custom_id: str, follow: bool) -> None:
     from scheduler.display.summary import harmless
     from scheduler.runs.tailing import follow_text
 
-    for piece in follow_text(Run.open(run_uri), custom_id, follow):
+    for piece in follow_text(Run.open(run_uri), custom_id, follow, choice):
         click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
     click.echo()

@@ -18,6 +18,9 @@ HEAD = """\
 `time` is when it was told, in seconds since the epoch. Other fields depend on the kind. New kinds and fields may come,
 so skip those that you do not know. A command that has to stop ends without `run_ended`: exit code 2, a line on stderr.
 
+`custom_id` is that of the input line; each of several choices of a line is a job of its own, and called
+`custom_id[0]`, `custom_id[1]` and so on.
+
 `python -m scheduler.display.event_reference` writes this file.
 
 | event | fields | what has happened |

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from scheduler.display.summary import job_counts, printable
+from scheduler.display.summary import counted, job_counts, printable
 
 NUM_REJECTS_SHOWN = 5
 
@@ -54,6 +54,19 @@ class LineRejected(Event):
             return f"and {self.num_rejects - NUM_REJECTS_SHOWN} more rejected lines, all in rejects.jsonl"
         custom_id = f" ({printable(self.custom_id)})" if self.custom_id else ""
         return f"rejected line {self.line_number}{custom_id}: {printable(self.reason)}"
+
+
+@dataclass(frozen=True)
+class FieldsWithoutEffect(Event):
+    """Lines of the job file have `fields` that change nothing here: each with the number of lines."""
+
+    fields: dict[str, int]
+
+    def __str__(self) -> str:
+        found = ", ".join(
+            f"{printable(name)} ({counted(count, 'line')})" for name, count in sorted(self.fields.items())
+        )
+        return f"fields without effect here: {found}"
 
 
 @dataclass(frozen=True)

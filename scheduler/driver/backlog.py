@@ -27,7 +27,7 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     for record, line in run.output_lines():
         if line is None:
             num_logged = len(checkpoints.read_tokens(record.job_id)) if record.job_id in with_checkpoint else 0
-            queue.add(record, max(num_logged, reported.get(record.job.custom_id, 0)))
+            queue.add(record, max(num_logged, reported.get(record.job.name, 0)))
         elif line["error"] is None:
             queue.add_ended("finished", num_completion_tokens(line))
         else:

@@ -34,7 +34,7 @@ class Census:
         totals = counters.totals()
         return {
             "jobs": counters.jobs,
-            "max_tokens": {record.job.custom_id: record.job.sampling.max_tokens for record, _ in queue.running()},
+            "max_tokens": {record.job.name: record.job.sampling.max_tokens for record, _ in queue.running()},
             "num_generated_tokens": queue.num_generated_tokens,
             "num_tokens_left": queue.num_tokens_left,
             "tokens_per_second": round(speed, 2),
@@ -56,7 +56,7 @@ class Census:
             pid=info.pid,
             node_id=info.node_id,
             numerics=info.numerics,
-            jobs=tuple(record.job.custom_id for record in self._context.queue.held_by(worker.id)),
+            jobs=tuple(record.job.name for record in self._context.queue.held_by(worker.id)),
             metrics_address=info.metrics_address,
             tokens_per_second=round(worker.speed.tokens_per_second(now), 2),
             last_checkpoint=None if counters is None else counters.last_checkpoint,

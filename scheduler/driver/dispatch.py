@@ -79,7 +79,7 @@ class Dispatcher:
         numerics = worker.info.numerics if worker.info else ""
         attempt = self._checkpoints.claim(record.job_id, worker.id, numerics)
         num_tokens = self._queue.num_reported_tokens(record.job_id)
-        self._context.display.note(JobStarted(record.job.custom_id, worker.id, attempt, num_tokens))
+        self._context.display.note(JobStarted(record.job.name, worker.id, attempt, num_tokens))
         return Assignment(record, attempt, num_tokens)
 
     def _num_left_to_move(self, record: JobRecord) -> int:

@@ -33,11 +33,11 @@ class Intake:
                 self._take_in_loss(worker, reason, message)
 
     def tokens_at_risk(self) -> dict[str, int]:
-        """The tokens of running and lost jobs by `custom_id`: not all of them may be in a checkpoint."""
+        """The tokens of running and lost jobs by name: not all of them may be in a checkpoint."""
         lost = [record for job_id in self._lost_ids if (record := self._queue.record(job_id))]
         self._lost_ids = {record.job_id for record in lost}
-        running = {record.job.custom_id: num_tokens for record, num_tokens in self._queue.running()}
-        return running | {record.job.custom_id: self._queue.num_reported_tokens(record.job_id) for record in lost}
+        running = {record.job.name: num_tokens for record, num_tokens in self._queue.running()}
+        return running | {record.job.name: self._queue.num_reported_tokens(record.job_id) for record in lost}
 
     def _take_in_report(self, worker: Worker, report: WorkReport) -> None:
         if report.counters is not None:

@@ -29,7 +29,7 @@ class Settlement:
         self._counters.num_preemptions[reason] += 1
         num_tokens = self._queue.num_reported_tokens(job_id)
         if self._queue.lose(job_id, time.monotonic()):
-            self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=True))
+            self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=True))
         else:
             num_attempts = self._checkpoints.attempts(job_id)
             text = f"given up after {num_attempts} attempts; the last one: {message}"
@@ -48,7 +48,7 @@ class Settlement:
         self._counters.num_preemptions[reason] += 1
         self._queue.release(job_id)
         num_tokens = self._queue.num_reported_tokens(job_id)
-        self._display.note(JobPutBack(record.job.custom_id, reason, num_tokens, is_lost=False))
+        self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
         """Cancel what users asked for, except jobs that a worker has: those wait for its next report."""
@@ -69,7 +69,7 @@ class Settlement:
         """Count a job whose result is in the run folder."""
         if record := self._queue.record(job_id):
             self._queue.finish(job_id, num_generated_tokens)
-            self._display.note(JobFinished(record.job.custom_id, num_generated_tokens))
+            self._display.note(JobFinished(record.job.name, num_generated_tokens))
 
     def _has_ended(self, job_id: str) -> bool:
         """Whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
@@ -86,7 +86,7 @@ class Settlement:
             cancel_job(self._run, record)
             self._queue.drop(job_id, "cancelled")
             self._counters.jobs_finished[CANCELLED] += 1
-            self._display.note(JobCancelled(record.job.custom_id))
+            self._display.note(JobCancelled(record.job.name))
 
     def _give_up(self, job_id: str, code: str, message: str) -> None:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
@@ -94,4 +94,4 @@ class Settlement:
             self._run.write_error(job_id, error_line(record, code, message))
             self._queue.drop(job_id, "failed")
             self._counters.jobs_finished["failed"] += 1
-            self._display.note(JobGivenUp(record.job.custom_id, message))
+            self._display.note(JobGivenUp(record.job.name, message))

@@ -15,17 +15,16 @@ from scheduler.driver.takeover import RunTakenError, has_begun
 POLL_SECONDS = 0.1
 
 
-def find_job(run: Run, custom_id: str) -> JobRecord:
-    """The run's job of that `custom_id`. Raises RunError."""
-    for record in run.jobs():
-        if record.job.custom_id == custom_id:
-            return record
+def find_jobs(run: Run, custom_id: str) -> list[JobRecord]:
+    """The run's job of that `custom_id`, or all choices of that line. Raises RunError."""
+    if found := [record for record in run.jobs() if record.job.custom_id == custom_id]:
+        return found
     raise RunError(f"no job {custom_id!r} in the run at {run.store.shown_uri}; its jobs are in jobs.parquet")
 
 
 def cancel_jobs(run: Run, custom_id: str | None) -> str:
     """Cancel one job, or all unfinished ones; returns a line for the user. Raises RunError, StoreError."""
-    chosen = run.jobs() if custom_id is None else [find_job(run, custom_id)]
+    chosen = run.jobs() if custom_id is None else find_jobs(run, custom_id)
     unfinished = _unfinished(run, chosen)
     if not unfinished:
         return "nothing to cancel: it has ended already"
@@ -37,7 +36,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
                 _cancel(run, hold, chosen, is_whole_run=custom_id is None)
             return f"cancelled {what}"
         except RunTakenError:
-            if _is_asked(run, None if custom_id is None else chosen[0].job_id):
+            if _is_asked(run, [None] if custom_id is None else [record.job_id for record in unfinished]):
                 return f"asked the driver to cancel {what}"
 
 
@@ -53,12 +52,13 @@ def _cancel(run: Run, hold: Hold, chosen: Sequence[JobRecord], *, is_whole_run: 
         hold.end("cancelled" if is_whole_run else "finished")
 
 
-def _is_asked(run: Run, job_id: str | None) -> bool:
-    """Ask the driver to cancel a job, or all; False where it ended before it can have seen that."""
+def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
+    """Ask the driver to cancel jobs, or all for None; False where it ended before it can have seen that."""
     last = time.monotonic() + STALE_SECONDS
     while not has_begun(run) and time.monotonic() < last:
         time.sleep(POLL_SECONDS)  # it would forget the request as one from before
-    run.request_cancel(job_id)
+    for job_id in job_ids:
+        run.request_cancel(job_id)
     progress = run.progress()
     return progress is not None and liveness(run, progress) == "alive"
 

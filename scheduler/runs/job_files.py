@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 
 from jobs.input.input_file import InputFileError, odd_kind
+from jobs.input.job_line import JobLine
 from jobs.input.reader import Reject, read_jobs
-from jobs.job import Job
 from jobs.storage.store import Store
 from jobs.storage.uris import shown_uri
 
@@ -40,7 +40,7 @@ def digest_of(folder: Store, path: str) -> str:
         return hashlib.file_digest(copy, "sha256").hexdigest()
 
 
-def read_job_file(uri: str, run_seed: int) -> tuple[list[tuple[int, Job]], list[Reject]]:
+def read_job_file(uri: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
     """`read_jobs` of a file that may be in an object store. Raises InputFileError, StoreError."""
     if "://" not in uri:
         return read_jobs(uri, run_seed)

@@ -36,8 +36,10 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
     for name, value in settings.said.items():
         found = _place(value) if name == "model" else value
         if name not in FOLDERS and found != getattr(manifest, name):
+            kept = getattr(manifest, name)
+            shown = f"without {name}" if kept is None else f"with {name} {kept}"
             raise RunError(
-                f"the run at {shown_uri(run_uri)} was made with {name} {getattr(manifest, name)}, found {found}; "
+                f"the run at {shown_uri(run_uri)} was made {shown}, found {found}; "
                 "leave the option away, or use another run folder"
             )
     return manifest

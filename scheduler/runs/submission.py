@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
 from jobs.input.reader import Reject
-from jobs.job import Job, JobRecord
+from jobs.job import JobRecord
 from jobs.run.run import Run, RunError, RunManifest
-from jobs.sampling import SamplingParams
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_file
+from scheduler.runs.job_records import make_records
 from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
 from scheduler.runs.settings import Settings
-from worker.caches.room import KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
+from worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
 from worker.model.files import ModelFiles, locate_model
-from worker.model.text import TextCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,12 +37,16 @@ class StrictError(UserError):
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is held, with the file's jobs in it, and what was refused."""
+    """A run that is held, with the file's jobs in it, and what was refused.
+
+    `without_effect` has the fields that change nothing here, and how many good lines have each.
+    """
 
     run: Run
     hold: Hold
     records: list[JobRecord]
     rejects: list[Reject]
+    without_effect: dict[str, int]
 
 
 @contextmanager
@@ -55,11 +60,11 @@ def submission(
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
-    jobs, rejects = read_job_file(path, manifest.seed)
+    lines, rejects = read_job_file(path, manifest.seed)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
-    records, refused = make_records(jobs, files, _kv_room(manifest, files, settings))
-    rejects = sorted([*rejects, *refused], key=lambda reject: reject.line_number)
+    made = make_records(lines, files, manifest.max_tokens, _kv_room(manifest, files, settings))
+    rejects = sorted([*rejects, *made.rejects], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(path, rejects)
     planned = Run.planned(run_uri, manifest, settings.start_retries)
@@ -67,35 +72,11 @@ def submission(
         run = planned.made()
         if run.manifest.run_id != manifest.run_id:
             raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
-        records, changed = _without_changed(run, records)
+        records, changed = _without_changed(run, made.records)
         rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
         run.add_jobs(records)
         run.write_rejects(rejects)
-        yield Submission(run, hold, records, rejects)
-
-
-def make_records(
-    jobs: Sequence[tuple[int, Job]], files: ModelFiles, room: KVRoom | None = None
-) -> tuple[list[JobRecord], list[Reject]]:
-    """Count each prompt's tokens; a job that does not fit the model's positions, or the caches' room, is a reject.
-
-    So is one that names a token which the model does not have.
-    """
-    codec = TextCodec(files)
-    records, rejects = [], []
-    for line_number, job in jobs:
-        try:
-            num_prompt_tokens = len(codec.encode_job(job))
-            codec.bad_word_ids(job.sampling.bad_words)
-            _refuse_unknown_tokens(job.sampling, files.vocab_size)
-            _refuse_too_long(num_prompt_tokens, job.sampling.max_tokens, files)
-            if room is not None:
-                room.refuse_too_long(num_prompt_tokens + job.sampling.max_tokens)
-        except (ValueError, KVRoomError) as error:
-            rejects.append(Reject(line_number, job.custom_id, str(error)))
-        else:
-            records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
-    return records, rejects
+        yield Submission(run, hold, records, rejects, dict(made.without_effect))
 
 
 def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
@@ -109,30 +90,18 @@ def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KV
     return None if place is None or num_bytes is None else KVRoom(place, num_bytes)
 
 
-def _refuse_too_long(num_prompt_tokens: int, max_tokens: int, files: ModelFiles) -> None:
-    num_positions = num_prompt_tokens + max_tokens
-    if num_positions > files.max_positions:
-        raise ValueError(
-            f"max_tokens: prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {num_positions} "
-            f"positions, expected at most the model's {files.max_positions}"
-        )
-
-
-def _refuse_unknown_tokens(sampling: SamplingParams, vocab_size: int) -> None:
-    named = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
-    for field, token_ids in named.items():
-        if token_ids and token_ids[-1] >= vocab_size:
-            raise ValueError(f"field '{field}': found token {token_ids[-1]}, the model's are 0 to {vocab_size - 1}")
-
-
 def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord], list[Reject]]:
-    """Refuse jobs whose `custom_id` the run knows with another prompt or sampling: results would be ambiguous."""
-    known = {record.job.custom_id: record.job_id for record in run.jobs()}
+    """Refuse lines whose `custom_id` the run knows with another prompt or sampling: results would be ambiguous."""
+    known: dict[str, set[str]] = defaultdict(set)
+    for record in run.jobs():
+        known[record.job.custom_id].add(record.job_id)
     reason = "field 'custom_id': this run has it with another prompt or sampling; use a new custom_id or a new run"
     kept, rejects = [], []
-    for record in records:
-        if known.get(record.job.custom_id, record.job_id) == record.job_id:
-            kept.append(record)
+    for line_number, group in groupby(records, key=lambda record: record.line_number):
+        choices = list(group)
+        custom_id, job_ids = choices[0].job.custom_id, {record.job_id for record in choices}
+        if known.get(custom_id, job_ids) == job_ids:
+            kept += choices
         else:
-            rejects.append(Reject(record.line_number, record.job.custom_id, reason))
+            rejects.append(Reject(line_number, custom_id, reason))
     return kept, rejects

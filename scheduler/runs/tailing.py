@@ -6,23 +6,24 @@ import time
 from collections.abc import Iterator
 
 from jobs.checkpoints.store import CheckpointStore
-from jobs.run.run import Run
+from jobs.job import JobRecord
+from jobs.run.run import Run, RunError
 from scheduler.driver.heartbeat import current_progress
-from scheduler.runs.cancellation import find_job
+from scheduler.runs.cancellation import find_jobs
 
 POLL_SECONDS = 1.0
 BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
 
 
-def follow_text(run: Run, custom_id: str, follow: bool) -> Iterator[str]:
-    """Yield the job's text so far; with `follow`, also what comes after, until it ends or its driver does.
+def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iterator[str]:
+    """Yield the text of a job, or of a choice of its line, so far; with `follow` until it ends or its driver does.
 
     Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
     """
     from worker.model.files import locate_model
     from worker.model.text import TextCodec
 
-    record = find_job(run, custom_id)
+    record = _find_choice(run, custom_id, choice)
     checkpoints = CheckpointStore(run.store)
     codec = TextCodec(locate_model(run.manifest.model))
     num_shown = 0
@@ -38,6 +39,14 @@ def follow_text(run: Run, custom_id: str, follow: bool) -> Iterator[str]:
         if is_whole or not goes_on:
             return
         time.sleep(POLL_SECONDS)
+
+
+def _find_choice(run: Run, custom_id: str, choice: int) -> JobRecord:
+    records = find_jobs(run, custom_id)
+    for record in records:
+        if record.job.choice_index == choice:
+            return record
+    raise RunError(f"no choice {choice} of job {custom_id!r}: expected one of its {len(records)}, counted from 0")
 
 
 def _result_text(run: Run, job_id: str) -> str | None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from jobs.job import Job, Message
+from jobs.chat import Message, TemplateOptions
+from jobs.job import Job
+from worker.model.chat_template import ChatTemplate, words_of
 from worker.model.files import ModelError, ModelFiles, read_config
 from worker.model.token_length import max_chars_per_token
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
-MAX_WORDS = 500  # characters of another program's error
 
 
 class TextCodec:
@@ -26,31 +27,40 @@ class TextCodec:
             )
         except Exception as error:  # of any kind: the library raises bare ones
             raise ModelError(
-                f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {_words(error)}; "
+                f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
             ) from error
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._tokenizer.model_max_length = files.max_positions
+        self.chat = ChatTemplate(self._tokenizer)
 
     def encode_job(self, job: Job) -> list[int]:
         """Token ids of a job's prompt, or of its messages through the tokenizer's chat template.
 
-        Raises ValueError, with a reason for the user, where there are no tokens, no chat template or one that refuses
-        the messages, where the text is so long that it has no room in the model, however it is cut into tokens, and
-        where a token is none of the model's.
+        Raises ValueError as `encode_prompt` and `encode_chat` do.
         """
-        text = (job.prompt or "") if job.messages is None else self._through_template(job.messages)
+        if job.messages is not None:
+            return self.encode_chat(job.messages, job.template)
+        return self.encode_prompt(job.prompt_ids or job.prompt or "")
+
+    def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
+        """Token ids of a prompt; those that it has already stay as they are.
+
+        Raises ValueError, with a reason for the user, where there are no tokens, where the text is so long that it has
+        no room in the model, however it is cut into tokens, and where a token is none of the model's.
+        """
+        if isinstance(prompt, tuple):
+            if (most := max(prompt)) >= self._vocab_size:
+                raise ValueError(f"prompt: found the token id {most:,}, expected ids below {self._vocab_size:,}")
+            return list(prompt)
+        self._refuse_far_too_long(prompt)
+        return self._checked(self.encode(prompt))
+
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
+        """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
+        text = self.chat.render(messages, options)
         self._refuse_far_too_long(text)
-        # a template writes its own special tokens
-        token_ids = self.encode(text, add_special_tokens=job.messages is None)
-        if not token_ids:
-            raise ValueError("prompt: no tokens come of it; expected at least one")
-        if (most := max(token_ids)) >= self._vocab_size:
-            raise ValueError(
-                f"prompt: token {most:,} ({self._tokenizer.convert_ids_to_tokens(most)!r}) comes of it, and the model "
-                f"has {self._vocab_size:,} tokens; its tokenizer is larger than its config.json says (vocab_size)"
-            )
-        return token_ids
+        return self._checked(self.encode(text, add_special_tokens=False))  # a template writes its own special tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -77,14 +87,15 @@ class TextCodec:
         """Text of tokens, without the special ones."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _through_template(self, messages: Iterable[Message]) -> str:
-        if self._tokenizer.chat_template is None:
-            raise ValueError("messages: this model's tokenizer has no chat template; send a `prompt` instead")
-        values = [message.model_dump() for message in messages]
-        try:
-            return str(self._tokenizer.apply_chat_template(values, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # of any kind: the template is a program that came with the model
-            raise ValueError(f"messages: the model's chat template refuses them: {_words(error)}") from None
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise ValueError("prompt: no tokens come of it; expected at least one")
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(
+                f"prompt: token {most:,} ({self._tokenizer.convert_ids_to_tokens(most)!r}) comes of it, and the model "
+                f"has {self._vocab_size:,} tokens; its tokenizer is larger than its config.json says (vocab_size)"
+            )
+        return token_ids
 
     def _refuse_far_too_long(self, text: str) -> None:
         if len(text) <= self._max_positions or self._max_chars_per_token is None:
@@ -113,9 +124,3 @@ def _loader(files: ModelFiles) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _words(error: Exception) -> str:
-    """What an error says, in one line that is not too long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}..."

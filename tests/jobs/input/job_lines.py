@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jobs.input.job_line import JobLine
 from jobs.input.reader import Reject, read_jobs
 from jobs.job import Job
 
@@ -13,12 +14,23 @@ GOOD = {"custom_id": "good", "prompt": "Once", "max_tokens": 5}
 CHAT = {"custom_id": "talk", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
 
 
-def read(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[Job], list[Reject]]:
+OPEN_LIMIT = 1000
+"""The `max_tokens` that `read` gives to jobs which leave them open."""
+
+
+def read_lines(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[JobLine], list[Reject]]:
     """Read lines: bytes as they are, anything else as JSON."""
     path = folder / "jobs.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
     jobs, rejects = read_jobs(str(path), run_seed)
     return [job for _, job in jobs], rejects
+
+
+def read(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[Job], list[Reject]]:
+    """The jobs of lines as `read_lines` reads them."""
+    found, rejects = read_lines(folder, *lines, run_seed=run_seed)
+    limits = [[line.max_tokens or OPEN_LIMIT] * max(1, len(line.prompts)) for line in found]
+    return [job for line, most in zip(found, limits, strict=True) for job in line.jobs(most)], rejects
 
 
 def batch(body: dict[str, Any], url: str = "/v1/completions", **changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jobs.job import Job
 from jobs.sampling import LATER_FIELDS, SamplingParams
-from tests.jobs.input.job_lines import GOOD, read
+from tests.jobs.input.job_lines import CHAT, GOOD, read
 
 
 def test_a_path_as_custom_id_is_accepted_and_its_job_id_is_a_safe_file_name(tmp_path: Path) -> None:
@@ -79,10 +79,18 @@ def test_a_bias_and_stop_tokens_are_the_same_in_whatever_order_they_are_given(tm
     assert kept.job_id("model") == jobs[0].job_id("model")
 
 
+def test_job_ids_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """So that a file which is submitted again goes on."""
+    jobs, _ = read(tmp_path, GOOD, CHAT)
+    assert [job.job_id("model") for job in jobs] == ["good-3ce870ebdfbdbee6", "talk-bfd4f6cd160d8162"]
+
+
 INCOMPLETE: list[tuple[dict[str, Any], int | None]] = [
     ({}, 1),
     ({"prompt": "x", "url": "/v1/chat/completions"}, 1),
     ({"prompt": "x"}, None),
+    ({"prompt": "x", "prompt_ids": (1,)}, 1),
+    ({"prompt": "x", "template": {"continue_final_message": True}}, 1),
 ]
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.input.reader import MAX_LINE_BYTES, InputFileError, read_jobs
-from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
+from jobs.job import Job, JobRecord
+from jobs.run import job_table
+from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 
 
 def test_both_forms_of_a_line_give_the_same_job(tmp_path: Path) -> None:
@@ -130,15 +133,95 @@ JSON_VALUES = st.recursive(
     max_leaves=5,
 )
 FIELDS = st.sampled_from(
-    ["custom_id", "prompt", "messages", "max_tokens", "temperature", "seed", "stop", "method", "url", "body", "model"]
+    [
+        *("custom_id", "prompt", "messages", "max_tokens", "temperature", "seed", "stop", "method", "url", "body"),
+        *("model", "max_completion_tokens", "n", "best_of", "top_k", "user", "stream", "tools", "logprobs", "echo"),
+        *("chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+    ]
 )
-OBJECTS = st.dictionaries(FIELDS, JSON_VALUES, max_size=5).map(lambda values: json.dumps(GOOD | values).encode())
+PARTS = st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": JSON_VALUES})
+    | JSON_VALUES
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]) | JSON_VALUES, "content": st.text() | PARTS | JSON_VALUES},
+    optional={"name": JSON_VALUES, "tool_calls": JSON_VALUES},
+)
+VALUES = st.dictionaries(FIELDS, JSON_VALUES, max_size=5)
+OBJECTS = VALUES.map(lambda values: json.dumps(GOOD | values).encode())
+CHATS = st.builds(
+    lambda values, messages: json.dumps(CHAT | values | {"messages": messages}).encode(),
+    VALUES,
+    st.lists(MESSAGES, max_size=3),
+)
+BODIES = st.builds(
+    lambda values, url: json.dumps(batch((GOOD | CHAT) | values, url)).encode(),
+    VALUES,
+    st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.lists(OBJECTS | JSON_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)))
+@given(
+    lines=st.lists(
+        OBJECTS | CHATS | BODIES | JSON_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+    )
+)
 def test_whatever_a_file_holds_every_line_with_text_is_a_job_or_a_reject(tmp_path: Path, lines: list[bytes]) -> None:
     lines = [line.replace(b"\n", b"") for line in lines] + [json.dumps(GOOD | {"custom_id": "last one"}).encode()]
-    jobs, rejects = read(tmp_path, b"", *lines)
-    assert jobs[-1].custom_id == "last one"
-    assert len(jobs) + len(rejects) == sum(bool(line.strip()) for line in lines)
+    found, rejects = read_lines(tmp_path, b"", *lines)
+    assert found[-1].custom_id == "last one"
+    assert len(found) + len(rejects) == sum(bool(line.strip()) for line in lines)
+    assert all("\n" not in reject.reason and reject.reason.isprintable() for reject in rejects)
+    jobs = [job for line in found for job in line.jobs([OPEN_LIMIT] * max(1, len(line.prompts)))]
+    assert len({job.job_id("m") for job in jobs}) == len(jobs)
+    assert [Job.model_validate_json(job.model_dump_json()) for job in jobs] == jobs
+
+
+TEXT = st.text(min_size=1, max_size=5)
+CONTENTS = TEXT | st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+GOOD_FIELDS = st.fixed_dictionaries(
+    {"n": st.integers(1, 4)},
+    optional={
+        "max_tokens": st.none() | st.integers(1, 9),
+        "seed": st.none() | st.integers(0, 2**63 - 1),
+        "top_k": st.integers(-1, 9),
+        "user": JSON_VALUES,
+        "stream": st.booleans(),
+        "tools": st.none() | st.just([]),
+        "logprobs": st.sampled_from([None, False, 0]),
+    },
+)
+GOOD_PROMPTS = st.fixed_dictionaries(
+    {"prompt": TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(st.integers(0, 9), min_size=1, max_size=3)}
+)
+GOOD_CHATS = st.fixed_dictionaries(
+    {
+        "messages": st.lists(
+            st.fixed_dictionaries({"role": TEXT, "content": CONTENTS}, optional={"name": TEXT}), min_size=1, max_size=3
+        )
+    },
+    optional={
+        "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "a b", "\x1f"]), SCALARS),
+        "reasoning_effort": st.none() | TEXT,
+        "continue_final_message": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=GOOD_FIELDS, text=GOOD_PROMPTS | GOOD_CHATS)
+def test_a_good_line_is_the_same_jobs_in_both_forms_and_they_come_back_from_a_run_s_table(
+    tmp_path: Path, fields: dict[str, Any], text: dict[str, Any]
+) -> None:
+    url = "/v1/chat/completions" if "messages" in text else "/v1/completions"
+    (short,), rejects = read_lines(tmp_path, {"custom_id": "b"} | fields | text)
+    (long,), more_rejects = read_lines(tmp_path, batch(fields | text, url))
+    assert (rejects, more_rejects) == ([], [])
+    assert short == long
+    num_prompts = max(1, len(short.prompts))
+    jobs = short.jobs([OPEN_LIMIT] * num_prompts)
+    assert len({job.job_id("m") for job in jobs}) == len(jobs) == num_prompts * fields["n"]
+    records = [JobRecord(job.job_id("m"), job, 1, 3) for job in jobs]
+    assert job_table.from_parquet(job_table.to_parquet(records)) == records

@@ -59,6 +59,11 @@ def test_a_completion_is_a_line_of_openai_batch() -> None:
     }
 
 
+def test_a_choice_has_its_number_in_its_own_line(tmp_path: Path) -> None:
+    line = json.loads(dump_line(line_of(COMPLETION.model_copy(update={"choice_index": 2, "num_choices": 3}))))
+    assert [choice["index"] for choice in line["response"]["body"]["choices"]] == [2]
+
+
 def test_a_chat_job_gets_a_message_of_the_assistant() -> None:
     body = json.loads(dump_line(line_of(CHAT)))["response"]["body"]
     assert body["object"] == "chat.completion"

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
+from jobs.chat import Message
 from jobs.input.reader import Reject
 from jobs.job import Job, JobRecord
 from jobs.run.run import Run, RunError
@@ -39,6 +42,7 @@ RUN_JSON = """{
   "linear": "cublas",
   "num_threads": 1,
   "seed": 7,
+  "max_tokens": null,
   "versions": {
     "torch": "2.13.0"
   },
@@ -188,6 +192,37 @@ def test_adding_jobs_again_adds_only_new_ones_after_the_others(run: Run) -> None
     )
     found = [(record.job.custom_id, record.line_number, record.job.prompt) for record in run.jobs()]
     assert found == [("a", 1, "Once"), ("b", 2, "Once"), ("new", 1, "Once"), ("a", 9, "Twice")]
+
+
+EARLIER_JOB = (
+    '{"custom_id":"good","url":"/v1/completions","prompt":"Once","messages":null,"sampling":{"max_tokens":5,'
+    '"temperature":1.0,"top_k":0,"top_p":1.0,"min_p":0.0,"eta":0.0,"repetition_penalty":1.0,"penalty_window":1024,'
+    '"seed":1231558815556726901,"stop":[],"ignore_eos":false}}'
+)
+EARLIER_CHAT = (
+    EARLIER_JOB.replace("completions", "chat/completions")
+    .replace('"prompt":"Once"', '"prompt":null')
+    .replace('"messages":null', '"messages":[{"role":"user","content":"Hello"}]')
+)
+
+
+def test_a_job_table_of_an_earlier_version_is_read_and_its_jobs_are_not_added_again(run: Run) -> None:
+    table = {
+        "job_id": ["good-3ce870ebdfbdbee6", "talk-1"],
+        "custom_id": ["good", "talk"],
+        "line_number": [1, 2],
+        "num_prompt_tokens": [3, 4],
+        "job": pa.array([EARLIER_JOB, EARLIER_CHAT], pa.large_string()),
+    }
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table(table), sink)
+    run.store.write("jobs.parquet", bytes(sink.getvalue()))
+    good, talk = Run.open(run.store.uri).jobs()
+    assert good.job.job_id("model") == good.job_id
+    assert (good.job.prompt, good.job.num_choices, good.job.name, good.max_length) == ("Once", 1, "good", 8)
+    assert talk.job.messages == (Message(role="user", content="Hello"),)
+    run.add_jobs([JobRecord(good.job.job_id("model"), good.job, 1, 3)])
+    assert run.jobs() == [good, talk]
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1 torn", None])

@@ -62,7 +62,7 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
     assert [row["error_code"] for row in rows] == [None, "attempts_exhausted", "cancelled", None]
     assert set(rows[0]) == {
         *("custom_id", "status", "text", "finish_reason", "error_code", "error_message"),
-        *("prompt_tokens", "completion_tokens", "num_drafts", "speed"),
+        *("choice_index", "prompt_tokens", "completion_tokens", "num_drafts", "speed"),
     }
 
 

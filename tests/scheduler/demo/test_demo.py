@@ -7,17 +7,17 @@ from pathlib import Path
 from jobs.input.reader import read_jobs
 from jobs.run.run import WorkerStatus
 from scheduler.demo.__main__ import NUM_TOKENS, Kill, kill_lines, prepare
-from scheduler.runs.submission import make_records
+from scheduler.runs.job_records import make_records
 from worker.model.files import ModelFiles
 
 
 def test_the_demos_jobs_are_all_taken_and_long(tmp_path: Path, embedded_files: ModelFiles) -> None:
     jobs, rejects = read_jobs(str(prepare(tmp_path / "demo-run")), 0)
-    records, too_long = make_records(jobs, embedded_files)
+    made = make_records(jobs, embedded_files)
     assert not rejects
-    assert not too_long
-    assert len(records) >= 4
-    assert all(record.job.sampling.max_tokens == NUM_TOKENS == 2000 for record in records)
+    assert not made.rejects
+    assert len(made.records) >= 4
+    assert all(record.job.sampling.max_tokens == NUM_TOKENS == 2000 for record in made.records)
 
 
 def test_every_demo_starts_afresh_and_deletes_no_other_folder(tmp_path: Path) -> None:

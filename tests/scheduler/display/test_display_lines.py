@@ -52,7 +52,11 @@ def end(process: subprocess.Popen[str]) -> Written:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lines")
     job = {"prompt": "the quick brown", "max_tokens": 40, "ignore_eos": True}
-    jobs = [job | {"custom_id": "first"}, job | {"custom_id": HOSTILE}, {"custom_id": "bad"}]
+    jobs = [
+        job | {"custom_id": "first"},
+        job | {"custom_id": HOSTILE},
+        {"custom_id": "bad", "max_tokens": 0, "prompt": "x"},
+    ]
     (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in jobs))
     return folder
 
@@ -72,7 +76,10 @@ def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
 def test_a_pipe_gets_plain_lines(written: dict[str, Written], folder: Path) -> None:
     plain = written["plain"]
     assert plain.exit_code == 1
-    assert plain.stderr == "rejected line 3 (bad): field 'max_tokens': found nothing, expected a value\n"
+    assert (
+        plain.stderr
+        == "rejected line 3 (bad): field 'max_tokens': found 0, expected a value greater than or equal to 1\n"
+    )
     assert all(line.isprintable() for line in plain.stdout.splitlines())
     lines = plain.stdout.splitlines()
     run = folder / "plain"

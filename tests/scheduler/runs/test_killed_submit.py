@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from scheduler.driver import takeover
 from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
 from scheduler.process.identity import own_key
-from scheduler.runs import launch, submission
+from scheduler.runs import job_records, launch, submission
 from scheduler.runs.settings import Settings
 from tests.jobs.run.run_parts import FINISHED
 
@@ -84,6 +85,10 @@ class States:
         patch.setattr(ObjectFolder, "delete_folder", all_forgotten)
 
 
+LINE = {"prompt": "x", "max_tokens": 5}
+NUM_CHOICES = {"a": 1, "b": 2, "c": 1}
+
+
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs need no workers to finish, and the model is read once."""
@@ -99,8 +104,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_drive", finish)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
     monkeypatch.setattr(launch, "connect", lambda *_: contextlib.nullcontext())
-    for name in ("locate_model", "TextCodec"):
-        monkeypatch.setattr(submission, name, functools.cache(getattr(submission, name)))
+    for module, name in ((submission, "locate_model"), (job_records, "TextCodec")):
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
 
 
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +127,9 @@ def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[s
         Path(uri).mkdir()
     for names, known in (("ab", set[str]()), ("bc", {"a", "b"})):
         path, states = tmp_path / f"{names}.jsonl", States()
-        path.write_text("".join(f'{{"custom_id": "{name}", "prompt": "x", "max_tokens": 5}}\n' for name in names))
+        path.write_text(
+            "".join(json.dumps(LINE | {"custom_id": name, "n": NUM_CHOICES[name]}) + "\n" for name in names)
+        )
         with pytest.MonkeyPatch.context() as patch:
             if is_local:
                 states.watch_disk(Path(uri), patch)
@@ -164,7 +171,11 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     invoke("submit", path, "--run", uri)
     expected = known | set(Path(path).stem)
     assert custom_ids(uri) == expected
-    assert len(Run.open(uri).ended()[0]) == len(expected)
+    run = Run.open(uri)
+    assert len(run.ended()[0]) == sum(NUM_CHOICES[name] for name in expected)
+    lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    found = {line["custom_id"]: len(line["response"]["body"]["choices"]) for line in lines}
+    assert (found, len(lines)) == ({name: NUM_CHOICES[name] for name in expected}, len(expected))
 
 
 def custom_ids(uri: str) -> set[str]:

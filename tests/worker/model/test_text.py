@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jobs.job import Job, Message
+from jobs.chat import Message
+from jobs.job import Job
 from jobs.sampling import SamplingParams
 from scheduler.cli import main
 from tests import ROOT

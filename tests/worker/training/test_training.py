@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.job import Job, Message
+from jobs.chat import Message
+from jobs.job import Job
 from jobs.sampling import SamplingParams
 from worker.model.files import ModelError, locate_model
 from worker.model.text import TextCodec

@@ -1,0 +1,111 @@
+"""What a chat job says: its messages, and what the model's chat template is told beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from jobs.frozen import Strict
+from jobs.input.reasons import FieldError, shown
+
+Scalar = str | int | float | bool | None
+
+# of a message; where they hold something, a plain text would leave out what was said
+TEXTLESS = (
+    *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
+    *("refusal", "reasoning", "reasoning_content"),
+)
+# what renders a template takes these for itself, or they are told in fields of their own
+NOT_KWARGS = frozenset(
+    [
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    ]
+)
+
+
+def as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Message(Strict):
+    """One message of a chat job. `parts` are the texts of a content that has several, `content` is all of them."""
+
+    role: str = Field(min_length=1)
+    content: str
+    parts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain_text(cls, values: Any) -> Any:
+        """Raises FieldError for what is no text."""
+        if not isinstance(values, Mapping):
+            return values
+        for name in TEXTLESS:
+            if values.get(name) not in (None, [], ""):
+                raise FieldError(name, f"found {shown(values[name])}, not supported; expected messages of text alone")
+        values = {name: value for name, value in values.items() if name not in TEXTLESS}
+        content = values.get("content", ...)
+        if content is None and values.get("role") == "assistant":
+            return values | {"content": ""}
+        if not isinstance(content, list):
+            return values
+        texts = tuple(_text_of(part, number) for number, part in enumerate(content))
+        if not texts:
+            raise FieldError("content", "found an empty list, expected a string, or a list of text parts")
+        return values | {"content": "\n".join(texts)} | ({"parts": texts} if len(texts) > 1 else {})
+
+    def as_sent(self) -> dict[str, Any]:
+        """The fields that the message was given."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _text_of(part: object, number: int) -> str:
+    """The text of one part of a content."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise FieldError(f"content[{number}]", f"found {shown(part)}, expected a text part")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind != "text":
+        raise FieldError(
+            f"content[{number}]", f"found a part of type {shown(kind)}, not supported; expected text parts"
+        )
+    if not isinstance(text, str):
+        raise FieldError(f"content[{number}].text", f"found {shown(text)}, expected a string")
+    return text
+
+
+class TemplateOptions(Strict):
+    """What a chat template is told beside the messages; `kwargs` are variables of its own."""
+
+    kwargs: dict[str, Scalar] = Field(default={})
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def checked_kwargs(value: object) -> dict[str, Scalar]:
+    """What a line gives as `chat_template_kwargs`. Raises FieldError."""
+    if not isinstance(value, dict):
+        raise FieldError("", f"found {shown(value)}, expected an object")
+    for name, each in value.items():
+        if name in NOT_KWARGS:
+            raise FieldError("", f"found {shown(name)}, expected variables of the chat template alone")
+        if not isinstance(each, str | int | float | bool | None) or not _is_writable(name, each):
+            expected = "expected strings, numbers, true, false or null"
+            raise FieldError("", f"found {shown(each)} as {shown(name)}, {expected}")
+    return value
+
+
+def _is_writable(*values: object) -> bool:
+    """Whether JSON and UTF-8 have a form for them: not for NaN and infinities, nor for halves of characters."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True

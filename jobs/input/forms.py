@@ -1,0 +1,153 @@
+"""The forms of an input line: the short one, and OpenAI Batch with its two kinds of body."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
+
+from jobs.chat import Scalar, TemplateOptions, checked_kwargs
+from jobs.frozen import Strict
+from jobs.input.reasons import FieldError, shown
+from jobs.job import CustomId, JobUrl, Messages
+from jobs.sampling import MAX_COUNT, SamplingParams
+
+MAX_CHOICES = 128  # of a prompt
+MAX_PROMPTS = 2048  # of a line, and of prompts and choices together
+
+LinePrompt = str | tuple[int, ...]
+"""A text, or token ids."""
+
+
+def prompts_of(value: object) -> tuple[LinePrompt, ...]:
+    """The prompts of a line: one text, one list of token ids, or a list of either. Raises FieldError."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > MAX_PROMPTS:
+            raise FieldError("", f"found {len(value)} prompts, expected at most {MAX_PROMPTS}")
+        return tuple(_prompt(each, f"[{number}]") for number, each in enumerate(value))
+    return (_prompt(value),)
+
+
+def _prompt(value: object, place: str = "") -> LinePrompt:
+    if isinstance(value, str):
+        if not value:
+            raise FieldError(place, 'found "", expected a string with at least 1 character')
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise FieldError(place, f"found {shown(value)}, expected text that can be written as UTF-8") from None
+        return value
+    if not isinstance(value, list) or not value:
+        raise FieldError(place, f"found {shown(value)}, expected a string, or a list of token ids")
+    for each in value:
+        if type(each) is not int or not 0 <= each <= MAX_COUNT:
+            raise FieldError(place, f"found {shown(each)} among its token ids, expected whole numbers from 0 on")
+    return tuple(value)
+
+
+Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
+TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
+
+
+class LineFields(SamplingParams):
+    """What every kind of line may say. The run decides the model, so `model` is read and not used."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be left open
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    model: str = ""
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _minus_one_is_off(cls, value: object) -> object:
+        return 0 if type(value) is int and value == -1 else value
+
+    @model_validator(mode="after")
+    def _one_limit_and_no_choosing(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("fields 'max_tokens' and 'max_completion_tokens': found two limits, expected one")
+        if self.best_of not in (None, self.n):
+            raise FieldError("best_of", f"found {self.best_of}, not supported; expected {self.n}, as many as n")
+        return self
+
+
+class ChatFields(Strict):
+    """What a chat template is told beside the messages."""
+
+    chat_template_kwargs: TemplateKwargs = Field(default={})
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _does_not_contradict_itself(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "fields 'continue_final_message' and 'add_generation_prompt': found true for both, expected at most one"
+            )
+        if self.reasoning_effort not in (
+            None,
+            self.chat_template_kwargs.get("reasoning_effort", self.reasoning_effort),
+        ):
+            raise FieldError(
+                "reasoning_effort",
+                f"found {shown(self.reasoning_effort)}, and another in chat_template_kwargs; expected one of them",
+            )
+        return self
+
+    @property
+    def template(self) -> TemplateOptions | None:
+        """None where the template is told nothing."""
+        effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        prompted = self.add_generation_prompt
+        options = TemplateOptions(
+            kwargs=self.chat_template_kwargs | effort,
+            add_generation_prompt=not self.continue_final_message if prompted is None else prompted,
+            continue_final_message=self.continue_final_message,
+        )
+        return None if options == TemplateOptions() else options
+
+
+class ShortLine(ChatFields, LineFields):
+    """`{"custom_id": ..., "prompt": ..., "max_tokens": ...}`, or `messages` in place of `prompt`."""
+
+    custom_id: CustomId
+    prompt: Prompts | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            found = "neither" if self.prompt is None else "both"
+            raise ValueError(f"fields 'prompt' and 'messages': found {found}, expected exactly one of them")
+        if self.messages is None and self.template is not None:
+            [name, *_] = self.model_fields_set & ChatFields.model_fields.keys()
+            raise FieldError(name, "found it with a prompt, which no chat template is for; expected it with messages")
+        return self
+
+
+class BatchLine(Strict):
+    """A line of OpenAI Batch; `url` says what the body is."""
+
+    custom_id: CustomId
+    method: Literal["POST"]
+    url: JobUrl
+    body: dict[str, Any]
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _with_version(cls, value: object) -> object:
+        return f"/v1{value}" if value in ("/completions", "/chat/completions") else value
+
+
+class CompletionBody(LineFields):
+    """Body for `/v1/completions`."""
+
+    prompt: Prompts
+
+
+class ChatBody(ChatFields, LineFields):
+    """Body for `/v1/chat/completions`."""
+
+    messages: Messages

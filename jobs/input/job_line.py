@@ -1,0 +1,58 @@
+"""What a good line asks for: a job, but for what its prompt's length decides."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.chat import Message, TemplateOptions
+from jobs.input.forms import LinePrompt
+from jobs.job import Job
+from jobs.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class JobLine:
+    """One line: `prompts` of a completion, `messages` of a chat, and how many choices there are to be of each."""
+
+    custom_id: str
+    prompts: tuple[LinePrompt, ...]
+    messages: tuple[Message, ...] | None
+    template: TemplateOptions | None
+    sampling: Mapping[str, Any]  # all sampling fields but `max_tokens`, with a seed
+    num_choices: int
+    max_tokens: int | None  # None: the run's, or what the prompt leaves
+    without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
+
+    def jobs(self, max_tokens: Sequence[int]) -> list[Job]:
+        """The jobs of the line: all choices of its first prompt, or of its messages, then those of the next prompt.
+
+        `max_tokens` are those behind each prompt, or behind the messages.
+        """
+        prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
+        limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
+        return [self._job(prompt, most, number, len(limited)) for number, (prompt, most) in enumerate(limited)]
+
+    def _job(self, prompt: LinePrompt | None, max_tokens: int, choice_index: int, num_choices: int) -> Job:
+        seed = choice_seed(self.sampling["seed"], choice_index)
+        return Job(
+            custom_id=self.custom_id,
+            url="/v1/completions" if self.messages is None else "/v1/chat/completions",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=prompt if isinstance(prompt, tuple) else None,
+            messages=self.messages,
+            template=self.template,
+            sampling=SamplingParams(**{**self.sampling, "max_tokens": max_tokens, "seed": seed}),
+            choice_index=choice_index,
+            num_choices=num_choices,
+        )
+
+
+def choice_seed(seed: int, choice_index: int) -> int:
+    """The seed of a choice: the first has the line's, so that it is what it would be alone; others follow from it."""
+    if choice_index == 0:
+        return seed
+    digest = hashlib.sha256(f"choice {choice_index} of {seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,213 @@
+"""No field that OpenAI or vLLM know is unknown here: it is taken, told to be without effect, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.sampling import SamplingParams
+from tests.jobs.input.job_lines import CHAT, batch, read_lines
+
+COMPLETION = {"prompt": "Once", "max_tokens": 5}
+CHATTING = {"messages": CHAT["messages"], "max_tokens": 5}
+BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHATTING}
+BOTH = tuple(BODIES)
+ONE, CHATS = BOTH[:1], BOTH[1:]
+
+TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
+    *((BOTH, "max_tokens", value) for value in (7, None)),
+    *((BOTH, "max_completion_tokens", value) for value in (5, None)),
+    *((BOTH, name, 0.5) for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+    *((BOTH, "top_k", value) for value in (0, 5, -1)),
+    *((BOTH, "seed", value) for value in (5, None)),
+    *((BOTH, "stop", value) for value in ("a", ["a", "b"], None)),
+    *((BOTH, "ignore_eos", value) for value in (True, False)),
+    *((BOTH, "n", value) for value in (1, 3, 128, None)),
+    *((BOTH, "best_of", value) for value in (1, None)),
+    (BOTH, "model", "some-model"),
+    *((ONE, "prompt", value) for value in ("a", [1, 2], ["a", "b"], [[1, 2], [3]])),
+    (CHATS, "chat_template_kwargs", {"enable_thinking": False}),
+    (CHATS, "reasoning_effort", "low"),
+    *((CHATS, "add_generation_prompt", value) for value in (True, False)),
+    *((CHATS, "continue_final_message", value) for value in (True, False)),
+]
+WITHOUT_EFFECT: list[tuple[str, Any]] = [
+    ("user", "somebody"),
+    ("metadata", {"a": "b"}),
+    ("store", True),
+    ("service_tier", "flex"),
+    ("stream", True),
+    ("stream_options", {"include_usage": True}),
+    ("parallel_tool_calls", True),
+    ("prompt_cache_key", "a"),
+    ("prompt_cache_retention", "24h"),
+    ("safety_identifier", "a"),
+    ("prediction", {"type": "content", "content": "a"}),
+    ("priority", 1),
+    ("request_id", "a"),
+    ("session_id", "a"),
+    ("cache_salt", "a"),
+    ("stream_interval", 2),
+    ("kv_transfer_params", {"a": 1}),
+    ("ec_transfer_params", {"a": 1}),
+    ("return_mm_kwargs", True),
+    ("return_tokens_as_token_ids", True),
+    ("return_token_offsets", True),
+    ("routed_experts_prompt_start", 3),
+    ("truncation_side", "left"),
+    ("guided_decoding_backend", "a"),
+    ("guided_whitespace_pattern", "a"),
+]
+REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
+    ("tools", [{"type": "function", "function": {"name": "a"}}], []),
+    ("tool_choice", "required", "none"),
+    ("functions", [{"name": "a"}], []),
+    ("function_call", {"name": "a"}, "auto"),
+    ("audio", {"voice": "a"}, None),
+    ("modalities", ["text", "audio"], ["text"]),
+    ("web_search_options", {}, None),
+    ("verbosity", "low", "medium"),
+    ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ("structured_outputs", {"json": {}}, None),
+    ("guided_json", {}, None),
+    ("guided_regex", "a", None),
+    ("guided_choice", ["a"], None),
+    ("guided_grammar", "a", None),
+    ("structural_tag", "a", None),
+    ("logprobs", True, False),
+    ("logprobs", 5, 0),
+    ("top_logprobs", 1, 0),
+    ("prompt_logprobs", 1, 0),
+    ("logprob_token_ids", [1], []),
+    ("echo", True, False),
+    ("suffix", "a", ""),
+    ("use_beam_search", True, False),
+    ("length_penalty", 1.5, 1.0),
+    ("early_stopping", True, False),
+    ("watermarking", True, False),
+    ("skip_special_tokens", False, True),
+    ("spaces_between_special_tokens", False, True),
+    ("truncate_prompt_tokens", 5, None),
+    ("allowed_token_ids", [1], None),
+    ("logits_processors", ["a"], []),
+    ("thinking_token_budget", 5, -1),
+    ("include_reasoning", False, True),
+    ("repetition_detection", {"max_pattern_size": 5}, None),
+    ("return_token_ids", True, False),
+    ("return_prompt_text", True, False),
+    ("prompt_embeds", "a", None),
+    ("documents", [{"title": "a"}], []),
+    ("chat_template", "{{ messages }}", None),
+    ("media_io_kwargs", {"image": {}}, {}),
+    ("mm_processor_kwargs", {"a": 1}, {}),
+    ("vllm_xargs", {"a": 1}, {}),
+]
+
+
+def lines_with(name: str, value: Any, urls: tuple[str, ...] = BOTH) -> list[dict[str, Any]]:
+    return [batch(BODIES[url] | {name: value}, url, custom_id=url) for url in urls]
+
+
+@pytest.mark.parametrize(("urls", "name", "value"), TAKEN)
+def test_a_field_with_a_meaning_here_is_taken(tmp_path: Path, urls: tuple[str, ...], name: str, value: Any) -> None:
+    lines, rejects = read_lines(tmp_path, *lines_with(name, value, urls))
+    assert rejects == []
+    assert [line.without_effect for line in lines] == [()] * len(urls)
+
+
+def test_all_sampling_fields_are_taken_in_all_forms_with_their_defaults(tmp_path: Path) -> None:
+    fields = SamplingParams(max_tokens=5, seed=1).model_dump(mode="json")
+    short = [CHAT | fields, {"custom_id": "a", "prompt": "x"} | fields]
+    lines, rejects = read_lines(
+        tmp_path, *short, *(batch(body | fields, url, custom_id=url) for url, body in BODIES.items())
+    )
+    assert (len(lines), rejects) == (4, [])
+
+
+@pytest.mark.parametrize(("name", "value"), WITHOUT_EFFECT)
+def test_a_field_without_a_meaning_here_is_read_and_named(tmp_path: Path, name: str, value: Any) -> None:
+    lines, rejects = read_lines(tmp_path, *lines_with(name, value), CHAT | {name: value})
+    assert rejects == []
+    assert [line.without_effect for line in lines] == [(name,)] * 3
+    plain, _ = read_lines(tmp_path, *lines_with("model", "m"))
+    assert [line.jobs([5]) for line in lines[:2]] == [line.jobs([5]) for line in plain]
+
+
+def test_a_field_that_asks_for_nothing_is_not_told_of(tmp_path: Path) -> None:
+    quiet = {"stream": False, "store": False, "user": None, "metadata": None}
+    (line,), rejects = read_lines(tmp_path, CHAT | quiet)
+    assert (line.without_effect, rejects) == ((), [])
+
+
+@pytest.mark.parametrize(("name", "value", "neutral"), REFUSED, ids=[f"{name}-{value}" for name, value, _ in REFUSED])
+def test_what_is_not_supported_is_refused_by_its_name_and_taken_where_it_asks_for_nothing(
+    tmp_path: Path, name: str, value: Any, neutral: Any
+) -> None:
+    lines, rejects = read_lines(tmp_path, *lines_with(name, value), CHAT | {name: value})
+    assert lines == []
+    assert len(rejects) == 3
+    for reject, place in zip(rejects, (f"body.{name}", f"body.{name}", name), strict=True):
+        assert reject.reason.startswith(f"field '{place}': found ")
+        assert "not supported" in reject.reason
+        assert "expected " in reject.reason
+    lines, rejects = read_lines(tmp_path, *lines_with(name, neutral))
+    assert rejects == []
+    assert [line.without_effect for line in lines] == [(), ()]
+
+
+def test_special_tokens_are_added_to_texts_and_not_behind_templates(tmp_path: Path) -> None:
+    for value, taken in ((True, "/v1/completions"), (False, "/v1/chat/completions")):
+        lines, (reject,) = read_lines(tmp_path, *lines_with("add_special_tokens", value))
+        assert [line.custom_id for line in lines] == [taken]
+        assert "not supported" in reject.reason
+
+
+def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
+    _, (reject,) = read_lines(tmp_path, CHAT | {"tools": [1], "logprobs": True, "user": "a"})
+    assert "field 'tools': found [1], not supported" in reject.reason
+    assert "field 'logprobs': found true, not supported yet; expected false, or no such field" in reject.reason
+
+
+# lines of the shapes that batch guides show, with models and texts of our own
+EXAMPLES = [
+    batch(
+        {
+            "model": "any-small-model",
+            "messages": [
+                {"role": "system", "content": "You answer in one line."},
+                {"role": "user", "content": "Which river is the longest?"},
+            ],
+            "max_tokens": 1000,
+        },
+        "/v1/chat/completions",
+        custom_id="request-1",
+    ),
+    batch(
+        {
+            "model": "org/a-model",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+            "max_completion_tokens": 500,
+            "temperature": 0.0,
+        },
+        "/v1/chat/completions",
+        custom_id="request-2",
+    ),
+    batch({"model": "org/a-model", "prompt": "Rivers are", "max_tokens": 64, "n": 1}, custom_id="request-3"),
+]
+
+
+def test_urls_without_a_version_are_those_with_one(tmp_path: Path) -> None:
+    lines, rejects = read_lines(
+        tmp_path, *(batch(body, url.removeprefix("/v1"), custom_id=url) for url, body in BODIES.items())
+    )
+    assert rejects == []
+    assert [line.jobs([5])[0].url for line in lines] == list(BODIES)
+
+
+def test_lines_as_batch_guides_show_them_are_taken(tmp_path: Path) -> None:
+    lines, rejects = read_lines(tmp_path, *EXAMPLES)
+    assert [line.custom_id for line in lines] == ["request-1", "request-2", "request-3"]
+    assert [line.max_tokens for line in lines] == [1000, 500, 64]
+    assert rejects == []

@@ -1,0 +1,144 @@
+"""What the output of a line with several choices promises: one line once all have ended, whatever became of each."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from jobs.input.job_line import JobLine
+from jobs.job import JobRecord
+from jobs.run.results import error_line, success_line
+from jobs.run.run import Run
+from tests.jobs.run.run_parts import MANIFEST, make_record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+
+
+def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
+    """The jobs of a line; a prompt has as many tokens as letters."""
+    line = JobLine("many", prompts, None, None, {"seed": 1}, n, 5)
+    jobs = line.jobs([5] * len(prompts))
+    return [JobRecord(job.job_id("f1"), job, 2, len(job.prompt or "")) for job in jobs]
+
+
+def finish(run: Run, record: JobRecord) -> None:
+    token_ids = np.arange(3 + record.job.choice_index, dtype=np.uint32)
+    text, metrics = f"text {record.job.choice_index}", {"num_drafts": record.job.choice_index}
+    line = success_line(record, "run-1", text, "length", model="m", token_ids=token_ids, metrics=metrics)
+    assert run.write_result(record.job_id, line)
+
+
+def fail(run: Run, records: Sequence[JobRecord], code: str = "cancelled", message: str = "why") -> None:
+    for record in records:
+        run.write_error(record.job_id, error_line(record, code, message))
+
+
+def output(run: Run) -> list[dict[str, Any]]:
+    run.write_output()
+    lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+    assert [json.loads(json.dumps(line)) for line in run.joined_lines()] == lines
+    return lines
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = parquet.read_table(io.BytesIO(run.store.read("output.parquet") or b"")).to_pylist()
+    return found
+
+
+def test_all_choices_are_one_line_in_its_place_once_all_have_ended(run: Run) -> None:
+    before, after, choices = make_record("before"), make_record("after"), records_of("abc", n=3)
+    run.add_jobs([before, *choices, after])
+    for record in (after, before, choices[2], choices[0]):
+        finish(run, record)
+    assert [line["custom_id"] for line in output(run)] == ["before", "after"]
+    finish(run, choices[1])
+    _, line, _ = output(run)
+    assert line["id"] == f"batch_req_{choices[0].job_id}"
+    assert (line["custom_id"], line["error"]) == ("many", None)
+    body = line["response"]["body"]
+    assert body["id"] == f"cmpl-{choices[0].job_id}"
+    assert [(each["index"], each["text"]) for each in body["choices"]] == [(0, "text 0"), (1, "text 1"), (2, "text 2")]
+    assert [each["metrics"] for each in body["choices"]] == [{"num_drafts": number} for number in range(3)]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3 + 4 + 5, "total_tokens": 3 + 12}
+    assert not {"metrics", "failed_choices"} & body.keys()
+
+
+def test_each_distinct_prompt_is_counted_once(run: Run) -> None:
+    choices = records_of("a", "bcd", "a", n=2)
+    run.add_jobs(choices)
+    for record in choices:
+        finish(run, record)
+    ((line),) = output(run)
+    assert line["response"]["body"]["usage"]["prompt_tokens"] == 1 + 3
+    assert len(line["response"]["body"]["choices"]) == 6
+
+
+def test_choices_without_a_result_are_named_beside_those_with_one(run: Run) -> None:
+    choices = records_of("abc", n=3)
+    run.add_jobs(choices)
+    fail(run, choices[:1], "attempts_failed", "given up")
+    finish(run, choices[1])
+    assert output(run) == []
+    fail(run, choices[2:])
+    (line,) = output(run)
+    body = line["response"]["body"]
+    assert line["error"] is None
+    assert [choice["index"] for choice in body["choices"]] == [1]
+    assert body["id"] == f"cmpl-{choices[0].job_id}"
+    assert body["failed_choices"] == [
+        {"index": 0, "error": {"code": "attempts_failed", "message": "given up"}},
+        {"index": 2, "error": {"code": "cancelled", "message": "why"}},
+    ]
+    found = [(row["choice_index"], row["status"], row["text"], row["error_code"]) for row in rows(run)]
+    assert sorted(found) == [
+        (0, "failed", None, "attempts_failed"),
+        (1, "finished", "text 1", None),
+        (2, "cancelled", None, "cancelled"),
+    ]
+
+
+def test_a_line_none_of_whose_choices_has_a_result_is_an_error(run: Run) -> None:
+    choices = records_of("abc", n=3)
+    run.add_jobs(choices)
+    fail(run, choices)
+    (line,) = output(run)
+    assert line["response"] is None
+    assert line["error"] == {"code": "cancelled", "message": "all 3 choices: why"}
+    fail(run, choices[1:2], "attempts_failed", "given up")
+    (line,) = output(run)
+    assert line["error"] == {"code": "choices_failed", "message": "all 3 choices: why; given up"}
+    assert [(row["custom_id"], row["status"], row["choice_index"]) for row in rows(run)] == [("many", "failed", None)]
+
+
+def test_a_table_has_a_row_for_each_choice_with_its_own_numbers(run: Run) -> None:
+    choices = records_of("a", "bcd")
+    run.add_jobs([*choices, make_record("one")])
+    for record in run.jobs():
+        finish(run, record)
+    output(run)
+    names = ("custom_id", "choice_index", "text", "prompt_tokens", "completion_tokens", "num_drafts")
+    assert [tuple(row[name] for name in names) for row in rows(run)] == [
+        ("many", 0, "text 0", 1, 3, 0),
+        ("many", 1, "text 1", 3, 4, 1),
+        ("one", 0, "text 0", 3, 3, 0),
+    ]
+
+
+def test_what_two_commands_add_at_once_is_one_line(run: Run) -> None:
+    choices = records_of("abc", n=2)
+    run.add_jobs(choices)
+    known = run.store.read("jobs.parquet") or b""
+    run.store.write("jobs/000002-x.parquet", known)
+    for record in choices:
+        finish(run, record)
+    assert len(output(run)) == 1

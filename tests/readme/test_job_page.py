@@ -1,0 +1,47 @@
+"""The page about job lines: its examples are taken, and it names every field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jobs.input.forms import ChatFields, LineFields
+from jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT
+from scheduler.display.events import FieldsWithoutEffect
+from tests.jobs.input.job_lines import read_lines
+from tests.readme.command_lines import blocks, page, section, spans
+from tests.scheduler.commands.submit_parts import submit_file
+
+PAGE = page("docs/jobs.md")
+EXAMPLES = [line for line in (*"\n".join(blocks(PAGE)).splitlines(), *spans(PAGE)) if line.startswith('{"custom_id"')]
+OTHERS = section(PAGE, "Fields of other programs")
+
+
+def test_every_example_becomes_a_job(tmp_path: Path) -> None:
+    lines = [json.loads(line) | {"custom_id": str(number)} for number, line in enumerate(EXAMPLES)]
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    submission = submit_file(str(path), str(tmp_path / "run"), max_tokens=100)
+    assert submission.rejects == []
+    assert {record.job.custom_id for record in submission.records} == {line["custom_id"] for line in lines}
+    assert len(lines) > 25
+
+
+def test_every_field_has_an_example() -> None:
+    examples = [json.loads(line) for line in EXAMPLES]
+    named = {name for values in examples for name in {*values, *values.get("body", {})}}
+    assert {*LineFields.model_fields, *ChatFields.model_fields, "prompt", "messages"} - named == set()
+
+
+def test_every_field_of_other_programs_is_named() -> None:
+    idle, refused = OTHERS.split("These are not supported:")
+    assert {*spans(idle)} >= WITHOUT_EFFECT
+    assert {*spans(refused)} >= {*NOT_SUPPORTED, "add_special_tokens"}
+
+
+def test_what_is_told_is_what_the_page_shows(tmp_path: Path) -> None:
+    told, refused, _ = (block.strip() for block in blocks(OTHERS))
+    assert told == str(FieldsWithoutEffect({"user": 120, "stream": 3}))
+    body = {"prompt": "Once", "logprobs": True}
+    _, (reject,) = read_lines(tmp_path, {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+    assert refused == reject.reason

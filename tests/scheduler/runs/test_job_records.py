@@ -1,0 +1,146 @@
+"""What a line leaves open is settled when it is submitted, once and for all; what changes nothing is told once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.run.run import Run, RunError
+from scheduler.driver.backlog import cancel_job
+from tests.scheduler.commands.command_parts import invoke, write_jobs
+from tests.scheduler.commands.submit_parts import submit_file
+from worker.model.files import locate_model
+from worker.model.text import TextCodec
+
+NUM_POSITIONS = 4096  # of the tiny model
+FOX = "the quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def num_fox_tokens(tiny_model: Path) -> int:
+    return len(TextCodec(locate_model(str(tiny_model))).encode(FOX))
+
+
+def limits(run: Run) -> dict[str, int]:
+    return {record.job.custom_id: record.job.sampling.max_tokens for record in run.jobs()}
+
+
+OPEN: dict[str, Any] = {"custom_id": "open", "prompt": FOX}
+LIMITED: dict[str, Any] = {"custom_id": "limited", "prompt": FOX, "max_tokens": 5}
+
+
+def test_an_open_limit_is_what_the_positions_leave_and_the_same_file_again_is_the_same_jobs(
+    tmp_path: Path, tiny_model: Path, num_fox_tokens: int
+) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", OPEN, LIMITED), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model)).run
+    assert limits(run) == {"open": NUM_POSITIONS - num_fox_tokens, "limited": 5}
+    again = submit_file(path, place)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+
+
+def test_an_open_limit_is_the_run_s_where_that_has_one_for_all_files_that_come(
+    tmp_path: Path, tiny_model: Path, num_fox_tokens: int
+) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", OPEN, LIMITED), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model), max_tokens=7).run
+    assert limits(run) == {"open": 7, "limited": 5}
+    more = write_jobs(tmp_path / "more.jsonl", OPEN, OPEN | {"custom_id": "later"})
+    for said in ({}, {"max_tokens": 7}):
+        later = submit_file(more, place, **said)
+        assert (later.rejects, limits(later.run)) == ([], {"open": 7, "limited": 5, "later": 7})
+    with pytest.raises(RunError, match="was made with max_tokens 7, found 8; leave the option away"):
+        submit_file(more, place, max_tokens=8)
+    submit_file(more, str(tmp_path / "open"), model=str(tiny_model))
+    with pytest.raises(RunError, match="was made without max_tokens, found 8; leave the option away"):
+        submit_file(more, str(tmp_path / "open"), max_tokens=8)
+    large = submit_file(path, str(tmp_path / "large"), model=str(tiny_model), max_tokens=10**6).run
+    assert limits(large) == {"open": NUM_POSITIONS - num_fox_tokens, "limited": 5}
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_has_no_limit_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model)).run
+    older = {name: value for name, value in run.manifest.model_dump().items() if name != "max_tokens"}
+    run.store.write("run.json", json.dumps(older).encode())
+    again = submit_file(path, place)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+
+
+def test_a_prompt_that_leaves_no_position_is_a_reject(tmp_path: Path, tiny_model: Path) -> None:
+    full = {"custom_id": "full", "prompt": [1] * NUM_POSITIONS}
+    path = write_jobs(tmp_path / "jobs.jsonl", full, full | {"custom_id": "last", "prompt": [1] * (NUM_POSITIONS - 1)})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    assert limits(submission.run) == {"last": 1}
+    (reject,) = submission.rejects
+    assert reject.reason == (
+        "prompt: its 4096 tokens leave none to generate, expected fewer than the model's 4096 positions"
+    )
+
+
+def test_token_ids_are_taken_as_they_are_and_those_of_no_token_are_refused(tmp_path: Path, tiny_model: Path) -> None:
+    codec = TextCodec(locate_model(str(tiny_model)))
+    vocab_size = codec._vocab_size
+    same = LIMITED | {"custom_id": "same", "prompt": codec.encode(FOX)}
+    path = write_jobs(tmp_path / "jobs.jsonl", LIMITED, same, LIMITED | {"custom_id": "bad", "prompt": [1, vocab_size]})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    text, ids = submission.run.jobs()
+    assert codec.encode_job(text.job) == codec.encode_job(ids.job)
+    assert text.num_prompt_tokens == ids.num_prompt_tokens
+    (reject,) = submission.rejects
+    assert reject.reason == f"prompt: found the token id {vocab_size}, expected ids below {vocab_size}"
+
+
+def test_every_choice_has_the_length_and_the_limit_of_its_own_prompt(tmp_path: Path, tiny_model: Path) -> None:
+    line = {"custom_id": "many", "prompt": [[1] * 4000, [1, 2]], "n": 2}
+    path = write_jobs(tmp_path / "jobs.jsonl", line, line | {"custom_id": "too-long", "max_tokens": 97})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    found = [(record.num_prompt_tokens, record.job.sampling.max_tokens) for record in submission.run.jobs()]
+    assert found == [(4000, 96)] * 2 + [(2, 4094)] * 2
+    (reject,) = submission.rejects
+    assert reject.reason.endswith("need 4097 positions, expected at most the model's 4096 (prompt 1 of 2)")
+
+
+def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": FOX, "name": "Ann"}], "reasoning_effort": "low"}
+    path = write_jobs(
+        tmp_path / "jobs.jsonl",
+        LIMITED | {"user": "a", "stream": True},
+        LIMITED | {"user": "b", "custom_id": "b"},
+        LIMITED | {"user": "c", "custom_id": "too-long", "max_tokens": 10**6},
+        {"custom_id": "chat", **chat},
+    )
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    assert submission.without_effect == {"user": 2, "stream": 1, "messages[].name": 1, "reasoning_effort": 1}
+    for record in submission.records:
+        cancel_job(submission.run, record)
+    found = "messages[].name (1 line), reasoning_effort (1 line), stream (1 line), user (2 lines)"
+    told = invoke("submit", path, "--run", str(tmp_path / "run")).output
+    assert told.count("without effect") == 1
+    assert f"fields without effect here: {found}" in told.splitlines()
+    shown = invoke("submit", path, "--run", str(tmp_path / "run"), "--json").output.splitlines()
+    (event,) = [each for each in map(json.loads, shown) if each["event"] == "fields_without_effect"]
+    assert event["fields"] == submission.without_effect
+    assert "without effect" not in invoke("submit", path, "--run", str(tmp_path / "run"), "--quiet").output
+
+
+def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_line(
+    tmp_path: Path, tiny_model: Path, num_fox_tokens: int
+) -> None:
+    lines = [
+        OPEN | {"custom_id": "late", "min_tokens": NUM_POSITIONS},
+        OPEN | {"custom_id": "bias", "logit_bias": {str(10**6): 1}},
+        OPEN | {"custom_id": "stop", "stop_token_ids": [10**6]},
+        LIMITED,
+    ]
+    found = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(tiny_model))
+    assert [reject.line_number for reject in found.rejects] == [1, 2, 3]
+    late, bias, stop = (reject.reason for reject in found.rejects)
+    most = NUM_POSITIONS - num_fox_tokens
+    assert late == f"field 'min_tokens': found {NUM_POSITIONS}, expected at most the {most} that may come"
+    assert bias.startswith("field 'logit_bias': found token 1000000, the model's are 0 to ")
+    assert stop.startswith("field 'stop_token_ids': found token 1000000, the model's are 0 to ")
+    assert limits(found.run) == {"limited": 5}

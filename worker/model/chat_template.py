@@ -1,0 +1,77 @@
+"""The chat template of a tokenizer: messages to text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from jobs.chat import Message, TemplateOptions
+
+MAX_WORDS = 500  # characters of another program's error
+
+
+class ChatTemplate:
+    """What a model's tokenizer makes of messages."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
+        """The text of messages. Raises ValueError, with a reason for the user, where there is no template, or one that
+        refuses them."""
+        if self._tokenizer.chat_template is None:
+            raise ValueError("messages: this model's tokenizer has no chat template; send a `prompt` instead")
+        options = options or TemplateOptions()
+        try:
+            return self._rendered([self._shown(message) for message in messages], options)
+        except Exception as error:  # of any kind: the template is a program that came with the model
+            raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
+
+    def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
+        """What of the messages and options the template does not read. To be asked where `render` took them."""
+        names = [] if options is None else [name for name in options.kwargs if not self._mentions(name)]
+        if any(message.name is not None for message in messages):
+            nameless = [message.model_copy(update={"name": None}) for message in messages]
+            if self.render(messages, options) == self.render(nameless, options):
+                names.append("messages[].name")
+        return names
+
+    def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **options.kwargs,
+        )
+        return str(text)
+
+    def _shown(self, message: Message) -> dict[str, Any]:
+        """A message as the template takes it; several parts are one text to those that know no parts."""
+        values = message.as_sent()
+        if (texts := values.pop("parts", None)) and self._takes_parts:
+            values["content"] = [{"type": "text", "text": text} for text in texts]
+        return values
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template goes over parts: one that does not shows the list as Python does, or fails at it."""
+        probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        try:
+            text = self._rendered(probe, TemplateOptions())
+        except Exception:  # of any kind, as in `render`
+            return False
+        return "probe" in text and "'probe'" not in text
+
+    def _mentions(self, name: str) -> bool:
+        templates = self._tokenizer.chat_template
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+
+def words_of(error: Exception) -> str:
+    """What an error says, in one line that is not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}..."
