@@ -106,7 +106,7 @@ class Engine:
             outputs = self.target.verify(rows + [part for rider in riders for part in rider.rows])
             outputs, read = outputs[: len(ready)], outputs[len(ready) :]
             samplers, logits = [slot.sampler for slot in ready], [rows.logits for rows in outputs]
-            walks = self._drawing.walks(samplers, trees, logits, self.drafter.needs_top_k)
+            walks = self._drawing.walks(samplers, trees, logits, self.drafter.wants_candidates)
             self._reader.take(riders, read)
         return outputs, walks
 

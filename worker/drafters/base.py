@@ -84,6 +84,11 @@ class Drafter(Learner, ABC):
         """What it proposed last, of `metrics.counters.DRAFT_KINDS`, where that is not empty."""
         return "tree"
 
+    @property
+    def wants_candidates(self) -> bool:
+        """Whether the step that was proposed for is one to learn candidates from; where `needs_top_k`."""
+        return self.needs_top_k
+
     @functools.cached_property
     def counters(self) -> DraftCounters:
         """Its own counts, beside the engine's."""

@@ -7,13 +7,13 @@ together bring tokens: sequences whose text repeats itself draft much beside oth
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 
 import numpy as np
 
 from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.budget import LEARNING_RATE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
+from worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
+from worker.drafters.step_clock import StepClock
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs, StepCosts
 from worker.tree import DraftTree
@@ -66,27 +66,43 @@ class SharedBudget:
         self._costs = costs
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
-        self._proposing = 0.0  # seconds of a step that proposes anything
+        self._clock = StepClock()
         self._plan: dict[str, int] = {}  # which of `NODE_CHOICES` each sequence has
         self._num_observed = 0  # trees since then
+        self._forward_seconds: dict[tuple[int, ...], float] = {}  # of such numbers of nodes, since then
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
         """How many nodes pay for each of the sequences that share the coming forward."""
         if not requests:
             return []
+        self._clock.end()
         names = [request.sequence.sequence_id for request in requests]
         if self._num_observed >= PLAN_EVERY * len(names) or self._plan.keys() != set(names):
             self._plan, self._num_observed = dict(zip(names, self._shares(requests), strict=True)), 0
+            self._forward_seconds.clear()
         choices = [self._own[name].looked_at(self._plan[name], len(NODE_CHOICES)) for name in names]
-        return [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
+        if self._clock.is_plain_due:
+            choices = [0] * len(names)
+        sizes = [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
+        self._clock.begin(self._expected_seconds(requests, tuple(sizes)), any(sizes))
+        return sizes
+
+    def other_step(self) -> None:
+        """The coming step is none of those that are planned here."""
+        self._clock.forget()
+
+    @property
+    def drafting_seconds(self) -> float:
+        """What drafting adds to a step beside the rows of its forward."""
+        return self._clock.drafting_seconds
 
     def rate(self, requests: list[DraftRequest]) -> float:
         """Tokens per second of all that the best trees promise."""
         tokens, lengths = self.tokens(requests), lengths_of(requests)
         overhead = requests[0].overhead
-        shares = best_shares(self._costs, tokens, lengths, overhead, self._proposing)
+        shares = best_shares(self._costs, tokens, lengths, overhead, self.drafting_seconds)
         own = self._costs.own_seconds(NUM_ROWS, lengths)
-        return rate_of(self._costs, tokens, own, shares, overhead, self._proposing)
+        return rate_of(self._costs, tokens, own, shares, overhead, self.drafting_seconds)
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """What trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
@@ -104,11 +120,6 @@ class SharedBudget:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
         self._of(sequence).restore(state)
 
-    def proposed(self, seconds: float) -> None:
-        """A step's trees took so long to propose; 0: known already, or there were none."""
-        if seconds > 0.0:
-            self._proposing += LEARNING_RATE * (seconds - self._proposing) if self._proposing else seconds
-
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""
         self._num_observed += 1
@@ -122,8 +133,17 @@ class SharedBudget:
 
     def _shares(self, requests: list[DraftRequest]) -> list[int]:
         overhead, lengths = requests[0].overhead, lengths_of(requests)
-        shares: list[int] = best_shares(self._costs, self.tokens(requests), lengths, overhead, self._proposing).tolist()
+        shares: list[int] = best_shares(
+            self._costs, self.tokens(requests), lengths, overhead, self.drafting_seconds
+        ).tolist()
         return shares
+
+    def _expected_seconds(self, requests: list[DraftRequest], sizes: tuple[int, ...]) -> float:
+        if sizes not in self._forward_seconds:
+            own = self._costs.own_seconds(np.arange(max(sizes) + 1) + 1, lengths_of(requests))
+            shared = self._costs.shared_seconds(len(sizes) + sum(sizes))
+            self._forward_seconds[sizes] = float(shared + own[np.arange(len(sizes)), list(sizes)].sum())
+        return self._forward_seconds[sizes]
 
     def _of(self, sequence: Sequence) -> NodeAcceptance:
         if sequence.sequence_id not in self._own:
@@ -142,7 +162,7 @@ class BudgetedDrafter(Drafter):
     def __init__(self, costs: Costs | None) -> None:
         """Without `costs` trees are as large as they may be."""
         self.budget = None if costs is None else SharedBudget(costs())
-        self._seconds = 0.0  # that the last trees took, where there were any
+        self.is_drafting = True  # in the coming step
 
     @abstractmethod
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
@@ -152,18 +172,14 @@ class BudgetedDrafter(Drafter):
         if self.budget is None:
             return [self.tree(r.sequence, r.max_nodes, r.max_depth) for r in requests]
         sizes = self.budget.num_nodes(requests)
-        started = time.perf_counter()
-        trees = [
+        self.is_drafting = any(sizes)
+        return [
             self.tree(r.sequence, n, r.max_depth) if n else DraftTree() for r, n in zip(requests, sizes, strict=True)
         ]
-        self._seconds = time.perf_counter() - started if any(sizes) else 0.0
-        return trees
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         if self.budget is not None:
             self.budget.observe(sequence, verification.num_draft_tokens, verification.path)
-            self.budget.proposed(self._seconds)
-            self._seconds = 0.0
 
     def stop(self, sequence: Sequence) -> None:
         if self.budget is not None:

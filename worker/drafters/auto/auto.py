@@ -78,6 +78,10 @@ class AutoDrafter(Drafter):
         return "chain" if self._is_chain else "tree"
 
     @property
+    def wants_candidates(self) -> bool:
+        return self._is_chain or self._recycling.wants_candidates
+
+    @property
     def counters(self) -> DraftCounters:
         return self._chains.counters
 
@@ -92,6 +96,7 @@ class AutoDrafter(Drafter):
         if self._rounds is None or not self._is_chain:
             return self._recycling.propose(requests)
         self._planner.begin(self._rounds, lengths_of(requests))
+        self._budget.other_step()
         return self._chains.propose(requests)
 
     def learn(self, rows: ReadRows) -> None:
@@ -144,7 +149,8 @@ class AutoDrafter(Drafter):
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED:
             return None  # nothing would be scanned
-        rounds = self._planner.best(lengths, self._budget.tokens(requests), requests[0].overhead)
+        beside = requests[0].overhead + self._budget.drafting_seconds
+        rounds = self._planner.best(lengths, self._budget.tokens(requests), beside)
         trees = self._budget.rate(requests)
         least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
         is_new = np.array([request.sequence.sequence_id not in self._in_chains for request in requests])

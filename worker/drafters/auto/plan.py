@@ -18,6 +18,7 @@ from worker.target.tiles import TILE_ROWS
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 LEARNING_RATE = 0.03
+PRIOR_ROUNDS = 24  # that the prior counts for: few rounds tell more than at the final rate
 MOST_SLOWNESS = 8.0  # of one round: what the machine does for a moment says nothing of the next
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
@@ -72,6 +73,7 @@ class RoundsPlanner(Planner):
         self._current = NO_ROUNDS
         self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
         self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
+        self._num_rounds = 0
         self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
         self._compared = PRIOR_TRIALS
         self._has_learned = False
@@ -108,7 +110,9 @@ class RoundsPlanner(Planner):
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
         for round_ in proposed.rounds:
             slowness = min(MOST_SLOWNESS, round_.seconds / self._expected)
-            self._slowness += LEARNING_RATE * (slowness - self._slowness)
+            self._num_rounds += 1
+            rate = max(LEARNING_RATE, 1 / (PRIOR_ROUNDS + self._num_rounds))  # the first of them tell most
+            self._slowness += rate * (slowness - self._slowness)
         if not proposed.rounds:  # there was no depth for one
             return
         num_alike = sum(node < proposed.chain_length for node in path)

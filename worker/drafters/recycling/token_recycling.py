@@ -32,6 +32,10 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         self.tables = RecyclingTables(target.vocab_size)
         self._recycler = create_recycler(self.tables, with_noise)
 
+    @property
+    def wants_candidates(self) -> bool:
+        return self.is_drafting
+
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         return self._recycler.tree(sequence, max_nodes, max_depth)
 
@@ -41,7 +45,8 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         super().update(sequence, verification)
-        self.take(sequence, verification)
+        if verification.top_ids is not None:  # where no drafts pay, nothing is learned for them
+            self.take(sequence, verification)
 
     def take(self, sequence: Sequence, verification: Verification) -> None:
         """Keep the target's candidates at the rows of a verified step, whoever proposed its tree."""
