@@ -14,6 +14,7 @@ from scheduler.commands.bench import bench
 from scheduler.commands.cancel import cancel
 from scheduler.commands.chaos import chaos
 from scheduler.commands.doctor import doctor
+from scheduler.commands.extend import extend
 from scheduler.commands.nightly import nightly
 from scheduler.commands.report import report
 from scheduler.commands.results import results
@@ -68,7 +69,7 @@ def main() -> None:
     """
 
 
-for command in (submit, nightly, status, tail, results, report, resume, cancel, doctor, train, bench, chaos):
+for command in (submit, nightly, status, tail, results, report, resume, extend, cancel, doctor, train, bench, chaos):
     main.add_command(command)
 
 

@@ -17,7 +17,7 @@ from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, ref
 
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
-    runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "cancel"}
+    runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "extend", "cancel"}
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {
         f"bench {name}" for name in ("decode", "auto", "kernels", "agreement", "checkpoints", "long", "gpu")

@@ -45,6 +45,7 @@ FIELDS = {
     "submit": LAUNCH,
     "nightly": LAUNCH,
     "resume": LAUNCH,
+    "extend": LAUNCH,
     "doctor": defaults(Computation),
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
