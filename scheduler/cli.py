@@ -16,6 +16,7 @@ from scheduler.commands.chaos import chaos
 from scheduler.commands.doctor import doctor
 from scheduler.commands.extend import extend
 from scheduler.commands.nightly import nightly
+from scheduler.commands.prune import prune
 from scheduler.commands.report import report
 from scheduler.commands.results import results
 from scheduler.commands.resume import resume
@@ -69,7 +70,22 @@ def main() -> None:
     """
 
 
-for command in (submit, nightly, status, tail, results, report, resume, extend, cancel, doctor, train, bench, chaos):
+for command in (
+    submit,
+    nightly,
+    status,
+    tail,
+    results,
+    report,
+    resume,
+    extend,
+    cancel,
+    prune,
+    doctor,
+    train,
+    bench,
+    chaos,
+):
     main.add_command(command)
 
 

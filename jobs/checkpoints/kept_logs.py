@@ -34,6 +34,10 @@ class KeptLogs:
         sizes = self._store.sizes(FOLDER).items()
         return {name.removesuffix(SUFFIX): size for name, size in sizes if name.endswith(SUFFIX) and size is not None}
 
+    def delete(self, job_id: str) -> None:
+        """Remove a job's log; an absent one is fine."""
+        self._store.delete(_path(job_id))
+
     def clear(self) -> None:
         """Remove all of them."""
         self._store.delete_folder(FOLDER)

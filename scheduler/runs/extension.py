@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.checkpoints.inheritance import inherit
 from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.store import AttemptRecord, TokenIds
+from jobs.checkpoints.store import AttemptRecord, CheckpointStore, TokenIds
 from jobs.checkpoints.token_log import DamagedFileError
 from jobs.job import JobRecord
 from jobs.run.results import tokens_sha256
@@ -63,6 +63,11 @@ def extend_jobs(
         found.num_tokens += len(token_ids)
     hold.epoch.check()
     run.add_jobs(found.records)
+    checkpoints = CheckpointStore(run.store)
+    for longer in found.records:  # which has it all
+        assert longer.supersedes is not None
+        kept.delete(longer.supersedes)
+        checkpoints.clear(longer.supersedes)
     return found
 
 

@@ -98,6 +98,8 @@ class WorkerSession:
         while self._running and time.monotonic() < deadline and not self._must_drain:
             self._step()
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
+                if self._is_kept(job):
+                    self._checkpointing.keep(job, self._config.grace_seconds)
                 self._drop([job.job_id])
                 if job.sequence.error is not None:
                     refused.append((job.job_id, NOT_FINITE, job.sequence.error))
@@ -185,7 +187,7 @@ class WorkerSession:
             job.has_advanced = True
 
     def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:
-        """Write a finished job's tokens and result, then forget its checkpoints; an overtaken attempt writes nothing."""
+        """Write a finished job's result, then forget its checkpoints; an overtaken attempt writes nothing."""
         newest = self._checkpoints.attempts(job.job_id)
         if newest > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
@@ -194,10 +196,15 @@ class WorkerSession:
         if job.sequence.finish_reason == LENGTH:  # it may be extended: before its result says that it is there
             self._kept_logs.write(job.job_id, job.sequence.output_ids.astype("uint32"))
         self._run.write_result(job.job_id, self._result_line(job))
-        self._checkpoints.clear(job.job_id)
+        if not self._is_kept(job):
+            self._checkpoints.clear(job.job_id)
         finished.append(job.progress)
         reason = job.sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
+
+    def _is_kept(self, job: RunningJob) -> bool:
+        """Whether a finished job's checkpoints stay."""
+        return self._config.keep_state and job.sequence.finish_reason == LENGTH
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids
