@@ -14,9 +14,9 @@ from scheduler.commands.bench import bench
 from scheduler.commands.cancel import cancel
 from scheduler.commands.chaos import chaos
 from scheduler.commands.doctor import doctor
-from scheduler.commands.extend import extend
+from scheduler.commands.ended.extend import extend
+from scheduler.commands.ended.prune import prune
 from scheduler.commands.nightly import nightly
-from scheduler.commands.prune import prune
 from scheduler.commands.report import report
 from scheduler.commands.results import results
 from scheduler.commands.resume import resume
@@ -70,22 +70,8 @@ def main() -> None:
     """
 
 
-for command in (
-    submit,
-    nightly,
-    status,
-    tail,
-    results,
-    report,
-    resume,
-    extend,
-    cancel,
-    prune,
-    doctor,
-    train,
-    bench,
-    chaos,
-):
+OF_RUNS = (submit, nightly, status, tail, results, report, resume, extend, cancel, prune)
+for command in (*OF_RUNS, doctor, train, bench, chaos):
     main.add_command(command)
 
 
