@@ -61,15 +61,14 @@ def test_with_every_engine_also_killed_midway_the_tokens_are_those_of_one_run(
     [longer] = found.records
     killed = session(run, tiny_model, engine=engine)
     had = until(killed, longer, FIRST + 20, claimed(run, longer))
-    killed.drain(30.0)
+    del killed  # without a word
     assert FIRST + 20 <= had < LONGER
     run_all(run, tiny_model, engine=engine)
     assert digest(run, longer) == at_once
     attempts = body(run, longer)["metrics"]["attempts"]
-    resumes = [attempt["resume"] for attempt in attempts]
-    assert resumes[0] is None
-    assert [each["num_recovered_tokens"] for each in resumes[1:]] == [FIRST, had]
-    assert all(each["num_recomputed_tokens"] == 0 for each in resumes[1:])
+    first, *recovered = [attempt["resume"] and attempt["resume"]["num_recovered_tokens"] for attempt in attempts]
+    assert (first, recovered[0]) == (None, FIRST)
+    assert FIRST <= recovered[1] <= had
 
 
 def test_a_kept_state_is_loaded_and_not_computed_again(
@@ -90,9 +89,10 @@ def test_a_second_extend_goes_on_behind_the_first(run: Run, tiny_model: Path, at
         extend(run, tiny_model, max_tokens)
         run_all(run, tiny_model)
     [newest] = run.jobs()
-    assert (newest.job_id, digest(run, newest)) == (job(LONGER).job_id.rpartition("-")[0] + "-" + newest.job_id[-16:], at_once)
-    assert len(run.lineages()[0]) == 4
-    assert [KeptLogs(run.store).sizes().keys()] == [{newest.job_id}]
+    assert digest(run, newest) == at_once
+    [lineage] = run.lineages()
+    assert (lineage[0], lineage[-1], len(lineage)) == (job(FIRST).job_id, newest.job_id, 4)
+    assert KeptLogs(run.store).sizes().keys() == {newest.job_id}
 
 
 def test_a_stop_text_across_the_seam_ends_the_job_as_at_once(tmp_path: Path, tiny_model: Path) -> None:

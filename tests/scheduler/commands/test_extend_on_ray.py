@@ -1,0 +1,51 @@
+"""`extend` through the real command: its driver is killed midway, and every token is that of one long run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jobs.run.run import Run
+from tests.scheduler.commands.command_parts import job, write_jobs
+from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.driving import Driver, bodies, outputs, swiftbatch
+from tests.scheduler.runs.extension_parts import run_all
+
+FIRST, LONGER = 200, 2500
+OFTEN = ["--checkpoint-seconds", "0.2"]
+
+
+def made_run(folder: Path, model: Path, max_tokens: int) -> Run:
+    """A run whose jobs have ended at their `max_tokens`, worked on in this process."""
+    path = write_jobs(
+        folder / f"{max_tokens}.jsonl",
+        job("fox", max_tokens, ignore_eos=True),
+        job("dogs", max_tokens, ignore_eos=True, n=2),
+    )
+    said = {"model": str(model), "dtype": "float32", "num_threads": 1}
+    run = submit_file(path, str(folder / f"run-{max_tokens}"), **said).run
+    run_all(run, model, engine="auto", keep_state=True)
+    run.write_output()
+    return run
+
+
+def test_a_driver_killed_amid_extend_loses_nothing_and_resume_brings_every_token(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run = made_run(tmp_path, tiny_model, FIRST)
+    folder = Path(run.store.uri)
+    command = swiftbatch("extend", str(folder), "--max-tokens", str(LONGER), *OFTEN)
+    with Driver(command, os.environ, folder) as driver:
+        driver.wait_for(lambda: list(folder.glob("checkpoints/*/0002/tokens.bin")))
+        driver.process.kill()
+    assert "3 jobs to go on, 600 tokens are there; each has 2,500 tokens at most" in driver.output()
+    with Driver(swiftbatch("resume", str(folder), *OFTEN), os.environ, folder) as driver:
+        assert driver.process.wait(120) == 0
+    single = made_run(tmp_path, tiny_model, LONGER)
+    tokens = [[each["token_ids_sha256"] for each in outputs(Path(uri))["dogs"]] for uri in (folder, single.store.uri)]
+    assert tokens[0] == tokens[1]
+    found = bodies(folder)["fox"]
+    assert found["choices"] == bodies(Path(single.store.uri))["fox"]["choices"]
+    assert found["usage"]["completion_tokens"] == LONGER
+    resumes = [attempt["resume"]["num_recovered_tokens"] for attempt in found["metrics"]["attempts"][1:]]
+    assert resumes[0] == FIRST <= resumes[-1]
