@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from jobs.run.run import Run
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
@@ -29,23 +31,36 @@ def made_run(folder: Path, model: Path, max_tokens: int) -> Run:
     return run
 
 
+def tokens(run: Path) -> dict[str, list[str]]:
+    return {name: [choice["token_ids_sha256"] for choice in choices] for name, choices in outputs(run).items()}
+
+
+def recovered(run: Path) -> list[int]:
+    """The tokens that each attempt at job fox but the first has found."""
+    attempts = bodies(run)["fox"]["metrics"]["attempts"]
+    return [attempt["resume"]["num_recovered_tokens"] for attempt in attempts[1:]]
+
+
+def test_the_command_takes_all_jobs_on_from_the_tokens_they_have(tmp_path: Path, tiny_model: Path) -> None:
+    folder, single = (Path(made_run(tmp_path, tiny_model, num).store.uri) for num in (FIRST, FIRST + 100))
+    with Driver(swiftbatch("extend", str(folder), "--max-tokens", str(FIRST + 100)), os.environ, folder) as driver:
+        assert driver.process.wait(120) == 0
+    assert "3 jobs to go on, 600 tokens are there; each has 300 tokens at most" in driver.output()
+    assert tokens(folder) == tokens(single)
+    assert bodies(folder)["fox"]["choices"] == bodies(single)["fox"]["choices"]
+    assert recovered(folder) == [FIRST]
+
+
+@pytest.mark.slow
 def test_a_driver_killed_amid_extend_loses_nothing_and_resume_brings_every_token(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    run = made_run(tmp_path, tiny_model, FIRST)
-    folder = Path(run.store.uri)
+    folder = Path(made_run(tmp_path, tiny_model, FIRST).store.uri)
     command = swiftbatch("extend", str(folder), "--max-tokens", str(LONGER), *OFTEN)
     with Driver(command, os.environ, folder) as driver:
         driver.wait_for(lambda: list(folder.glob("checkpoints/*/0002/tokens.bin")))
         driver.process.kill()
-    assert "3 jobs to go on, 600 tokens are there; each has 2,500 tokens at most" in driver.output()
     with Driver(swiftbatch("resume", str(folder), *OFTEN), os.environ, folder) as driver:
         assert driver.process.wait(120) == 0
-    single = made_run(tmp_path, tiny_model, LONGER)
-    tokens = [[each["token_ids_sha256"] for each in outputs(Path(uri))["dogs"]] for uri in (folder, single.store.uri)]
-    assert tokens[0] == tokens[1]
-    found = bodies(folder)["fox"]
-    assert found["choices"] == bodies(Path(single.store.uri))["fox"]["choices"]
-    assert found["usage"]["completion_tokens"] == LONGER
-    resumes = [attempt["resume"]["num_recovered_tokens"] for attempt in found["metrics"]["attempts"][1:]]
-    assert resumes[0] == FIRST <= resumes[-1]
+    assert tokens(folder) == tokens(Path(made_run(tmp_path, tiny_model, LONGER).store.uri))
+    assert recovered(folder)[0] == FIRST < recovered(folder)[-1]
