@@ -72,6 +72,8 @@ class JobsExtended(Event):
     max_tokens: int
 
     def __str__(self) -> str:
+        if not self.num_jobs:
+            return "nothing new to extend"
         most = f"{self.max_tokens:,} tokens at most"
         return f"{counted(self.num_jobs, 'job')} to go on, {self.num_tokens:,} tokens are there; each has {most}"
 

@@ -70,7 +70,7 @@ def test_all_or_the_named_jobs_go_on_and_their_lines_are_replaced_in_place(finis
     results = [json.loads(line) for line in invoke("results", finished.store.uri).stdout.splitlines()]
     assert [line["response"]["body"]["choices"][0]["text"] for line in results][:1] == ["40 tokens of a"]
     assert invoke("tail", finished.store.uri, "b").output == "40 tokens of b\n"
-    assert "0 jobs to go on" in extend(finished, "--max-tokens", "40")  # the same again
+    assert "nothing new to extend" in extend(finished, "--max-tokens", "40")  # the same again
 
 
 def test_the_same_job_file_again_is_the_same_jobs_and_a_changed_line_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,24 @@ def test_a_kept_state_is_loaded_and_not_computed_again(
     resume = body(run, longer)["metrics"]["attempts"][1]["resume"]
     assert (resume["kind"], resume["num_loaded_positions"] >= FIRST) == ("kv", True)
     assert run.store.list("checkpoints") == []
+
+
+def test_the_tokens_are_kept_before_a_result_says_that_the_job_has_ended_and_only_where_it_may_go_on(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write = make_run(tmp_path / "run"), Run.write_result
+    run.add_jobs([record("fox", 20), record("dog", 20, {"stop": ["a", "e", "i", "o", "u", "t", " "]})])
+    kept: dict[str, bool] = {}
+
+    def written(run: Run, job_id: str, line: dict[str, Any]) -> bool:
+        kept.setdefault(line["custom_id"], job_id in KeptLogs(run.store).sizes())
+        return write(run, job_id, line)
+
+    monkeypatch.setattr(Run, "write_result", written)
+    run_all(run, tiny_model)
+    reasons = {job.job.custom_id: body(run, job)["choices"][0]["finish_reason"] for job in run.jobs()}
+    assert reasons == {"fox": "length", "dog": "stop"}
+    assert kept == {"fox": True, "dog": False}
 
 
 def test_a_second_extend_goes_on_behind_the_first(run: Run, tiny_model: Path, at_once: str) -> None:
