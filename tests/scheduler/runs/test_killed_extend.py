@@ -16,6 +16,7 @@ from scheduler.driver import takeover
 from scheduler.driver.backlog import load_queue
 from scheduler.driver.takeover import RunTakenError
 from scheduler.process.identity import own_key
+from scheduler.runs.kept import kept_of, prune
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import extend, finish
@@ -25,16 +26,20 @@ NAMES = ["a", "b[0]", "b[1]"]
 MOMENTS = 30  # the least number of them
 
 
-@pytest.fixture
-def run(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def ended_run(uri: str, folder: Path, model: Path) -> Run:
     """Two lines, three jobs, each of which ended with 20 tokens; job a has a state that was kept."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
-    path = write_jobs(tmp_path / "jobs.jsonl", job("a"), job("b", n=2))
-    run = submit_file(path, str(tmp_path / "run"), model=str(tiny_model)).run
+    path = write_jobs(folder / "jobs.jsonl", job("a"), job("b", n=2))
+    run = submit_file(path, uri, model=str(model)).run
     for record in run.jobs():
         finish(run, record)
     CheckpointStore(run.store).claim(run.jobs()[0].job_id, "w1")
     return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
+    return ended_run(str(tmp_path / "run"), tmp_path, tiny_model)
 
 
 @contextlib.contextmanager
@@ -91,6 +96,18 @@ def test_another_limit_after_a_kill_before_the_jobs_were_added_takes_them_there(
         with pytest.raises(KeyboardInterrupt):
             extend(run, tiny_model, 30)
     check(run.store.uri, tiny_model, 25)
+
+
+def test_in_an_object_store_jobs_go_on_as_well_and_what_is_kept_is_dropped(
+    s3_uri: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    run = ended_run(f"{s3_uri}/run", tmp_path, tiny_model)
+    assert len(kept_of(run).states) == 1
+    check(f"{s3_uri}/run", tiny_model, 30)
+    for record in run.jobs():
+        assert CheckpointStore(run.store).attempts(record.job_id) == 1  # finished here by no worker, which clears it
+    assert prune(run, logs=True, state=True).startswith("freed ")
+    assert (kept_of(run).logs, kept_of(run).states) == ({}, {})
 
 
 def test_of_two_at_once_one_extends_and_the_other_is_refused(run: Run, tiny_model: Path) -> None:
