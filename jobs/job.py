@@ -85,12 +85,16 @@ def _slug(custom_id: str) -> str:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job of a run: its `job_id`, where it stood in the file (lines from 1) and how many tokens its prompt has."""
+    """A job of a run: its `job_id`, where it stood in the file (lines from 1) and how many tokens its prompt has.
+
+    `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file.
+    """
 
     job_id: str
     job: Job
     line_number: int
     num_prompt_tokens: int
+    supersedes: str | None = None
 
     @property
     def max_length(self) -> int:

@@ -14,6 +14,8 @@ from scheduler.commands.bench import bench
 from scheduler.commands.cancel import cancel
 from scheduler.commands.chaos import chaos
 from scheduler.commands.doctor import doctor
+from scheduler.commands.ended.extend import extend
+from scheduler.commands.ended.prune import prune
 from scheduler.commands.nightly import nightly
 from scheduler.commands.report import report
 from scheduler.commands.results import results
@@ -68,7 +70,8 @@ def main() -> None:
     """
 
 
-for command in (submit, nightly, status, tail, results, report, resume, cancel, doctor, train, bench, chaos):
+OF_RUNS = (submit, nightly, status, tail, results, report, resume, extend, cancel, prune)
+for command in (*OF_RUNS, doctor, train, bench, chaos):
     main.add_command(command)
 
 

@@ -42,6 +42,7 @@ class CheckpointSettings:
     checkpoint_tokens: int = 1024  # of one job, between two states
     checkpoint_seconds: float = 5.0  # between two token logs
     grace_seconds: float = 20.0  # to write checkpoints in, after SIGTERM
+    keep_state: bool = False  # of jobs that ended at their max_tokens, whose caches then stay
     store_retry_seconds: float = 120.0  # for which a failing store is tried again
 
 

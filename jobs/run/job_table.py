@@ -2,6 +2,8 @@
 
 jobs.parquet                      of the first one
 jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
+
+A job that takes another one's place names it in the column `supersedes`, which other tables do not have.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ def to_parquet(records: Sequence[JobRecord]) -> bytes:
         # large: all prompts together may pass the 2 GiB of a plain string column
         "job": pa.array([record.job.model_dump_json() for record in records], pa.large_string()),
     }
+    if any(record.supersedes for record in records):
+        columns["supersedes"] = pa.array([record.supersedes for record in records], pa.string())
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue())
@@ -49,17 +53,19 @@ def to_parquet(records: Sequence[JobRecord]) -> bytes:
 
 def from_parquet(data: bytes) -> list[JobRecord]:
     """The jobs of `to_parquet`. Raises `ValueError` for anything else."""
-    rows = zip(*_columns(data, ["job_id", "job", "line_number", "num_prompt_tokens"]), strict=True)
+    rows = zip(*_columns(data, ["job_id", "job", "line_number", "num_prompt_tokens", "supersedes"]), strict=True)
     return [
-        JobRecord(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens)
-        for job_id, job, line_number, num_prompt_tokens in rows
+        JobRecord(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens, supersedes)
+        for job_id, job, line_number, num_prompt_tokens, supersedes in rows
     ]
 
 
-def job_ids(data: bytes) -> list[str]:
-    """The ids of the jobs of `to_parquet`, without taking their prompts apart. Raises `ValueError`."""
-    [ids] = _columns(data, ["job_id"])
-    return ids
+def job_ids(data: bytes) -> list[tuple[str, str | None]]:
+    """The ids of the jobs of `to_parquet`, each with the one that it supersedes, if any. Raises `ValueError`.
+
+    Prompts are not taken apart.
+    """
+    return list(zip(*_columns(data, ["job_id", "supersedes"]), strict=True))
 
 
 def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
@@ -70,6 +76,7 @@ def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
         # without threads: pyarrow's may still be starting when `status` ends, and abort the process
         file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
         table = file.read(columns=names, use_threads=False)
-        return [table.column(name).to_pylist() for name in names]
+        without = {"supersedes"}.difference(table.column_names)
+        return [[None] * len(table) if name in without else table.column(name).to_pylist() for name in names]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(str(error)) from None

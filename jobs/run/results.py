@@ -35,7 +35,7 @@ def success_line(
         "index": record.job.choice_index,
         **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
         "finish_reason": finish_reason,
-        "token_ids_sha256": hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest(),
+        "token_ids_sha256": tokens_sha256(token_ids),
     }
     usage = {
         "prompt_tokens": record.num_prompt_tokens,
@@ -52,6 +52,11 @@ def success_line(
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
     return _line(record, {"status_code": 200, "request_id": run_id, "body": body}, None)
+
+
+def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
+    """The SHA-256, in hexadecimal, of tokens [num_tokens] as a result names it: of 4 bytes each, little-endian."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
 def error_line(record: JobRecord, code: str, message: str) -> dict[str, Any]:

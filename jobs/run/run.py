@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from jobs.job import JobRecord
 from jobs.run import job_table
 from jobs.run.choices import joined
 from jobs.run.line_files import LineFiles, read_lines
+from jobs.run.lineages import lineages, newest_with
 from jobs.run.output import write_output
 from jobs.run.records import Progress, RunManifest, WorkerStatus
 from jobs.run.run_files import RunError, pretty, read_model, read_parsed
@@ -80,21 +81,26 @@ class Run:
 
     def add_jobs(self, records: Sequence[JobRecord]) -> None:
         """Add the jobs that the run does not have yet, in their order after those it has."""
-        known = set(self.job_ids())
+        known = {job_id for lineage in self.lineages() for job_id in lineage}
         new = {record.job_id: record for record in records if record.job_id not in known}
         if new:
             job_table.add(self.store, list(new.values()))
 
     def jobs(self) -> list[JobRecord]:
-        """All jobs in input order."""
+        """All jobs in input order, each in its newest form."""
         tables = (read_parsed(self.store, path, job_table.from_parquet) for path in job_table.paths(self.store))
-        # two commands at once may both have added a job
-        return list({record.job_id: record for table in tables for record in table or []}.values())
+        records = [record for table in tables for record in table or []]
+        by_job_id = {record.job_id: record for record in records}
+        return [by_job_id[ids[-1]] for ids in lineages((record.job_id, record.supersedes) for record in records)]
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
+        return [lineage[-1] for lineage in self.lineages()]
+
+    def lineages(self) -> list[list[str]]:
+        """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
         tables = (read_parsed(self.store, path, job_table.job_ids) for path in job_table.paths(self.store))
-        return list(dict.fromkeys(job_id for table in tables for job_id in table or []))
+        return lineages(pair for table in tables for pair in table or [])
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
@@ -136,15 +142,28 @@ class Run:
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its output line, None while it has neither result nor error."""
-        records, (finished, failed) = self.jobs(), self.ended()
+        finished, failed = self.ended()
         paths = {job_id: self._results.path(job_id) for job_id in finished}
         paths |= {job_id: self._errors.path(job_id) for job_id in failed}
-        lines = read_lines(self.store, (paths.get(record.job_id) for record in records), self.damaged)
-        return zip(records, lines, strict=True)
+        return self._lines(paths)
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """The output lines so far, one for each input line, in input order; see `jobs.run.choices`."""
-        return joined(self.output_lines())
+        """The output lines so far, one for each input line, in input order; see `jobs.run.choices`.
+
+        A job without a result that has superseded one with a result still has that one's line.
+        """
+        finished, failed = self.ended()
+        paths = {job_id: self._errors.path(job_id) for job_id in failed}
+        for lineage in self.lineages():
+            if (job_id := newest_with(lineage, finished)) is not None:
+                paths[lineage[-1]] = self._results.path(job_id)
+        return joined(self._lines(paths))
+
+    def _lines(self, paths: Mapping[str, str]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
+        """Every job in input order with the output line at its path."""
+        records = self.jobs()
+        lines = read_lines(self.store, (paths.get(record.job_id) for record in records), self.damaged)
+        return zip(records, lines, strict=True)
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
@@ -152,7 +171,7 @@ class Run:
 
     def delete_leftovers(self) -> None:
         """Remove what killed writers have left half written; for who holds the run."""
-        for folder in ("", job_table.LATER, "results", "errors"):
+        for folder in ("", job_table.LATER, "results", "errors", "tokens"):
             self.store.delete_leftovers(folder)
         self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
 

@@ -114,6 +114,12 @@ CHECKPOINTS = (
         help="Time to write checkpoints in after SIGTERM, Ctrl-C or a drain notice.",
     ),
     click.option(
+        "--keep-state",
+        is_flag=True,
+        default=CheckpointSettings.keep_state,
+        help="Keep the caches of jobs that ended at their max_tokens: `extend` then goes on at once.",
+    ),
+    click.option(
         "--store-retry-seconds",
         type=Seconds(0),
         default=CheckpointSettings.store_retry_seconds,

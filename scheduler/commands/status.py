@@ -58,6 +58,7 @@ def _show_run(run: Run) -> None:
 
 def _show_status(run: Run, progress: Progress) -> None:
     from scheduler.display.summary import counted, numerics_lines, summary_line, worker_line
+    from scheduler.runs.kept import kept_of
 
     _show_run(run)
     click.echo(summary_line(progress))
@@ -67,6 +68,8 @@ def _show_status(run: Run, progress: Progress) -> None:
         click.echo(f"  {worker_line(worker, progress.running)}")
     for line in numerics_lines(progress):
         click.echo(f"  {line}")
+    if kept := str(kept_of(run)):
+        click.echo(f"kept for `swiftbatch extend`: {kept}; `swiftbatch prune` drops it")
     _show_what_next(run, progress)
 
 

@@ -14,9 +14,10 @@ PATH = Path(__file__).with_name("EVENTS.md")
 HEAD = """\
 # Events of `--json`
 
-`swiftbatch submit`, `resume` and `status --watch` print one JSON object a line with `--json`: `event` is its kind,
-`time` is when it was told, in seconds since the epoch. Other fields depend on the kind. New kinds and fields may come,
-so skip those that you do not know. A command that has to stop ends without `run_ended`: exit code 2, a line on stderr.
+`swiftbatch submit`, `resume`, `extend` and `status --watch` print one JSON object a line with `--json`: `event` is its
+kind, `time` is when it was told, in seconds since the epoch. Other fields depend on the kind. New kinds and fields may
+come, so skip those that you do not know. A command that has to stop ends without `run_ended`: exit code 2, a line on
+stderr.
 
 `custom_id` is that of the input line; each of several choices of a line is a job of its own, and called
 `custom_id[0]`, `custom_id[1]` and so on.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scheduler.display.events import Event
-from scheduler.display.summary import printable
+from scheduler.display.events import NUM_REJECTS_SHOWN, Event
+from scheduler.display.summary import counted, printable
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,39 @@ class JobCancelled(Event):
     """Its user has stopped the job."""
 
     custom_id: str
+
+
+@dataclass(frozen=True)
+class JobsExtended(Event):
+    """`extend` has made `num_jobs` jobs longer: they go on from `num_tokens` tokens, and have `max_tokens` at most."""
+
+    num_jobs: int
+    num_tokens: int
+    max_tokens: int
+
+    def __str__(self) -> str:
+        if not self.num_jobs:
+            return "nothing new to extend"
+        most = f"{self.max_tokens:,} tokens at most"
+        return f"{counted(self.num_jobs, 'job')} to go on, {self.num_tokens:,} tokens are there; each has {most}"
+
+
+@dataclass(frozen=True)
+class JobNotExtended(Event):
+    """`extend` leaves a job as it is; it is the `number`th of `num_refused` (from 1)."""
+
+    is_error: ClassVar[bool] = True
+    custom_id: str
+    reason: str
+    number: int
+    num_refused: int
+
+    def __str__(self) -> str:
+        if self.number > NUM_REJECTS_SHOWN + 1:
+            return ""
+        if self.number > NUM_REJECTS_SHOWN:
+            return f"and {self.num_refused - NUM_REJECTS_SHOWN} more jobs that are not extended"
+        return f"not extended: job {printable(self.custom_id)}: {printable(self.reason)}"
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def submission(
     lines, rejects = read_job_file(path, manifest.seed)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
-    made = make_records(lines, files, manifest.max_tokens, _kv_room(manifest, files, settings))
+    made = make_records(lines, files, manifest.max_tokens, kv_room(manifest, files, settings))
     rejects = sorted([*rejects, *made.rejects], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(path, rejects)
@@ -79,7 +79,7 @@ def submission(
         yield Submission(run, hold, records, rejects, dict(made.without_effect))
 
 
-def _kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
+def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
     """Where this machine's workers keep caches; None where that can't be known here. Raises KVRoomError."""
     if settings.address is not None:
         return None
@@ -95,11 +95,13 @@ def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord
     known: dict[str, set[str]] = defaultdict(set)
     for record in run.jobs():
         known[record.job.custom_id].add(record.job_id)
+    newest = {job_id: lineage[-1] for lineage in run.lineages() for job_id in lineage}  # of jobs that were extended
     reason = "field 'custom_id': this run has it with another prompt or sampling; use a new custom_id or a new run"
     kept, rejects = [], []
     for line_number, group in groupby(records, key=lambda record: record.line_number):
         choices = list(group)
-        custom_id, job_ids = choices[0].job.custom_id, {record.job_id for record in choices}
+        custom_id = choices[0].job.custom_id
+        job_ids = {newest.get(record.job_id, record.job_id) for record in choices}
         if known.get(custom_id, job_ids) == job_ids:
             kept += choices
         else:

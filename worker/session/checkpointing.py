@@ -46,6 +46,14 @@ class Checkpointing:
         self._writer.flush(seconds)
         self._writer.check()
 
+    def keep(self, job: RunningJob, seconds: float) -> None:
+        """Write all that there is of a job that has ended, as far as `seconds` allow: it may go on some day."""
+        self._put_tokens(job, is_released=True)
+        if self._num_new_positions(job) > 0:
+            self._put_state(job)
+        self._writer.flush(seconds)
+        self._writer.check()
+
     def close(self, job: RunningJob) -> None:
         """Write no more of a job: nothing is under way for it when this returns."""
         self._writer.close(job.job_id)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.store import CheckpointStore, State
 from jobs.run.results import success_line
 from jobs.run.run import Run
@@ -32,7 +33,7 @@ from worker.session.checkpointing import Checkpointing
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from worker.stopping import text_of
+from worker.stopping import LENGTH, text_of
 from worker.target.finite import NOT_FINITE
 from worker.target.loading import resolve_device
 from worker.target.step_costs import step_costs_of
@@ -54,7 +55,7 @@ class WorkerSession:
         counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
         self._config = config
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
-        self._checkpoints = CheckpointStore(self._run.store)
+        self._checkpoints, self._kept_logs = CheckpointStore(self._run.store), KeptLogs(self._run.store)
         self._codec = TextCodec(files)
         target = TargetModel.load(
             files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
@@ -97,6 +98,8 @@ class WorkerSession:
         while self._running and time.monotonic() < deadline and not self._must_drain:
             self._step()
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
+                if self._is_kept(job):
+                    self._checkpointing.keep(job, self._config.grace_seconds)
                 self._drop([job.job_id])
                 if job.sequence.error is not None:
                     refused.append((job.job_id, NOT_FINITE, job.sequence.error))
@@ -190,11 +193,18 @@ class WorkerSession:
             self.engine.counters.num_stale_attempt_rejections += 1
             failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
             return
+        if job.sequence.finish_reason == LENGTH:  # it may be extended: before its result says that it is there
+            self._kept_logs.write(job.job_id, job.sequence.output_ids.astype("uint32"))
         self._run.write_result(job.job_id, self._result_line(job))
-        self._checkpoints.clear(job.job_id)
+        if not self._is_kept(job):
+            self._checkpoints.clear(job.job_id)
         finished.append(job.progress)
         reason = job.sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
+
+    def _is_kept(self, job: RunningJob) -> bool:
+        """Whether a finished job's checkpoints stay."""
+        return self._config.keep_state and job.sequence.finish_reason == LENGTH
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids

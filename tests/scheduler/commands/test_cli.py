@@ -17,7 +17,7 @@ from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, ref
 
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
-    runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "cancel"}
+    runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "extend", "cancel", "prune"}
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {
         f"bench {name}" for name in ("decode", "auto", "kernels", "agreement", "checkpoints", "long", "gpu")
@@ -87,6 +87,8 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["doctor", "--device", "cpu", "--attention", "flash"], "--attention flash: a choice of kernels on a GPU"),
         (["submit", "JOBS", "--run", "R", "--colour", "red"], "No such option"),
         (["submit", "JOBS", "--run", "R", "--metrics-port", "70000"], "--metrics-port"),
+        (["extend", "R"], "Missing option '--max-tokens'"),
+        (["extend", "R", "--max-tokens", "0"], "not in the range"),
         (["launch"], "No such command"),
         (["bench", "decode", "--engines", "warp"], "expected some of"),
         (["bench", "decode", "--positions", "many"], "positions"),
@@ -121,9 +123,10 @@ def test_what_is_shown_of_hostile_names_steers_no_terminal(tmp_path: Path) -> No
     assert refusal("tail", hostile, hostile).isprintable()
 
 
-@pytest.mark.parametrize("command", ["status", "tail", "results", "report", "resume", "cancel"])
+@pytest.mark.parametrize("command", ["status", "tail", "results", "report", "resume", "cancel", "extend", "prune"])
 def test_a_folder_without_a_run_is_named(command: str, tmp_path: Path) -> None:
-    args = [command, str(tmp_path), *(["a"] if command == "tail" else [])]
+    more = {"tail": ["a"], "extend": ["--max-tokens", "9"]}
+    args = [command, str(tmp_path), *more.get(command, [])]
     line = refusal(*args)
     assert "no run at" in line
     assert str(tmp_path) in line

@@ -39,7 +39,7 @@ def test_a_run_goes_on_with_its_own_engine_unless_another_one_is_asked_for(run: 
 
 
 def test_the_options_reach_the_workers(run: Run) -> None:
-    names = {"checkpoint": "tokens", "checkpoint_tokens": 7, "checkpoint_seconds": 0.5}
+    names = {"checkpoint": "tokens", "checkpoint_tokens": 7, "checkpoint_seconds": 0.5, "keep_state": True}
     settings = make_settings(num_workers=2, num_slots=3, grace_seconds=4.0, store_retry_seconds=9.0, **names)
     assert (settings.num_workers, settings.num_slots) == (2, 3)
     config = launch._engine_config(run.manifest, settings)

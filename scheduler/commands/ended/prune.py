@@ -1,0 +1,23 @@
+"""The command `prune`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("run_uri", metavar="RUN")
+@click.option("--state", is_flag=True, help="Only the caches that --keep-state has kept.")
+@click.option("--logs", is_flag=True, help="Only the token logs. [default: both]")
+def prune(run_uri: str, state: bool, logs: bool) -> None:
+    """Drop what a run keeps of finished jobs. Results stay; without its token log a job can't be extended any more.
+
+    \b
+    Example:
+      swiftbatch prune my-run --state
+    """
+    from jobs.run.run import Run
+    from scheduler.runs.kept import prune
+
+    is_all = not (state or logs)
+    click.echo(prune(Run.open(run_uri), logs=logs or is_all, state=state or is_all))

@@ -1,0 +1,127 @@
+"""Take jobs on that ended at their `max_tokens`: the same job with more of them goes on from the tokens that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jobs.checkpoints.inheritance import inherit
+from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.checkpoints.store import AttemptRecord, CheckpointStore, TokenIds
+from jobs.checkpoints.token_log import DamagedFileError
+from jobs.job import JobRecord
+from jobs.run.results import tokens_sha256
+from metrics.report.attempts import parsed_history
+from scheduler.driver.hold import Hold
+from worker.caches.room import KVRoom, KVRoomError
+from worker.model.files import ModelFiles
+
+Line = dict[str, Any]
+
+
+class NotExtendedError(ValueError):
+    """A job can't be taken on; the text says why."""
+
+
+@dataclass
+class Extension:
+    """The jobs that go on, in their longer form, the tokens they have, and those that do not, by name with a reason."""
+
+    records: list[JobRecord] = field(default_factory=list)
+    num_tokens: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+def extend_jobs(
+    hold: Hold, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
+) -> Extension:
+    """Have jobs go on to `max_tokens` tokens: those of these `custom_ids`, or for none of them all that ended so.
+
+    Each becomes a job of its own, which takes the place of the shorter one. Its checkpoint is written first, then all
+    are added at once: killed before that, nothing has changed, and afterwards they go on as any job. Raises StoreError,
+    RunTakenError.
+    """
+    run, found = hold.epoch.run, Extension()
+    kept = KeptLogs(run.store)
+    for record, line in run.output_lines():
+        if custom_ids and record.job.custom_id not in custom_ids:
+            continue
+        try:
+            if not _is_due(record, line, max_tokens, is_named=bool(custom_ids)):
+                continue
+            assert line is not None  # `_is_due` has looked
+            token_ids = _tokens(kept, record, line)
+            longer = _longer(record, max_tokens, files)
+            if room is not None:
+                room.refuse_too_long(longer.max_length)
+        except (NotExtendedError, KVRoomError) as error:
+            found.refused.append((record.job.name, str(error)))
+            continue
+        inherit(run.store, longer.job_id, record.job_id, _history(line), token_ids)
+        found.records.append(longer)
+        found.num_tokens += len(token_ids)
+    hold.epoch.check()
+    run.add_jobs(found.records)
+    checkpoints = CheckpointStore(run.store)
+    for longer in found.records:  # which has it all
+        assert longer.supersedes is not None
+        kept.delete(longer.supersedes)
+        checkpoints.clear(longer.supersedes)
+    return found
+
+
+def _is_due(record: JobRecord, line: Line | None, max_tokens: int, *, is_named: bool) -> bool:
+    """Whether a job is to go on. Raises NotExtendedError where its user should hear that it does not."""
+    own = record.job.sampling.max_tokens
+    if line is None:
+        if own < max_tokens:
+            raise NotExtendedError(f"it has not ended; extend it when it has its {own} tokens")
+        return False  # extended before: it goes on in any case
+    if line["error"] is not None:
+        if is_named:
+            code = line["error"]["code"]
+            raise NotExtendedError(f"it has no result ({code}); `swiftbatch resume --retry-failed` runs it again")
+        return False
+    if own >= max_tokens:
+        if is_named and own > max_tokens:
+            raise NotExtendedError(f"--max-tokens: found {max_tokens}, expected more than the {own} that it may have")
+        return False
+    reason = line["response"]["body"]["choices"][0]["finish_reason"]
+    # a line may have choices of both kinds
+    if reason != "length" and is_named and record.job.num_choices == 1:
+        raise NotExtendedError(
+            f"it ended with finish_reason {reason!r}, expected 'length': there is nothing to go on to"
+        )
+    return bool(reason == "length")
+
+
+def _tokens(kept: KeptLogs, record: JobRecord, line: Line) -> TokenIds:
+    """All tokens of a finished job, which are surely those of its result. Raises NotExtendedError."""
+    try:
+        token_ids = kept.read(record.job_id)
+    except DamagedFileError as error:
+        raise NotExtendedError(
+            f"its tokens are not kept: {error}; a run keeps them unless `swiftbatch prune` has dropped them"
+        ) from None
+    if tokens_sha256(token_ids) != line["response"]["body"]["choices"][0].get("token_ids_sha256"):
+        raise NotExtendedError("the kept token log is not that of its result")
+    return token_ids
+
+
+def _longer(record: JobRecord, max_tokens: int, files: ModelFiles) -> JobRecord:
+    """The same job with more tokens. Raises NotExtendedError where the model's positions end before."""
+    num_positions = record.num_prompt_tokens + max_tokens
+    if num_positions > files.max_positions:
+        raise NotExtendedError(
+            f"prompt ({record.num_prompt_tokens} tokens) and --max-tokens ({max_tokens}) need {num_positions} "
+            f"positions, expected at most the model's {files.max_positions}"
+        )
+    sampling = record.job.sampling.model_copy(update={"max_tokens": max_tokens})
+    job = record.job.model_copy(update={"sampling": sampling})
+    return replace(record, job_id=job.job_id(files.fingerprint), job=job, supersedes=record.job_id)
+
+
+def _history(line: Line) -> Sequence[AttemptRecord]:
+    """The attempts that made the result, at least one: they go on as those of the longer job."""
+    return parsed_history(line["response"]["body"]["metrics"].get("attempts")) or [AttemptRecord(attempt=1)]

@@ -1,0 +1,64 @@
+"""What a run keeps of jobs that have ended, so that `extend` can take them on: how much, and how it is dropped."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.run.records import RunState
+from jobs.run.run import Run
+from jobs.run.run_files import NUM_READERS
+from jobs.storage.store import Store
+from scheduler.display.summary import counted
+from scheduler.driver.backlog import count_jobs
+from scheduler.driver.hold import Hold
+
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Token logs and states of jobs that have ended: the bytes of each, by job id."""
+
+    logs: dict[str, int]
+    states: dict[str, int]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{counted(len(sizes), what)} ({sum(sizes.values()):,} bytes)"
+            for sizes, what in ((self.logs, "token log"), (self.states, "job state"))
+            if sizes
+        )
+
+
+def kept_of(run: Run) -> Kept:
+    """What is kept. A checkpoint of a job that may still go on by itself is no part of it. Raises StoreError."""
+    found = set(run.store.list(FOLDER))
+    if found:  # what failed or was cancelled may be run again, from its checkpoint
+        found -= set(run.job_ids()) - run.ended()[0]
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        states = dict(zip(sorted(found), pool.map(lambda job_id: _size(run.store, job_id), sorted(found)), strict=True))
+    return Kept(KeptLogs(run.store).sizes(), states)
+
+
+def prune(run: Run, *, logs: bool, state: bool) -> str:
+    """Drop kept token logs, states or both; returns a line for the user. Raises RunTakenError, StoreError."""
+    before = run.progress()
+    with Hold(run) as hold:
+        kept = kept_of(run)
+        dropped = Kept(kept.logs if logs else {}, kept.states if state else {})
+        if logs:
+            KeptLogs(run.store).clear()
+        for job_id in dropped.states:
+            run.store.delete_folder(f"{FOLDER}/{job_id}")
+        ended: RunState = before.state if before and before.state in ("finished", "cancelled") else "finished"
+        hold.end("interrupted" if count_jobs(run)["pending"] else ended)
+    num_bytes = sum(dropped.logs.values()) + sum(dropped.states.values())
+    return f"freed {num_bytes:,} bytes: {dropped}" if num_bytes else "nothing to drop: 0 bytes freed"
+
+
+def _size(store: Store, job_id: str) -> int:
+    """The bytes of all checkpoints of a job."""
+    folders = [f"{FOLDER}/{job_id}/{attempt}" for attempt in store.list(f"{FOLDER}/{job_id}")]
+    return sum(size or 0 for folder in folders for size in store.sizes(folder).values())

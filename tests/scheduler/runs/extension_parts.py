@@ -1,0 +1,38 @@
+"""Extending jobs of a run that sessions on the tiny model work on, for tests of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+
+from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.job import JobRecord
+from jobs.run.results import success_line
+from jobs.run.run import Run
+from scheduler.driver.hold import Hold
+from scheduler.runs.extension import Extension, extend_jobs
+from tests.worker.session.session_parts import claimed, session, to_the_end
+from worker.model.files import locate_model
+
+
+def extend(run: Run, model: Path, max_tokens: int, custom_ids: Collection[str] = ()) -> Extension:
+    with Hold(run) as hold:
+        return extend_jobs(hold, max_tokens, custom_ids, locate_model(str(model)), None)
+
+
+def run_all(run: Run, model: Path, **changes: object) -> None:
+    """Have a new worker run what has no result."""
+    worker = session(run, model, **changes)
+    to_the_end(worker, *(claimed(run, record) for record, line in run.output_lines() if line is None))
+
+
+def finish(run: Run, record: JobRecord, reason: str = "length", num_tokens: int | None = None) -> None:
+    """Write the result of a job, and keep its tokens, as a worker does; the tokens are 0, 1, 2 and so on."""
+    ids = np.arange(record.job.sampling.max_tokens if num_tokens is None else num_tokens, dtype=np.uint32)
+    text = f"{len(ids)} tokens of {record.job.name}"
+    line = success_line(record, "r", text, reason, model="tiny", token_ids=ids, metrics={"num_drafts": 1})
+    if reason == "length":
+        KeptLogs(run.store).write(record.job_id, ids)
+    assert run.write_result(record.job_id, line)

@@ -1,0 +1,159 @@
+"""A job that is extended has the tokens that it would have had with the larger limit from the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.input.job_line import JobLine
+from jobs.job import JobRecord
+from jobs.run.run import Run
+from tests.scheduler.runs.extension_parts import extend, run_all
+from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
+from worker.drafters.catalogue import ENGINES
+from worker.model.files import locate_model
+from worker.model.text import TextCodec
+
+FIRST, LONGER = 90, 200
+DRAWN = {
+    "frequency_penalty": 0.3,
+    "presence_penalty": -0.4,
+    "logit_bias": {"17": 3.0, "40": -100},
+    "min_tokens": FIRST,
+    "bad_words": ["the", "the quick"],
+}
+
+
+def job(max_tokens: int, **drawn: object) -> JobRecord:
+    return record("fox", max_tokens, {**DRAWN, **drawn})
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
+    """The digest of the job that has the larger limit from the start."""
+    run, single = make_run(tmp_path_factory.mktemp("at-once") / "run"), job(LONGER)
+    run.add_jobs([single])
+    run_all(run, tiny_model, engine="autoregressive")
+    assert body(run, single)["usage"]["completion_tokens"] == LONGER
+    return digest(run, single)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = make_run(tmp_path / "run")
+    run.add_jobs([job(FIRST)])
+    return run
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("keep_state", [True, False], ids=["state kept", "tokens kept"])
+def test_with_every_engine_also_killed_midway_the_tokens_are_those_of_one_run(
+    run: Run, tiny_model: Path, at_once: str, engine: str, keep_state: bool
+) -> None:
+    run_all(run, tiny_model, engine=engine, keep_state=keep_state, checkpoint="tokens")
+    assert any(run.store.list(f"checkpoints/{job(FIRST).job_id}")) == keep_state
+    found = extend(run, tiny_model, LONGER)
+    assert (len(found.records), found.num_tokens, found.refused) == (1, FIRST, [])
+    assert run.jobs() == found.records
+    [longer] = found.records
+    killed = session(run, tiny_model, engine=engine)
+    had = until(killed, longer, FIRST + 20, claimed(run, longer))
+    del killed  # without a word
+    assert FIRST + 20 <= had < LONGER
+    run_all(run, tiny_model, engine=engine)
+    assert digest(run, longer) == at_once
+    attempts = body(run, longer)["metrics"]["attempts"]
+    first, *recovered = [attempt["resume"] and attempt["resume"]["num_recovered_tokens"] for attempt in attempts]
+    assert (first, recovered[0]) == (None, FIRST)
+    assert FIRST <= recovered[1] <= had
+
+
+def test_a_kept_state_is_loaded_and_not_computed_again(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.target.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
+    run_all(run, tiny_model, keep_state=True, checkpoint="tokens")
+    [longer] = extend(run, tiny_model, LONGER).records
+    assert run.store.list(f"checkpoints/{job(FIRST).job_id}") == []
+    run_all(run, tiny_model)
+    resume = body(run, longer)["metrics"]["attempts"][1]["resume"]
+    assert (resume["kind"], resume["num_loaded_positions"] >= FIRST) == ("kv", True)
+    assert run.store.list("checkpoints") == []
+
+
+def test_the_tokens_are_kept_before_a_result_says_that_the_job_has_ended_and_only_where_it_may_go_on(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write = make_run(tmp_path / "run"), Run.write_result
+    run.add_jobs([record("fox", 20), record("dog", 20, {"stop": ["a", "e", "i", "o", "u", "t", " "]})])
+    kept: dict[str, bool] = {}
+
+    def written(run: Run, job_id: str, line: dict[str, Any]) -> bool:
+        kept.setdefault(line["custom_id"], job_id in KeptLogs(run.store).sizes())
+        return write(run, job_id, line)
+
+    monkeypatch.setattr(Run, "write_result", written)
+    run_all(run, tiny_model)
+    reasons = {job.job.custom_id: body(run, job)["choices"][0]["finish_reason"] for job in run.jobs()}
+    assert reasons == {"fox": "length", "dog": "stop"}
+    assert kept == {"fox": True, "dog": False}
+
+
+def test_a_second_extend_goes_on_behind_the_first(run: Run, tiny_model: Path, at_once: str) -> None:
+    for max_tokens in (FIRST, FIRST + 1, 150, LONGER):
+        extend(run, tiny_model, max_tokens)
+        run_all(run, tiny_model)
+    [newest] = run.jobs()
+    assert digest(run, newest) == at_once
+    [lineage] = run.lineages()
+    assert (lineage[0], lineage[-1], len(lineage)) == (job(FIRST).job_id, newest.job_id, 4)
+    assert KeptLogs(run.store).sizes().keys() == {newest.job_id}
+
+
+def test_a_stop_text_across_the_seam_ends_the_job_as_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    plain, parted, single = (make_run(tmp_path / name) for name in ("plain", "parted", "single"))
+    plain.add_jobs([job(LONGER)])
+    run_all(plain, tiny_model)
+    token_ids = KeptLogs(plain.store).read(job(LONGER).job_id).tolist()
+    text = TextCodec(locate_model(str(tiny_model))).decode(token_ids[FIRST - 4 : FIRST + 5]).strip("\ufffd")
+    for run, max_tokens in ((parted, FIRST), (single, LONGER)):
+        run.add_jobs([job(max_tokens, stop=text, min_tokens=FIRST - 1)])
+        run_all(run, tiny_model)
+    assert body(parted, parted.jobs()[0])["choices"][0]["finish_reason"] == "length"
+    extend(parted, tiny_model, LONGER)
+    run_all(parted, tiny_model)
+    choices = [body(run, run.jobs()[0])["choices"] for run in (parted, single)]
+    assert choices[0] == choices[1]
+    assert choices[0][0]["finish_reason"] == "stop"
+    assert extend(parted, tiny_model, LONGER + 9).records == []
+
+
+def test_choices_are_extended_and_their_line_is_written_anew(tmp_path: Path, tiny_model: Path) -> None:
+    def records(max_tokens: int) -> list[JobRecord]:
+        sampling = {"seed": 5, "ignore_eos": True}
+        line = JobLine("fox", ("the quick brown fox",), None, None, sampling, 3, max_tokens)
+        return [JobRecord(job.job_id("f"), job, 1, 5) for job in line.jobs([max_tokens])]
+
+    def line(run: Run) -> list[tuple[int, str]]:
+        run.write_output()
+        [found] = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
+        choices = found["response"]["body"]["choices"]
+        return [(each["usage"]["completion_tokens"], each["token_ids_sha256"]) for each in choices]
+
+    run, single = make_run(tmp_path / "run"), make_run(tmp_path / "single")
+    for each, max_tokens in ((run, FIRST), (single, LONGER)):
+        each.add_jobs(records(max_tokens))
+        run_all(each, tiny_model)
+    shorter = line(run)
+    extend(run, tiny_model, LONGER, ["fox"])
+    assert line(run) == shorter
+    longer = run.jobs()
+    assert [record.job.name for record in longer] == ["fox[0]", "fox[1]", "fox[2]"]
+    to_the_end(session(run, tiny_model), claimed(run, longer[1]))
+    assert line(run) == [shorter[0], line(single)[1], shorter[2]]
+    run_all(run, tiny_model)
+    assert line(run) == line(single)

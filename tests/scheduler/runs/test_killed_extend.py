@@ -1,0 +1,131 @@
+"""An `extend` that is killed between any two of its changes to a run has lost nothing, and is in nobody's way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Run
+from scheduler.driver import takeover
+from scheduler.driver.backlog import load_queue
+from scheduler.driver.takeover import RunTakenError
+from scheduler.process.identity import own_key
+from scheduler.runs.kept import kept_of, prune
+from tests.scheduler.commands.command_parts import job, write_jobs
+from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.runs.extension_parts import extend, finish
+from tests.scheduler.runs.test_killed_submit import Files, States, put
+
+NAMES = ["a", "b[0]", "b[1]"]
+MOMENTS = 30  # the least number of them
+
+
+def ended_run(uri: str, folder: Path, model: Path) -> Run:
+    """Two lines, three jobs, each of which ended with 20 tokens; job a has a state that was kept."""
+    path = write_jobs(folder / "jobs.jsonl", job("a"), job("b", n=2))
+    run = submit_file(path, uri, model=str(model)).run
+    for record in run.jobs():
+        finish(run, record)
+    CheckpointStore(run.store).claim(run.jobs()[0].job_id, "w1")
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
+    return ended_run(str(tmp_path / "run"), tmp_path, tiny_model)
+
+
+@contextlib.contextmanager
+def as_a_process_that_is_no_more() -> Iterator[pytest.MonkeyPatch]:
+    key = own_key()
+    assert key is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(takeover, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
+        yield patch
+
+
+def lengths(run: Run) -> list[int]:
+    """The tokens of each choice of each line of the output."""
+    bodies = [line["response"]["body"] for line in run.joined_lines()]
+    return [choice.get("usage", body["usage"])["completion_tokens"] for body in bodies for choice in body["choices"]]
+
+
+def check(uri: str, model: Path, max_tokens: int) -> None:
+    """Nothing is lost: all jobs have their lines, and go on from their 20 tokens when it is said again."""
+    run = Run.open(uri)
+    assert lengths(run) == [20, 20, 20]
+    extend(run, model, max_tokens)
+    queue = load_queue(run, 5)
+    assert sorted(record.job.name for job_id in queue.unfinished() if (record := queue.record(job_id))) == NAMES
+    for job_id in queue.unfinished():
+        record = queue.record(job_id)
+        assert record is not None
+        assert queue.num_reported_tokens(job_id) == 20
+        assert CheckpointStore(run.store).attempts(job_id) == 1
+        finish(run, record)
+    extend(run, model, max_tokens)
+    assert lengths(run) == [max_tokens] * 3
+    assert [record.job.name for record in run.jobs()] == NAMES
+    assert [record.line_number for record in run.jobs()] == [1, 2, 2]
+
+
+def test_a_kill_at_every_moment_of_extend_loses_nothing_and_the_same_command_completes_it(
+    run: Run, tmp_path: Path, tiny_model: Path
+) -> None:
+    states = States()
+    with as_a_process_that_is_no_more() as patch:
+        states.watch_disk(Path(run.store.uri), patch)
+        extend(run, tiny_model, 30)
+    moments: list[Files] = list(states.seen.values())
+    assert len(moments) >= MOMENTS
+    for number, files in enumerate(moments):
+        put(files, f"{tmp_path}/copy-{number}")
+        check(f"{tmp_path}/copy-{number}", tiny_model, 30)
+
+
+def test_another_limit_after_a_kill_before_the_jobs_were_added_takes_them_there(run: Run, tiny_model: Path) -> None:
+    with as_a_process_that_is_no_more() as patch:
+        patch.setattr(Run, "add_jobs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            extend(run, tiny_model, 30)
+    check(run.store.uri, tiny_model, 25)
+
+
+def test_in_an_object_store_jobs_go_on_as_well_and_what_is_kept_is_dropped(
+    s3_uri: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    run = ended_run(f"{s3_uri}/run", tmp_path, tiny_model)
+    assert len(kept_of(run).states) == 1
+    check(f"{s3_uri}/run", tiny_model, 30)
+    for record in run.jobs():
+        assert CheckpointStore(run.store).attempts(record.job_id) == 1  # finished here by no worker, which clears it
+    assert prune(run, logs=True, state=True).startswith("freed ")
+    assert (kept_of(run).logs, kept_of(run).states) == ({}, {})
+
+
+def test_of_two_at_once_one_extends_and_the_other_is_refused(run: Run, tiny_model: Path) -> None:
+    ends: list[object] = []
+    start = threading.Barrier(2)
+
+    def one(max_tokens: int) -> None:
+        start.wait()
+        try:
+            ends.append(len(extend(Run.open(run.store.uri), tiny_model, max_tokens).records))
+        except RunTakenError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=one, args=(max_tokens,)) for max_tokens in (30, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.job.name for record in run.jobs()] == NAMES
+    assert len({record.job.sampling.max_tokens for record in run.jobs()}) == 1
+    assert ends.count(3) == 1  # the other one was refused, or came later and found jobs that have not ended
