@@ -85,7 +85,11 @@ def _slug(custom_id: str) -> str:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job of a run: its `job_id`, where it stood in the file (lines from 1) and how many tokens its prompt has."""
+    """A job of a run: its `job_id`, where it stood and how many tokens its prompt has.
+
+    `line_number` (from 1) counts the lines of all files that were submitted with it, in their order: of two jobs of one
+    length the one with the lower number runs first. The order of the output is that of the run's tables of jobs.
+    """
 
     job_id: str
     job: Job
