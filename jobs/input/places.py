@@ -95,14 +95,12 @@ def _on_disk(pattern: str) -> list[str]:
 
 def _in_store(pattern: str) -> list[str]:
     folder, name = split(pattern)
-    if not glob.has_magic(name):
-        return [pattern]  # what looks like one is in its query
-    if glob.has_magic(folder.partition("?")[0]):
+    store, is_of_folders = Store(folder), glob.has_magic(folder.partition("?")[0])
+    if store.exists(name) or not (is_of_folders or glob.has_magic(name)):
+        return [pattern]
+    if is_of_folders:
         raise InputFileError(f"cannot look for {shown_uri(pattern)}: expected '*' behind the last '/' alone")
-    store = Store(folder)
-    names = [each for each in store.list("") if each == name] or [
-        each for each in store.list("") if fnmatchcase(each, name) and store.exists(each)
-    ]
+    names = [each for each in store.list("") if fnmatchcase(each, name) and store.exists(each)]
     return [joined(folder, quote(each) if _scheme(folder) == "file" else each) for each in names]
 
 
