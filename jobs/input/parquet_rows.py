@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
-import numpy as np
-
 from jobs.input.columns import FIELDS, Columns, with_text_id
 from jobs.input.input_file import InputFileError
 from jobs.input.lines import LineError, parse_json
@@ -106,6 +104,8 @@ def _fields(
 def _value(name: str, value: Any, is_short: bool) -> Any:
     """A field as JSON would have it. Raises LineError."""
     if value is not None and is_short:
+        import numpy as np  # `status` reads no tables, and needs none of it
+
         value = float(str(np.float32(value)))  # 0.8 as it was written, not 0.800000011920929
     plain = _plain(value)
     if name in OBJECTS and isinstance(plain, str):
