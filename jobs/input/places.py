@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from tempfile import NamedTemporaryFile
+from typing import IO
 from urllib.parse import quote, urlsplit
 
 from jobs.input.input_file import STANDARD_INPUT, InputFileError, shown_input
@@ -46,11 +47,7 @@ def at_hand(place: str) -> Iterator[tuple[str, str]]:
         yield _path_of(place), name
         return
     with NamedTemporaryFile() as copy:
-        folder, file = split(place)
-        is_there = Store(folder).copy_to(file, copy) if _scheme(place) in OURS else copy_foreign(place, copy)
-        if not is_there:
-            raise InputFileError(f"cannot read the job file {name}: found none there; expected a JSONL or Parquet file")
-        copy.flush()
+        _copy(place, name, copy)
         yield copy.name, name
 
 
@@ -65,6 +62,21 @@ def joined(folder_uri: str, path: str) -> str:
     """The URI of a path below a folder; what follows a '?' stays at the end."""
     place, mark, query = folder_uri.partition("?") if "://" in folder_uri else (folder_uri, "", "")
     return f"{place.rstrip('/')}/{path}{mark}{query}"
+
+
+def _copy(place: str, name: str, target: IO[bytes]) -> None:
+    """Copy a file that is elsewhere. Raises InputFileError, StoreError."""
+    folder, file = split(place)
+    try:
+        is_there = Store(folder).copy_to(file, target) if _scheme(place) in OURS else copy_foreign(place, target)
+        target.flush()
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise InputFileError(
+            f"cannot copy the job file {name} to a temporary file: {problem}; make room there"
+        ) from None
+    if not is_there:
+        raise InputFileError(f"cannot read the job file {name}: found none there; expected a JSONL or Parquet file")
 
 
 def _path_of(uri: str) -> str:

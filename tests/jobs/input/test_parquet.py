@@ -74,9 +74,20 @@ def test_types_of_tables_are_those_of_lines(tmp_path: Path) -> None:
     assert (second.sampling["temperature"], second.sampling["seed"], second.max_tokens) == (1.0, 2, 6)
 
 
+def test_a_struct_says_what_is_not_null_in_it(tmp_path: Path) -> None:
+    bias = pa.array([{"17": 2.5, "18": None}, {"17": None, "18": -1.0}])
+    columns = {"custom_id": ["a", "b"], "prompt": TEXTS[:2], "logit_bias": bias}
+    lines, rejects = read(write(tmp_path / "jobs.parquet", columns))
+    assert rejects == []
+    assert [dict(line.sampling["logit_bias"]) for line in lines] == [{17: 2.5}, {18: -1.0}]
+
+
 def test_messages_and_bodies_are_structs_or_json(tmp_path: Path) -> None:
     chats = [CHAT["messages"], [{"role": "assistant", "content": None, "name": "Ann"}, *CHAT["messages"]]]
-    structs = pa.array(chats, pa.list_(pa.struct({name: pa.string() for name in ("role", "content", "name")})))
+    # all structs of a column have the same fields: `weight` is no field of a message, and null in each
+    structs = pa.array(
+        chats, pa.list_(pa.struct({name: pa.string() for name in ("role", "content", "name", "weight")}))
+    )
     text = pa.array([json.dumps(chat) for chat in chats])
     ids = {"custom_id": ["a", "b"], "max_tokens": [5, 5]}
     as_structs, rejects = read(write(tmp_path / "structs.parquet", ids | {"messages": structs}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setitem(_registry, "hf", Hub)
     yield Hub()
     Hub.store.clear()
+
+
+def test_a_copy_that_has_no_room_is_refused_in_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hub.pipe("/datasets/org/name/x.jsonl", b"{}")
+    monkeypatch.setattr("jobs.input.places.copy_foreign", full)
+    line = refused("hf://datasets/org/name/x.jsonl")
+    assert line.endswith("x.jsonl to a temporary file: No space left on device; make room there")
 
 
 def test_data_sets_on_a_hub_are_read(folder: Path, hub: Hub) -> None:
