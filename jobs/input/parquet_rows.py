@@ -15,6 +15,7 @@ from jobs.input.request_fields import is_of_others
 
 MAGIC = b"PAR1"
 NUM_ROWS_AT_ONCE = 256
+BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
 OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs")  # these may be JSON text
 INDEX = re.compile(r"__index_level_\d+__")  # that pandas writes beside the columns
 
@@ -32,7 +33,7 @@ def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
 
     try:
         # without threads: pyarrow's may still be starting when a refused command ends, and abort the process
-        source = parquet.ParquetFile(file, pre_buffer=False)
+        source = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER_BYTES)
         pairs, passed_over = _chosen(source.schema_arrow.names, name, columns)
         short = {column for _, column in pairs if _is_short_float(source.schema_arrow.field(column).type)}
         names = sorted({column for _, column in pairs})

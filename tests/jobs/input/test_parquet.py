@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pyarrow import parquet
 from jobs.input.columns import Columns
 from jobs.input.input_file import InputFileError
 from jobs.input.job_line import JobLine
+from jobs.input.parquet_rows import parquet_rows
 from jobs.input.reader import JobReader, Reject, read_jobs
 from tests.jobs.input.job_lines import CHAT
 
@@ -189,6 +191,19 @@ def test_data_that_is_cut_off_or_damaged_is_refused_in_one_line_or_read(tmp_path
     )
     with suppress(InputFileError):
         read(path)
+
+
+def test_a_long_column_is_read_a_piece_at_a_time(tmp_path: Path) -> None:
+    texts = pa.array([os.urandom(500).hex() for _ in range(40_000)])
+    parquet.write_table(pa.table({"prompt": texts}), tmp_path / "x", compression="none", use_dictionary=False)
+    num_bytes = (tmp_path / "x").stat().st_size
+    tracemalloc.start()
+    try:
+        with (tmp_path / "x").open("rb") as file:
+            assert sum(1 for _ in parquet_rows(file, "x", Columns())) == len(texts)
+        assert tracemalloc.get_traced_memory()[1] < num_bytes / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_many_rows_are_read_soon(tmp_path: Path) -> None:
