@@ -85,8 +85,10 @@ def _slug(custom_id: str) -> str:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job of a run: its `job_id`, where it stood in the file (lines from 1) and how many tokens its prompt has.
+    """A job of a run: its `job_id`, where it stood and how many tokens its prompt has.
 
+    `line_number` (from 1) counts the lines of all files that were submitted with it, in their order: of two jobs of one
+    length the one with the lower number runs first. The order of the output is that of the run's tables of jobs.
     `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file.
     """
 

@@ -38,8 +38,8 @@ def odd_kind(mode: int) -> str | None:
 
 
 @contextmanager
-def open_input(path: str) -> Iterator[BufferedReader]:
-    """The uncompressed bytes of a job file; `-` is standard input. A pipe is waited for.
+def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
+    """The uncompressed bytes of a job file; `-` is standard input. A pipe is waited for. Errors call it `name`.
 
     Raises InputFileError, also while it is read from: for what is absent, a folder, a socket or a device (which may
     have no end), and for compressed data that is damaged or cut off.
@@ -62,7 +62,7 @@ def open_input(path: str) -> Iterator[BufferedReader]:
         if codec is not None:
             problem = f"its {codec} data is damaged or cut off: {problem}"
         raise InputFileError(
-            f"cannot read the job file {shown_input(path)}: {problem}; expected a JSONL file"
+            f"cannot read the job file {name or shown_input(path)}: {problem}; expected a JSONL or Parquet file"
         ) from None
 
 

@@ -34,12 +34,20 @@ class LineError(ValueError):
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object of one line, in which no name is given twice. Raises `LineError`.
+    """The JSON object of one line, as `parse_json` reads it. Raises `LineError`."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise LineError(f"found {shown(value)}, expected a JSON object")
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value, in which no name is given twice. Raises `LineError`.
 
     NaN and Infinity pass here: no field takes them, and the refusal can then name the field.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_names)
+        return json.loads(text, object_pairs_hook=_unique_names)
     except json.JSONDecodeError as error:
         raise LineError(f"not JSON: {error.msg} at column {error.colno}, expected one object on the line") from None
     except RecursionError:
@@ -48,9 +56,6 @@ def parse_object(text: str) -> dict[str, Any]:
         raise
     except ValueError:  # Python refuses to convert numbers of thousands of digits
         raise LineError("not readable: found a number of thousands of digits, expected ordinary numbers") from None
-    if not isinstance(value, dict):
-        raise LineError(f"found {shown(value)}, expected a JSON object")
-    return value
 
 
 def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:

@@ -1,14 +1,22 @@
-"""Read a job file: one JSON object a line, in either input form. A bad line is a reject and never stops the others."""
+"""Read job files: one JSON object a line, or Parquet, in either input form. A bad line never stops the others."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
+from tempfile import TemporaryFile
+from typing import IO, Any
 
-from jobs.input.input_file import InputFileError, open_input, shown_input
+from jobs.input.columns import Columns
+from jobs.input.input_file import STANDARD_INPUT, InputFileError, open_input, shown_input
 from jobs.input.job_line import JobLine
 from jobs.input.lines import LineError, line_from_object, parse_object
+from jobs.input.parquet_rows import MAGIC, Row, parquet_rows
 from jobs.input.reasons import shown
 from jobs.job import MAX_CUSTOM_ID
 
@@ -16,60 +24,147 @@ MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
 MAX_REJECTS = 1_000_000  # are kept in memory; a small compressed file may hold any number
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PARQUET_SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True)
 class Reject:
-    """A line that is no job: its number (from 1), its `custom_id` where it could be read, and the reason."""
+    """A line that is no job: its number (from 1), its `custom_id` where it could be read, and the reason.
+
+    `file` is its file's name where there were several.
+    """
 
     line_number: int
     custom_id: str | None
     reason: str
+    file: str | None = None
+
+    @property
+    def place(self) -> str:
+        """`line 7`, or `part-2.jsonl:7`."""
+        return f"line {self.line_number}" if self.file is None else f"{self.file}:{self.line_number}"
+
+
+@dataclass
+class JobReader:
+    """What some files ask for, as one file: `jobs` and `rejects` with numbers that count on from file to file (from 1).
+
+    A line without a seed gets one from `run_seed` and its `custom_id`.
+    """
+
+    run_seed: int
+    columns: Columns = field(default_factory=Columns)
+    is_for_many: bool = False  # files: then places are named with theirs
+    jobs: list[tuple[int, JobLine]] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    _files: list[tuple[int, str]] = field(default_factory=list)  # how many lines are before each, and its name
+    _num_lines: int = 0
+    _first_lines: dict[str, int] = field(default_factory=dict)
+
+    def read(self, path: str, name: str) -> None:
+        """Read a file that errors call `name`. Raises `InputFileError` when it can't be read, see `open_input`."""
+        before = self._num_lines
+        self._files.append((before, name))
+        for line_number, values, passed_over in _rows(path, name, self.columns):
+            self._num_lines = before + line_number
+            try:
+                self._take(values, passed_over)
+            except LineError as error:
+                custom_id = _readable_custom_id(values.get("custom_id")) if isinstance(values, dict) else None
+                self.rejects.append(Reject(self._num_lines, custom_id, str(error)))
+                self._refuse_endless()
+
+    def end(self) -> None:
+        """Raise `InputFileError` if there was nothing but blank lines."""
+        if not self.jobs and not self.rejects:
+            _, name = self._files[0]
+            more = f" and {len(self._files) - 1} more files hold" if len(self._files) > 1 else " holds"
+            raise InputFileError(f"{name}{more} no jobs: found no line with text, expected one JSON object a line")
+
+    def placed(self, reject: Reject) -> Reject:
+        """A reject whose number counts on over all files, with its file and its number there."""
+        if not self.is_for_many:
+            return reject
+        before, name = self._files[bisect_left(self._files, (reject.line_number, "")) - 1]
+        return replace(reject, line_number=reject.line_number - before, file=name)
+
+    def _take(self, values: dict[str, Any] | LineError, passed_over: tuple[str, ...]) -> None:
+        if isinstance(values, LineError):
+            raise values
+        job = line_from_object(values, self.run_seed)
+        first = self._first_lines.setdefault(job.custom_id, self._num_lines)
+        if first != self._num_lines:
+            place = self.placed(Reject(first, None, "")).place.removeprefix("line ")
+            where = place if self.is_for_many else f"line {place}"
+            raise LineError(
+                f"field 'custom_id': found {shown(job.custom_id)} again (first in {where}), expected it once"
+            )
+        if passed_over:
+            job = replace(job, without_effect=(*job.without_effect, *passed_over))
+        self.jobs.append((self._num_lines, job))
+
+    def _refuse_endless(self) -> None:
+        if len(self.rejects) > MAX_REJECTS:
+            first = self.placed(self.rejects[0])
+            raise InputFileError(
+                f"{self._files[-1][1]} is no job file: found over {MAX_REJECTS:,} bad lines, "
+                f"the first is {first.place}: {first.reason}"
+            )
 
 
 def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """What the lines of a file ask for with their numbers (from 1), and its rejects, both in file order.
+    """What the lines of one file ask for with their numbers (from 1), and its rejects, both in file order.
 
-    A line without a seed gets one from `run_seed` and its `custom_id`. Raises `InputFileError` when the file can't be
-    read to its end (see `open_input`), or holds nothing but blank lines.
+    Raises `InputFileError` when the file can't be read to its end, or holds nothing but blank lines.
     """
-    jobs: list[tuple[int, JobLine]] = []
-    rejects: list[Reject] = []
-    first_lines: dict[str, int] = {}
-    for line_number, line in _lines(path):
-        custom_id = None
-        try:
-            values = parse_object(_text(line))
-            custom_id = _readable_custom_id(values.get("custom_id"))
-            job = line_from_object(values, run_seed)
-            _refuse_duplicate(job.custom_id, first_lines)
-        except LineError as error:
-            rejects.append(Reject(line_number, custom_id, str(error)))
-            _refuse_endless(path, rejects)
-        else:
-            first_lines[job.custom_id] = line_number
-            jobs.append((line_number, job))
-    if not jobs and not rejects:
-        raise InputFileError(
-            f"{shown_input(path)} holds no jobs: found no line with text, expected one JSON object a line"
-        )
-    return jobs, rejects
+    reader = JobReader(run_seed)
+    reader.read(path, shown_input(path))
+    reader.end()
+    return reader.jobs, reader.rejects
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes | None]]:
+def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
+    """The lines of a file, or its rows where its first bytes are Parquet's; see `parquet_rows`."""
+    with open_input(path, name) as file:
+        if file.peek(len(MAGIC)).startswith(MAGIC):
+            with _seekable(file, path) as whole:
+                yield from parquet_rows(whole, name, columns)
+            return
+        if name.endswith(PARQUET_SUFFIX):
+            found = "an empty file" if not file.peek(1) else "other first bytes than Parquet's"
+            raise InputFileError(f"cannot read the job file {name}: found {found}; expected a Parquet file")
+        for line_number, line in _lines(file):
+            try:
+                row: Row = (line_number, *columns.applied(parse_object(_text(line))))
+            except LineError as error:
+                row = (line_number, error, ())
+            yield row
+
+
+@contextmanager
+def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
+    """A file that can seek, with the bytes of `file`: a copy, unless it is a plain file on a disk."""
+    if path != STANDARD_INPUT and os.path.isfile(path) and file.seekable():
+        yield file
+        return
+    with TemporaryFile() as copy:
+        shutil.copyfileobj(file, copy)
+        yield copy
+
+
+def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
     """Line numbers and stripped lines that are not blank; None stands for a line that is too long."""
-    with open_input(path) as file:
-        line_number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            line_number += 1
-            if len(line) > MAX_LINE_BYTES:
-                _skip_rest(file, line)
-                yield line_number, None
-                continue
-            if line_number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if stripped := line.strip():
-                yield line_number, stripped
+    line_number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        line_number += 1
+        if len(line) > MAX_LINE_BYTES:
+            _skip_rest(file, line)
+            yield line_number, None
+            continue
+        if line_number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if stripped := line.strip():
+            yield line_number, stripped
 
 
 def _skip_rest(file: BufferedReader, line: bytes) -> None:
@@ -92,18 +187,3 @@ def _readable_custom_id(value: object) -> str | None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
     return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value
-
-
-def _refuse_endless(path: str, rejects: list[Reject]) -> None:
-    if len(rejects) > MAX_REJECTS:
-        first = rejects[0]
-        raise InputFileError(
-            f"{shown_input(path)} is no job file: found over {MAX_REJECTS:,} bad lines, "
-            f"the first is line {first.line_number}: {first.reason}"
-        )
-
-
-def _refuse_duplicate(custom_id: str, first_lines: dict[str, int]) -> None:
-    if custom_id in first_lines:
-        first = first_lines[custom_id]
-        raise LineError(f"field 'custom_id': found {shown(custom_id)} again (first in line {first}), expected it once")

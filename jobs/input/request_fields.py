@@ -79,7 +79,7 @@ def taken_apart(
     """
     left, idle, refused = {}, [], []
     for name, value in values.items():
-        if name in known or not _is_of_others(name):
+        if name in known or not is_of_others(name):
             left[name] = value
         elif value is None or (name in WITHOUT_EFFECT and value is False):
             continue
@@ -90,7 +90,8 @@ def taken_apart(
     return left, tuple(idle), refused
 
 
-def _is_of_others(name: str) -> bool:
+def is_of_others(name: str) -> bool:
+    """Whether lines of other programs may have a field of this name, which has no meaning here."""
     return name in WITHOUT_EFFECT or name in NOT_SUPPORTED or name == "add_special_tokens"
 
 

@@ -33,9 +33,9 @@ MARK = "job-file.json"
 def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
     """Run all job files below a folder, one after the other, each as `submit` would. Skips what was run.
 
-    INBOX is a path, s3:// or gs://; job files are *.jsonl, *.jsonl.gz and *.jsonl.zst. Its file `a/b.jsonl` becomes the
-    run `a/b.jsonl` in the folder of runs. A file is skipped while its bytes are those that were run; of one that was
-    changed, what is missing is run.
+    INBOX is a path, s3:// or gs://; job files are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet. Its file
+    `a/b.jsonl` becomes the run `a/b.jsonl` in the folder of runs. A file is skipped while its bytes are those that were
+    run; of one that was changed, what is missing is run.
 
     \b
     Exit code: as of `submit`, over all files that were run; 1 too where a file or folder could not be read or run.
@@ -77,15 +77,15 @@ def _run_file(
     """Run one job file, and mark it as done unless it was interrupted; the exit code."""
     from jobs.input.input_file import InputFileError
     from jobs.input.json_lines import dump_line
+    from jobs.input.places import joined
     from jobs.run.run import RunError
     from jobs.storage.store import Store
-    from scheduler.runs.job_files import joined
     from scheduler.runs.submission import StrictError
 
     run_uri = joined(runs_uri, path)
     Lines(sys.stderr).write(f"job file {printable(path)}")
     try:
-        context.invoke(submit, jobs=joined(inbox, path), run_uri=run_uri, **options)
+        context.invoke(submit, jobs=(joined(inbox, path),), run_uri=run_uri, **options)
         code = 0
     except click.exceptions.Exit as ended:
         code = ended.exit_code

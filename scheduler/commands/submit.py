@@ -24,6 +24,7 @@ from worker.drafters.catalogue import ENGINES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jobs.input.columns import Columns
     from jobs.input.reader import Reject
     from scheduler.display.display import Display
 
@@ -39,8 +40,17 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     return value
 
 
+def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> Columns:
+    from jobs.input.columns import ColumnError, Columns
+
+    try:
+        return Columns.parse(value)
+    except ColumnError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 @click.command(epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
-@click.argument("jobs", type=click.Path())
+@click.argument("jobs", type=click.Path(), nargs=-1, required=True)
 @click.option(
     "--run", "run_uri", required=True, callback=_text, help="Folder of the run: a path, s3:// or gs://. Made if absent."
 )
@@ -63,15 +73,31 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     type=click.IntRange(1, 2**31 - 1),
     help="For jobs without max_tokens of their own. [default: all that the model's positions leave behind a prompt]",
 )
-@click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="FIELD=COLUMN",
+    callback=_columns,
+    help="The column, or the name in JSON lines, that is a field, as in prompt=text. May be given several times.",
+)
+@click.option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @launch_options
 def submit(
-    jobs: str, run_uri: str, strict: bool, may_take_over: bool, quiet: bool, as_json: bool, **options: Any
+    jobs: tuple[str, ...],
+    run_uri: str,
+    columns: Columns,
+    strict: bool,
+    may_take_over: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Run the jobs of a JSONL file and wait for them. The same file again runs only what is missing.
+    """Run the jobs of one file or several and wait for them. The same files again run only what is missing.
 
-    JOBS holds one JSON object a line: `custom_id`, `prompt` (or `messages`) and sampling fields as `max_tokens`, or an
-    OpenAI Batch line. It may be compressed (gzip, zstd), in an object store, a pipe, or `-` for standard input.
+    JOBS are files with one JSON object a line: `custom_id`, `prompt` (or `messages`) and sampling fields as
+    `max_tokens`, or an OpenAI Batch line; or Parquet files with such columns. Each may be compressed (gzip, zstd), a
+    pipe, `-` for standard input, a pattern as 'part-*.jsonl', or behind s3://, gs://, file:// and hf://datasets/.
 
     \b
     Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted,
@@ -80,13 +106,15 @@ def submit(
     \b
     Example:
       swiftbatch submit jobs.jsonl --run my-run --workers 2
+      swiftbatch submit 'part-*.parquet' --run my-run --column prompt=text
     """
     from scheduler.display.display import open_display
     from scheduler.display.events import FieldsWithoutEffect
     from scheduler.runs.submission import submission
 
     mode, settings = output_mode(quiet, as_json), make_settings(**options)
-    with open_display(mode) as display, submission(jobs, run_uri, settings, strict, may_take_over) as submitted:
+    submitting = submission(jobs, run_uri, settings, strict, may_take_over, columns)
+    with open_display(mode) as display, submitting as submitted:
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))
@@ -98,4 +126,5 @@ def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:
     from scheduler.display.events import LineRejected
 
     for number, reject in enumerate(rejects, start=1):
-        display.note(LineRejected(reject.line_number, reject.custom_id, reject.reason, number, len(rejects)))
+        line_number, custom_id, reason = reject.line_number, reject.custom_id, reject.reason
+        display.note(LineRejected(line_number, custom_id, reason, number, len(rejects), reject.file))

@@ -38,7 +38,7 @@ class Event:
 
 @dataclass(frozen=True)
 class LineRejected(Event):
-    """A line of the job file is no job; it is the `number`th of `num_rejects` (from 1)."""
+    """A line of a job file is no job; it is the `number`th of `num_rejects` (from 1). One of several files is named."""
 
     is_error: ClassVar[bool] = True
     line_number: int
@@ -46,6 +46,7 @@ class LineRejected(Event):
     reason: str
     number: int
     num_rejects: int
+    file: str | None = None
 
     def __str__(self) -> str:
         if self.number > NUM_REJECTS_SHOWN + 1:
@@ -53,7 +54,8 @@ class LineRejected(Event):
         if self.number > NUM_REJECTS_SHOWN:
             return f"and {self.num_rejects - NUM_REJECTS_SHOWN} more rejected lines, all in rejects.jsonl"
         custom_id = f" ({printable(self.custom_id)})" if self.custom_id else ""
-        return f"rejected line {self.line_number}{custom_id}: {printable(self.reason)}"
+        place = f"line {self.line_number}" if self.file is None else f"{printable(self.file)}:{self.line_number}"
+        return f"rejected {place}{custom_id}: {printable(self.reason)}"
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jobs.input.input_file import InputFileError, odd_kind
-from jobs.input.job_line import JobLine
-from jobs.input.reader import Reject, read_jobs
+from jobs.input.columns import Columns
+from jobs.input.input_file import odd_kind
+from jobs.input.places import at_hand, found_files
+from jobs.input.reader import JobReader
 from jobs.storage.store import Store
-from jobs.storage.uris import shown_uri
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LOST_AND_FOUND = "lost+found"  # a file system's own, which it lets nobody read
 
 Identity = tuple[int, int]  # of a folder: device and inode
@@ -40,25 +40,15 @@ def digest_of(folder: Store, path: str) -> str:
         return hashlib.file_digest(copy, "sha256").hexdigest()
 
 
-def read_job_file(uri: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """`read_jobs` of a file that may be in an object store. Raises InputFileError, StoreError."""
-    if "://" not in uri:
-        return read_jobs(uri, run_seed)
-    folder_uri, name = _split(uri)
-    with tempfile.NamedTemporaryFile() as copy:
-        if not Store(folder_uri).copy_to(name, copy):
-            raise InputFileError(f"cannot read the job file {shown_uri(uri)}: found none there; expected a JSONL file")
-        copy.flush()
-        try:
-            return read_jobs(copy.name, run_seed)
-        except InputFileError as error:
-            raise InputFileError(str(error).replace(copy.name, shown_uri(uri))) from None
-
-
-def joined(folder_uri: str, path: str) -> str:
-    """The URI of a path below a folder; what follows a '?' stays at the end."""
-    place, mark, query = folder_uri.partition("?") if "://" in folder_uri else (folder_uri, "", "")
-    return f"{place.rstrip('/')}/{path}{mark}{query}"
+def read_job_files(said: Sequence[str], run_seed: int, columns: Columns) -> JobReader:
+    """What job files ask for, in the order of `found_files`. Raises InputFileError, StoreError."""
+    files = found_files(said)
+    reader = JobReader(run_seed, columns, is_for_many=len(files) > 1)
+    for file in files:
+        with at_hand(file) as (path, name):
+            reader.read(path, name)
+    reader.end()
+    return reader
 
 
 def _walk(folder: Store, below: str) -> Iterator[str]:
@@ -98,10 +88,3 @@ def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
     """What is there, and the names in it where it is a folder."""
     status = os.stat(place)
     return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None
-
-
-def _split(uri: str) -> tuple[str, str]:
-    """The URI of the folder that a file is in, and the file's name."""
-    place, mark, query = uri.partition("?")
-    folder, _, name = place.rpartition("/")
-    return f"{folder}{mark}{query}", name

@@ -1,4 +1,4 @@
-"""From a job file to a run folder: read, count prompt tokens, refuse what can't run, add the rest."""
+"""From job files to a run folder: read, count prompt tokens, refuse what can't run, add the rest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
+from jobs.input.columns import Columns
 from jobs.input.reader import Reject
 from jobs.job import JobRecord
 from jobs.run.run import Run, RunError, RunManifest
 from scheduler.driver.hold import Hold
-from scheduler.runs.job_files import read_job_file
+from scheduler.runs.job_files import read_job_files
 from scheduler.runs.job_records import make_records
 from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
 from scheduler.runs.settings import Settings
@@ -23,21 +24,22 @@ from worker.model.files import ModelFiles, locate_model
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+NO_COLUMNS = Columns()
+
 
 class StrictError(UserError):
     """A file with rejects was submitted with `--strict`."""
 
     def __init__(self, path: str, rejects: Sequence[Reject]) -> None:
         first = rejects[0]
-        super().__init__(
-            f"{path}, line {first.line_number}: {first.reason} (rejected lines: {len(rejects)}; "
-            "--strict refuses the file, nothing was submitted)"
-        )
+        place = first.place if first.file is not None else f"{path}, {first.place}"
+        refusal = "--strict refuses the file, nothing was submitted"
+        super().__init__(f"{place}: {first.reason} (rejected lines: {len(rejects)}; {refusal})")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is held, with the file's jobs in it, and what was refused.
+    """A run that is held, with the files' jobs in it, and what was refused.
 
     `without_effect` has the fields that change nothing here, and how many good lines have each.
     """
@@ -51,22 +53,29 @@ class Submission:
 
 @contextmanager
 def submission(
-    path: str, run_uri: str, settings: Settings, is_strict: bool = False, may_take_over: bool = False
+    jobs: str | Sequence[str],
+    run_uri: str,
+    settings: Settings,
+    is_strict: bool = False,
+    may_take_over: bool = False,
+    columns: Columns = NO_COLUMNS,
 ) -> Iterator[Submission]:
-    """Add the file's jobs to the run at `run_uri`, which is made if there is none. `path` may be a URI, too.
+    """Add the jobs of one file or of several to the run at `run_uri`, which is made if there is none.
 
+    `jobs` are paths, URIs or patterns, see `found_files`; the jobs are those of the first file, then of the next.
     The run is held from before the first change in its folder until the block ends. Raises InputFileError, KVRoomError
     (for the folder of `--kv-offload`), StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
-    lines, rejects = read_job_file(path, manifest.seed)
+    said = [jobs] if isinstance(jobs, str) else jobs
+    lines = read_job_files(said, manifest.seed, columns)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
-    made = make_records(lines, files, manifest.max_tokens, kv_room(manifest, files, settings))
-    rejects = sorted([*rejects, *made.rejects], key=lambda reject: reject.line_number)
+    made = make_records(lines.jobs, files, manifest.max_tokens, kv_room(manifest, files, settings))
+    rejects = sorted([*lines.rejects, *made.rejects], key=lambda reject: reject.line_number)
     if rejects and is_strict:
-        raise StrictError(path, rejects)
+        raise StrictError(said[0], [lines.placed(reject) for reject in rejects])
     planned = Run.planned(run_uri, manifest, settings.start_retries)
     with Hold(planned, may_take_over, forgets_cancel=True) as hold:
         run = planned.made()
@@ -74,6 +83,7 @@ def submission(
             raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
         records, changed = _without_changed(run, made.records)
         rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
+        rejects = [lines.placed(reject) for reject in rejects]
         run.add_jobs(records)
         run.write_rejects(rejects)
         yield Submission(run, hold, records, rejects, dict(made.without_effect))

@@ -20,9 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jobs.input.columns import Columns
 from jobs.input.input_file import InputFileError
 from jobs.input.reader import MAX_LINE_BYTES, read_jobs
-from scheduler.runs.job_files import read_job_file
+from scheduler.runs.job_files import read_job_files
 from tests import ROOT
 from tests.jobs.input.job_lines import CHAT, GOOD
 
@@ -61,11 +62,11 @@ def test_a_compressed_file_is_read_as_what_it_holds_whatever_its_name(
 def test_a_compressed_file_behind_a_uri_is_read_and_a_damaged_one_is_named_by_it(tmp_path: Path) -> None:
     path = tmp_path / "jobs.jsonl.gz"
     path.write_bytes(gzip.compress(TEXT))
-    jobs, rejects = read_job_file(path.as_uri(), 1)
-    assert [number for number, _ in jobs] + [reject.line_number for reject in rejects] == [1, 4, 3]
+    found = read_job_files([path.as_uri()], 1, Columns())
+    assert [number for number, _ in found.jobs] + [reject.line_number for reject in found.rejects] == [1, 4, 3]
     path.write_bytes(gzip.compress(TEXT)[:-1])
     with pytest.raises(InputFileError, match=f"^cannot read the job file {path.as_uri()}: its gzip data is damaged"):
-        read_job_file(path.as_uri(), 1)
+        read_job_files([path.as_uri()], 1, Columns())
 
 
 @pytest.mark.parametrize("compress", [bytes, *COMPRESSED])
@@ -137,7 +138,7 @@ def test_a_folder_a_socket_and_a_device_are_refused_by_what_they_are(
         for path, problem in kinds.items():
             with pytest.raises(InputFileError) as caught:
                 read_jobs(path, 1)
-            assert str(caught.value) == f"cannot read the job file {path}: {problem}; expected a JSONL file"
+            assert str(caught.value) == f"cannot read the job file {path}: {problem}; expected a JSONL or Parquet file"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(InputFileError, match=r"^standard input holds no jobs"):
         read_jobs("-", 1)

@@ -123,7 +123,7 @@ def test_a_file_without_text_is_refused_in_one_line(tmp_path: Path, content: byt
 def test_a_missing_file_and_a_directory_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match=r"nowhere\.jsonl: No such file"):
         read_jobs(str(tmp_path / "nowhere.jsonl"), 1)
-    with pytest.raises(InputFileError, match=r"Is a directory; expected a JSONL file"):
+    with pytest.raises(InputFileError, match=r"Is a directory; expected a JSONL or Parquet file"):
         read_jobs(str(tmp_path), 1)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
+from pyarrow import parquet
 
 from jobs.run.results import success_line
 from jobs.run.run import Run
@@ -273,3 +274,13 @@ def test_a_second_one_that_waits_goes_on_when_the_first_has_ended(tmp_path: Path
     assert "1 of them to run" in result.stderr
     assert (runs / "a.jsonl" / "job-file.json").exists()
     assert not (runs / FILE).exists()
+
+
+def test_tables_are_job_files_too_with_the_columns_that_are_said(tmp_path: Path, tiny_model: Path) -> None:
+    inbox, runs = tmp_path / "inbox", tmp_path / "runs"
+    inbox.mkdir()
+    parquet.write_table(pa.table({"text": ["Once", "Twice"]}), inbox / "[a].parquet")
+    done = nightly(inbox, runs, tiny_model, "--max-tokens", "4", "--column", "prompt=text")
+    assert done.exit_code == 0, done.output
+    names = [record.job.custom_id for record in Run.open(str(runs / "[a].parquet")).jobs()]
+    assert names == ["[a].parquet:1", "[a].parquet:2"]

@@ -1,0 +1,139 @@
+"""The rows of a Parquet file as the objects that lines are: a column is a field, a null is a field that is absent."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import IO, Any
+
+from jobs.input.columns import FIELDS, Columns, with_text_id
+from jobs.input.input_file import InputFileError
+from jobs.input.lines import LineError, parse_json
+from jobs.input.reasons import shown
+from jobs.input.request_fields import is_of_others
+
+MAGIC = b"PAR1"
+NUM_ROWS_AT_ONCE = 256
+BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
+OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs")  # these may be JSON text
+INDEX = re.compile(r"__index_level_\d+__")  # that pandas writes beside the columns
+
+Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
+"""Its number (from 1), its fields or what is wrong with it, and the columns that were passed over."""
+
+
+def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
+    """The rows of a file that can seek, some at a time. Without a column `custom_id` a row's is `FILE:ROW`.
+
+    Raises InputFileError, also on the way: for damaged data, for unknown columns, and where one of `columns` is absent.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        # without threads: pyarrow's may still be starting when a refused command ends, and abort the process
+        source = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER_BYTES)
+        pairs, passed_over = _chosen(source.schema_arrow.names, name, columns)
+        short = {column for _, column in pairs if _is_short_float(source.schema_arrow.field(column).type)}
+        names = sorted({column for _, column in pairs})
+        number = 0
+        for batch in source.iter_batches(NUM_ROWS_AT_ONCE, columns=names, use_threads=False):
+            for values in _objects(batch):
+                number += 1
+                if isinstance(values, dict):
+                    values = _fields(values, pairs, short, f"{os.path.basename(name)}:{number}")
+                yield number, values, passed_over
+    except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        if isinstance(error, InputFileError):
+            raise
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputFileError(
+            f"cannot read the job file {name}: its Parquet data is damaged or cut off: {problem}"
+        ) from None
+
+
+def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """The columns that are read behind their fields, and those that are passed over. Raises InputFileError."""
+    names = [column for column in names if not INDEX.fullmatch(column)]
+    found = f"its columns are: {', '.join(map(shown, names))}"
+    twice = sorted({column for column in names if names.count(column) > 1})
+    if twice:
+        raise InputFileError(f"cannot read the job file {name}: found two columns {shown(twice[0])}; {found}")
+    if absent := columns.absent(names):
+        raise InputFileError(f"cannot read the job file {name}: found no column for --column {absent[0]}; {found}")
+    pairs, passed_over = columns.chosen(names)
+    unknown = [column for field, column in pairs if field not in FIELDS and not is_of_others(field)]
+    if unknown:
+        raise InputFileError(
+            f"cannot read the job file {name}: unknown columns {', '.join(map(shown, unknown))}, expected some of: "
+            f"{', '.join(FIELDS)}; with --column, as in --column prompt={unknown[0]}, others are passed over"
+        )
+    return pairs, passed_over
+
+
+def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
+    """The rows of a batch; one that can't be Python's is an error of its own."""
+    try:
+        yield from batch.to_pylist(maps_as_pydicts="strict")
+        return
+    except (UnicodeDecodeError, KeyError, ValueError, OverflowError):
+        pass  # which of them?
+    for index in range(batch.num_rows):
+        try:
+            [row] = batch.slice(index, 1).to_pylist(maps_as_pydicts="strict")
+            yield row
+        except UnicodeDecodeError as error:
+            yield LineError(f"not UTF-8: found 0x{error.object[error.start]:02x} in a text, expected UTF-8 text")
+        except (KeyError, ValueError, OverflowError) as error:
+            yield LineError(f"not readable: {' '.join(str(error).split())}")
+
+
+def _fields(
+    values: dict[str, Any], pairs: list[tuple[str, str]], short: set[str], custom_id: str
+) -> dict[str, Any] | LineError:
+    """The fields of a row that are not null."""
+    try:
+        fields = {name: _value(name, values[column], column in short) for name, column in pairs}
+    except LineError as error:
+        return error
+    if not any(name == "custom_id" for name, _ in pairs):
+        fields["custom_id"] = custom_id.encode(errors="backslashreplace").decode()
+    return with_text_id({name: value for name, value in fields.items() if value is not None})
+
+
+def _value(name: str, value: Any, is_short: bool) -> Any:
+    """A field as JSON would have it. Raises LineError."""
+    if value is not None and is_short:
+        import numpy as np  # `status` reads no tables, and needs none of it
+
+        value = float(str(np.float32(value)))  # 0.8 as it was written, not 0.800000011920929
+    plain = _plain(value)
+    if name in OBJECTS and isinstance(plain, str):
+        try:
+            return parse_json(plain)
+        except LineError as error:
+            raise LineError(f"field '{name}': {error}") from None
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A whole float is the whole number that a table with gaps keeps so; bytes are text without its type."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):  # all structs of a column have the same fields: null is none, but of a message's text
+        return {name: _plain(each) for name, each in value.items() if each is not None or name == "content"}
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise LineError(f"not UTF-8: found 0x{value[error.start]:02x} in a text, expected UTF-8 text") from None
+    return value
+
+
+def _is_short_float(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_float32(kind) or pa.types.is_float16(kind))

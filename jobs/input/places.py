@@ -1,0 +1,120 @@
+"""Where job files are: paths, URIs and patterns, in the order in which they are read, and each as a file on a disk."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from tempfile import NamedTemporaryFile
+from typing import IO
+from urllib.parse import quote, urlsplit
+
+from jobs.input.input_file import STANDARD_INPUT, InputFileError, shown_input
+from jobs.storage.foreign_files import copy_foreign, matching_foreign
+from jobs.storage.store import Store
+from jobs.storage.uris import OBJECT_STORES, local_path, shown_uri
+
+OURS = (*OBJECT_STORES, "file")
+
+
+def found_files(said: Sequence[str]) -> list[str]:
+    """The files that paths, URIs and patterns mean: as they were said, those of a pattern sorted, each file once.
+
+    A name with signs of a pattern that is a file's is that file. Raises InputFileError for a pattern without a file,
+    StoreError.
+    """
+    found: dict[str, str] = {}
+    for place in said:
+        for file in _matching(place) if glob.has_magic(place) else [place]:
+            key = file if "://" in file or file == STANDARD_INPUT else os.path.abspath(file)
+            found.setdefault(key, file)
+    return list(found.values())
+
+
+@contextmanager
+def at_hand(place: str) -> Iterator[tuple[str, str]]:
+    """The path of a job file on a disk, a copy where it is elsewhere, and its name for messages.
+
+    Raises InputFileError where there is none, StoreError.
+    """
+    if "://" not in place:
+        yield place, shown_input(place)
+        return
+    name = shown_uri(place)
+    if _scheme(place) == "file":
+        yield _path_of(place), name
+        return
+    with NamedTemporaryFile() as copy:
+        _copy(place, name, copy)
+        yield copy.name, name
+
+
+def split(uri: str) -> tuple[str, str]:
+    """The URI of the folder that a file is in, and the file's name."""
+    place, mark, query = uri.partition("?")
+    folder, _, name = place.rpartition("/")
+    return f"{folder}{mark}{query}", name
+
+
+def joined(folder_uri: str, path: str) -> str:
+    """The URI of a path below a folder; what follows a '?' stays at the end."""
+    place, mark, query = folder_uri.partition("?") if "://" in folder_uri else (folder_uri, "", "")
+    return f"{place.rstrip('/')}/{path}{mark}{query}"
+
+
+def _copy(place: str, name: str, target: IO[bytes]) -> None:
+    """Copy a file that is elsewhere. Raises InputFileError, StoreError."""
+    folder, file = split(place)
+    try:
+        is_there = Store(folder).copy_to(file, target) if _scheme(place) in OURS else copy_foreign(place, target)
+        target.flush()
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise InputFileError(
+            f"cannot copy the job file {name} to a temporary file: {problem}; make room there"
+        ) from None
+    if not is_there:
+        raise InputFileError(f"cannot read the job file {name}: found none there; expected a JSONL or Parquet file")
+
+
+def _path_of(uri: str) -> str:
+    try:
+        return local_path(uri) or ""
+    except ValueError as error:
+        raise InputFileError(f"cannot read the job file {shown_uri(uri)}: {error}") from None
+
+
+def _matching(place: str) -> list[str]:
+    """The files that a pattern matches, sorted. Raises InputFileError, StoreError."""
+    if "://" not in place:
+        found = _on_disk(place)
+    elif _scheme(place) in OURS:
+        found = _in_store(place)
+    else:
+        found = matching_foreign(place)
+    if not found:
+        raise InputFileError(f"no file matches {shown_uri(place)}: expected a JSONL or Parquet file, or several")
+    return found
+
+
+def _on_disk(pattern: str) -> list[str]:
+    if os.path.lexists(pattern):
+        return [pattern]
+    return [path for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+
+
+def _in_store(pattern: str) -> list[str]:
+    folder, name = split(pattern)
+    store, is_of_folders = Store(folder), glob.has_magic(folder.partition("?")[0])
+    if store.exists(name) or not (is_of_folders or glob.has_magic(name)):
+        return [pattern]
+    if is_of_folders:
+        raise InputFileError(f"cannot look for {shown_uri(pattern)}: expected '*' behind the last '/' alone")
+    names = [each for each in store.list("") if fnmatchcase(each, name) and store.exists(each)]
+    return [joined(folder, quote(each) if _scheme(folder) == "file" else each) for each in names]
+
+
+def _scheme(uri: str) -> str:
+    return urlsplit(uri).scheme
