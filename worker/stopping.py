@@ -1,12 +1,13 @@
-"""When a generation ends: end-of-sequence or stop token, stop string, or its last token; and which text it then has."""
+"""When a generation ends: end-of-sequence or stop token, stop string, its last token, or a loop; and its text then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from worker.repetition import LoopDetector
 from worker.sequence import Sequence
 
-LENGTH, STOP, ERROR = "length", "stop", "error"
+LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 
 
 class StopRule:
@@ -27,12 +28,16 @@ class StopRule:
         self._tail = sequence.output_ids[-self._num_kept :].tolist()
         self._num_remaining = sequence.num_remaining_tokens
         self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
+        detection = params.repetition_detection
+        self._loops = LoopDetector(detection, sequence.output_ids) if detection is not None else None
 
     def after(self, token_id: int) -> str | None:
         """Return the finish reason if `token_id`, committed now, ends the sequence, else None."""
         self._num_remaining -= 1
         self._num_before_stop -= 1
         self._tail = [*self._tail, token_id][-self._num_kept :]
+        if self._loops is not None:
+            self._loops.push(token_id)
         return self.now()
 
     def now(self) -> str | None:
@@ -41,7 +46,9 @@ class StopRule:
             return None
         if self._num_before_stop < 0 and (self._tail[-1] in self._ending_token_ids or self._has_stop_string()):
             return STOP
-        return LENGTH if self._num_remaining <= 0 else None
+        if self._num_remaining <= 0:
+            return LENGTH
+        return REPETITION if self._loops is not None and self._num_before_stop <= 0 and self._loops.is_loop() else None
 
     def _has_stop_string(self) -> bool:
         if not self._stop or self._decode is None:

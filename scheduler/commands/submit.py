@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from jobs.run.dtypes import LoopGuard
 from scheduler.commands.launch_options import launch_options, make_settings, output_mode
 from scheduler.commands.launching import end, launch_shown
 from scheduler.commands.model_options import (
@@ -62,6 +63,11 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     "--max-tokens",
     type=click.IntRange(1, 2**31 - 1),
     help="For jobs without max_tokens of their own. [default: all that the model's positions leave behind a prompt]",
+)
+@click.option(
+    "--loop-guard",
+    type=click.Choice(get_args(LoopGuard)),
+    help="What becomes of an output that is a loop, for jobs without repetition_detection. [default: it goes on]",
 )
 @click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")
 @launch_options
