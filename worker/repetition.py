@@ -1,4 +1,4 @@
-"""Whether an output ends in a loop, told token by token."""
+"""Whether an output ends in a loop, told token by token, and where the loop began."""
 
 from __future__ import annotations
 
@@ -47,6 +47,18 @@ class LoopDetector:
         if self._num_tokens >= self._earliest:  # what is needed only moves away
             self._earliest = int((self._last_others + self._needed).min())
         return self._num_tokens >= self._earliest
+
+
+def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> int:
+    """How many tokens of `output_ids` `[num_generated] int64`, which end in a loop, are in front of what is repeated.
+
+    The loop's pattern is the shortest that it consists of, also where none so short is looked for.
+    """
+    sizes = range(detection.smallest_pattern, detection.max_pattern_size + 1)
+    loops = (size for size in sizes if _num_alike(output_ids, size) >= size * (detection.min_count - 1))
+    length = detection.min_count * next(loops)
+    runs = ((size, _num_alike(output_ids, size)) for size in range(1, length))
+    return len(output_ids) - next(run for size, run in runs if run >= length - size)
 
 
 def _num_alike(token_ids: np.ndarray, size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worker.repetition import LoopDetector
+from worker.repetition import LoopDetector, first_repetition
 from worker.sequence import Sequence
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
@@ -56,6 +56,21 @@ class StopRule:
         num_before = len(self._tail) + self._num_before_stop  # of the tail, in which no stop string may end
         before = self._decode(self._tail[:num_before]) if num_before > 0 else ""
         return first_stop(self._decode(self._tail), self._stop, len(before)) is not None
+
+
+def may_rewind(sequence: Sequence) -> bool:
+    """Whether it has ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
+    detection = sequence.sampling.repetition_detection
+    if sequence.finish_reason != REPETITION or detection is None or sequence.sampling.temperature == 0.0:
+        return False
+    return detection.action == "rewind" and len(sequence.rewinds) < detection.max_rewinds
+
+
+def rewound(sequence: Sequence) -> Sequence:
+    """A sequence that `may_rewind` without its loop's repetitions, for `Engine.rewind`."""
+    detection = sequence.sampling.repetition_detection
+    assert detection is not None
+    return sequence.rewound(first_repetition(detection, sequence.output_ids))
 
 
 def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0) -> tuple[int, int] | None:

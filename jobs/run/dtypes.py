@@ -8,4 +8,3 @@ Dtype = Literal["bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
 LinearName = Literal["cublas", "triton"]
-LoopGuard = Literal["stop"]  # what becomes of an output that is a loop

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jobs.run.dtypes import LoopGuard
+from jobs.repetition import LoopAction
 from scheduler.commands.launch_options import launch_options, make_settings, output_mode
 from scheduler.commands.launching import end, launch_shown
 from scheduler.commands.model_options import (
@@ -66,7 +66,7 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
 )
 @click.option(
     "--loop-guard",
-    type=click.Choice(get_args(LoopGuard)),
+    type=click.Choice(get_args(LoopAction)),
     help="What becomes of an output that is a loop, for jobs without repetition_detection. [default: it goes on]",
 )
 @click.option("--strict", is_flag=True, help="Refuse the whole file if one line is bad.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jobs.errors import UserError
 from jobs.input.reader import Reject
 from jobs.job import JobRecord
-from jobs.repetition import LOOP_GUARD
+from jobs.repetition import loop_guard
 from jobs.run.run import Run, RunError, RunManifest
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_file
@@ -64,7 +64,7 @@ def submission(
     lines, rejects = read_job_file(path, manifest.seed)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
-    guard = None if manifest.loop_guard is None else LOOP_GUARD
+    guard = loop_guard(manifest.loop_guard)
     made = make_records(lines, files, manifest.max_tokens, _kv_room(manifest, files, settings), guard)
     rejects = sorted([*rejects, *made.rejects], key=lambda reject: reject.line_number)
     if rejects and is_strict:

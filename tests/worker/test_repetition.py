@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.repetition import LOOP_GUARD, RepetitionDetection
+from jobs.repetition import RepetitionDetection, loop_guard
 from worker import repetition
 from worker.repetition import LoopDetector
+
+GUARD = loop_guard("stop") or RepetitionDetection()
 
 
 def ends_in_a_loop(token_ids: list[int], detection: RepetitionDetection) -> bool:
@@ -63,7 +65,7 @@ def test_a_loop_is_found_wherever_the_window_has_moved(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 15, 16, 50, 64, 200, 256])
 def test_the_guard_finds_patterns_of_all_sizes_within_a_few_repetitions(size: int) -> None:
     """Short ones by their multiples."""
-    detector = LoopDetector(LOOP_GUARD, np.arange(1000, 2000))
+    detector = LoopDetector(GUARD, np.arange(1000, 2000))
     for num_tokens in range(1, 4 * size + 65):
         detector.push(num_tokens % size)
         if detector.is_loop():
@@ -73,7 +75,7 @@ def test_the_guard_finds_patterns_of_all_sizes_within_a_few_repetitions(size: in
 
 
 def test_a_refrain_or_a_row_of_dots_is_no_loop_to_the_guard() -> None:
-    detector = LoopDetector(LOOP_GUARD, np.zeros(0, dtype=np.int64))
+    detector = LoopDetector(GUARD, np.zeros(0, dtype=np.int64))
     for token in [*[7] * 60, *list(range(40)) * 3, *[8] * 60]:
         detector.push(token)
         assert not detector.is_loop()

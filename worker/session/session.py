@@ -32,7 +32,7 @@ from worker.session.checkpointing import Checkpointing
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from worker.stopping import text_of
+from worker.stopping import may_rewind, rewound, text_of
 from worker.target.finite import NOT_FINITE
 from worker.target.loading import resolve_device
 from worker.target.step_costs import step_costs_of
@@ -97,6 +97,9 @@ class WorkerSession:
         while self._running and time.monotonic() < deadline and not self._must_drain:
             self._step()
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
+                if may_rewind(job.sequence):
+                    self._rewind(job)
+                    continue
                 self._drop([job.job_id])
                 if job.sequence.error is not None:
                     refused.append((job.job_id, NOT_FINITE, job.sequence.error))
@@ -182,6 +185,13 @@ class WorkerSession:
                 # once more, now with the seconds until the first new token
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
+
+    def _rewind(self, job: RunningJob) -> None:
+        """Take the repetitions of the loop back that the job has ended in."""
+        again = rewound(job.sequence)
+        self._checkpointing.rewind(job, again)
+        self.engine.rewind(again)
+        job.sequence = again
 
     def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:
         """Write a finished job's result, then forget its checkpoints; an overtaken attempt writes nothing."""

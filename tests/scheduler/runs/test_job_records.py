@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.repetition import LOOP_GUARD, RepetitionDetection
+from jobs.repetition import RepetitionDetection, loop_guard
 from jobs.run.run import Run, RunError
 from scheduler.driver.backlog import cancel_job
 from tests.scheduler.commands.command_parts import invoke, write_jobs
@@ -70,8 +70,8 @@ def test_a_line_that_says_nothing_of_loops_has_the_run_s_guard(tmp_path: Path, t
     run = submit_file(path, place, model=str(tiny_model), loop_guard="stop").run
     found = {record.job.custom_id: record.job.sampling.repetition_detection for record in run.jobs()}
     assert found == {
-        "limited": LOOP_GUARD,
-        "unsaid": LOOP_GUARD,
+        "limited": loop_guard("stop"),
+        "unsaid": loop_guard("stop"),
         "off": None,
         "off-too": None,
         "own": RepetitionDetection(**own),

@@ -1,0 +1,124 @@
+"""A job that takes loops back has the same tokens after a kill at any moment, whatever was written by then."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from worker.sequence import Sequence
+from worker.session.checkpointing import Checkpointing
+from worker.session.running_job import RunningJob
+from worker.target.step_costs import StepCosts
+
+ENGINES = ["autoregressive", "suffix", "token-recycling"]
+REWINDING = {
+    "top_k": 2,
+    "repetition_penalty": 0.99,
+    "presence_penalty": -0.1,
+    "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "action": "rewind", "max_rewinds": 3},
+}
+JOB = record("fox", 160, drawn=REWINDING)
+OFTEN = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 24}
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
+    run = make_run(tmp_path / "undisturbed")
+    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, JOB))
+    return outcome(run)
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    found = body(run, JOB)
+    metrics = found["metrics"]
+    return {**found["choices"][0], **{name: metrics[name] for name in ("num_rewinds", "num_rewound_tokens")}}
+
+
+@pytest.fixture
+def moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Copies of all checkpoints as they were behind each file that was written since."""
+    copies: list[Path] = []
+    write = Store.write
+
+    def copying(store: Store, path: str, data: bytes) -> None:
+        write(store, path, data)
+        if path.startswith("checkpoints/"):
+            copies.append(tmp_path / "moments" / str(len(copies)))
+            shutil.copytree(Path(store.uri) / "checkpoints", copies[-1])
+
+    monkeypatch.setattr(Store, "write", copying)
+    return copies
+
+
+def wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker wait for its writer, so that there is a moment behind everything that it hands over."""
+    put_due, rewind = Checkpointing.put_due, Checkpointing.rewind
+
+    def put_and_wait(self: Checkpointing, job: RunningJob) -> None:
+        put_due(self, job)
+        assert self._writer.flush(30.0)
+
+    def rewind_and_wait(self: Checkpointing, job: RunningJob, again: Sequence) -> None:
+        rewind(self, job, again)
+        assert self._writer.flush(30.0)
+
+    monkeypatch.setattr(Checkpointing, "put_due", put_and_wait)
+    monkeypatch.setattr(Checkpointing, "rewind", rewind_and_wait)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
+    tmp_path: Path,
+    tiny_model: Path,
+    undisturbed: dict[str, Any],
+    moments: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    loads: bool,
+) -> None:
+    run = make_run(tmp_path / "run")
+    if loads:  # else the writer is as late as it happens to be
+        wait_for_files(monkeypatch)
+    to_the_end(session(run, tiny_model, engine=engine, **OFTEN), claimed(run, JOB))
+    assert outcome(run) == undisturbed
+    assert undisturbed["num_rewinds"] == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 1e9 if loads else 0.0)
+    ranks = set()
+    for number, moment in enumerate(moments):
+        again = make_run(tmp_path / f"again-{number}")
+        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        ranks.add(CheckpointStore(again.store).read_log(JOB.job_id).progress)
+        to_the_end(session(again, tiny_model, engine=engine), claimed(again, JOB))
+        assert outcome(again) == undisturbed, moment
+    assert {num_rewinds for num_rewinds, _ in ranks} == {0, 1, 2, 3} or not loads
+
+
+def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
+    tmp_path: Path,
+    tiny_model: Path,
+    undisturbed: dict[str, Any],
+    moments: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its log is gone: segments alone do not say which noise comes next."""
+    wait_for_files(monkeypatch)
+    run = make_run(tmp_path / "run")
+    to_the_end(session(run, tiny_model, **OFTEN), claimed(run, JOB))
+    monkeypatch.undo()
+    again = make_run(tmp_path / "again")
+    shutil.copytree(moments[-1], Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+    [manifest, *_] = CheckpointStore(again.store).read_manifests(JOB.job_id)
+    assert manifest.num_rewinds > 0
+    assert manifest.segments
+    again.store.delete(f"checkpoints/{JOB.job_id}/0001/tokens.bin")
+    to_the_end(session(again, tiny_model), claimed(again, JOB))
+    assert outcome(again) == undisturbed
