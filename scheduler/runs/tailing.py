@@ -36,9 +36,9 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         if text is None:
             text = codec.decode(checkpoints.read_tokens(record.job_id).tolist()).rstrip(BROKEN_CHARACTER)
         num_common = _num_common(shown, text)
-        if num_common < len(text):
-            yield (TAKEN_BACK if num_common < len(shown) else "") + text[num_common:]
-            shown = text
+        is_taken_back = num_common < min(len(shown), len(text))
+        yield (TAKEN_BACK if is_taken_back else "") + text[num_common:]
+        shown = text if num_common < len(text) else shown
         if is_whole or not goes_on:
             return
         time.sleep(POLL_SECONDS)

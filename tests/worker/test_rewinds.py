@@ -22,7 +22,7 @@ from worker.target.target import TargetModel
 NUM_TOKENS = 64
 LOOP = {"max_pattern_size": 32, "min_count": 2, "action": "rewind", "max_rewinds": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "filtered": {"temperature": 0.4, "top_p": 0.95},
+    "sampled": {"temperature": 0.4},
     "adjusted": {"temperature": 0.5, "repetition_penalty": 0.97, "penalty_window": 20, "presence_penalty": -0.3},
 }
 
@@ -132,20 +132,20 @@ def test_these_texts_have_rewinds_and_loops_behind_the_last_one(plain: Plain, se
 def test_a_sequence_that_is_resumed_around_its_rewinds_goes_on_with_the_same_tokens(
     plain: Plain, engine_name: str
 ) -> None:
-    """Right before, right after and behind each: what a log has then is the tokens and the rewinds."""
-    endings = plain.outcomes("filtered")
+    """Right before, right after and behind the last: what a log has then is the tokens and the rewinds."""
+    endings = plain.outcomes("adjusted")
     number = max(range(len(endings)), key=lambda i: len(endings[i][1]))
     output, rewinds, _ = endings[number]
     points = [(len(rewinds), n) for n in (rewinds[-1].num_kept, rewinds[-1].num_kept + 1, len(output))]
     for num_rewinds, num_tokens in points:
-        sequence = plain.sequences("filtered")[number]
+        sequence = plain.sequences("adjusted")[number]
         sequence.set_rewinds(rewinds[:num_rewinds])
         sequence.extend(output[:num_tokens])
         assert run(plain.target, engine_name, [sequence]) == [endings[number]]
 
 
 def test_at_temperature_0_a_loop_is_the_end(plain: Plain, prompts: list[list[int]]) -> None:
-    params = params_of("filtered", temperature=0.0, top_p=1.0)
+    params = params_of("sampled", temperature=0.0)
     sequence = Sequence("greedy", prompts[0], params, plain.target.vocab_size)
     [(output, rewinds, reason)] = run(plain.target, "suffix", [sequence])
     assert (len(output) < NUM_TOKENS, rewinds, reason) == (True, (), "repetition")

@@ -72,6 +72,14 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
         ["'repetition_detection.max_pattern_size'", "found 4097", "less than or equal to 4096"],
     ),
     (
+        GOOD | {"repetition_detection": {"action": "restart"}},
+        ["'repetition_detection.action'", 'found "restart"', "'stop' or 'rewind'"],
+    ),
+    (
+        GOOD | {"repetition_detection": {"max_rewinds": 101}},
+        ["'repetition_detection.max_rewinds'", "found 101", "less than or equal to 100"],
+    ),
+    (
         GOOD | {"repetition_detection": {"max_ngram": 3}},
         ['"repetition_detection.max_ngram"', "max_pattern_size, min_pattern_size, min_count"],
     ),
