@@ -20,8 +20,8 @@ from worker.target.step_costs import StepCosts
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
 REWINDING = {
     "top_k": 2,
-    "repetition_penalty": 0.99,
-    "presence_penalty": -0.1,
+    "repetition_penalty": 0.97,
+    "presence_penalty": -0.3,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "action": "rewind", "max_rewinds": 3},
 }
 JOB = record("fox", 160, drawn=REWINDING)
@@ -100,6 +100,16 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
         to_the_end(session(again, tiny_model, engine=engine), claimed(again, JOB))
         assert outcome(again) == undisturbed, moment
     assert {num_rewinds for num_rewinds, _ in ranks} == {0, 1, 2, 3} or not loads
+
+
+@pytest.mark.parametrize("engine", ["autoregressive", "auto"])
+def test_caches_in_files_are_rolled_back_as_well(
+    tmp_path: Path, tiny_model: Path, undisturbed: dict[str, Any], engine: str
+) -> None:
+    run, folder = make_run(tmp_path / "run"), tmp_path / "caches"
+    folder.mkdir()
+    to_the_end(session(run, tiny_model, engine=engine, kv_offload=str(folder), **OFTEN), claimed(run, JOB))
+    assert outcome(run) == undisturbed
 
 
 def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
