@@ -144,6 +144,12 @@ def test_a_sequence_that_is_resumed_around_its_rewinds_goes_on_with_the_same_tok
         assert run(plain.target, engine_name, [sequence]) == [endings[number]]
 
 
+def test_the_seeds_of_rewinds_are_those_of_earlier_versions() -> None:
+    """So that a run that is resumed goes on."""
+    assert rewind_seed(17, 0) == 17
+    assert [rewind_seed(17, number) for number in (1, 2)] == [3_760_532_842_106_531_160, 3_662_169_767_891_922_967]
+
+
 def test_at_temperature_0_a_loop_is_the_end(plain: Plain, prompts: list[list[int]]) -> None:
     params = params_of("sampled", temperature=0.0)
     sequence = Sequence("greedy", prompts[0], params, plain.target.vocab_size)

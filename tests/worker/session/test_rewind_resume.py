@@ -6,26 +6,30 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.pending import PendingCheckpoint
+from jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
+from jobs.checkpoints.token_log import Rewind
 from jobs.run.run import Run
 from jobs.storage.store import Store
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 from worker.sequence import Sequence
 from worker.session.checkpointing import Checkpointing
+from worker.session.resume import _still_valid
 from worker.session.running_job import RunningJob
 from worker.target.step_costs import StepCosts
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
 REWINDING = {
-    "top_k": 2,
-    "repetition_penalty": 0.97,
-    "presence_penalty": -0.3,
+    "top_k": 3,
+    "repetition_penalty": 0.95,
+    "presence_penalty": -1.0,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "action": "rewind", "max_rewinds": 3},
 }
-JOB = record("fox", 160, drawn=REWINDING)
-OFTEN = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 24}
+JOB = record("fox", 80, drawn=REWINDING)
+OFTEN = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 1}
 
 
 @pytest.fixture
@@ -110,6 +114,24 @@ def test_caches_in_files_are_rolled_back_as_well(
     folder.mkdir()
     to_the_end(session(run, tiny_model, engine=engine, kv_offload=str(folder), **OFTEN), claimed(run, JOB))
     assert outcome(run) == undisturbed
+
+
+def entry(start: int, end: int) -> SegmentEntry:
+    return SegmentEntry(file=f"0001/kv-{start}-{end}.arrow", start=start, end=end, size=1, sha256="0" * 64)
+
+
+def test_what_rewinds_took_back_is_used_of_no_manifest() -> None:
+    sequence = Sequence("s", [1, 2], JOB.job.sampling, 300)
+    sequence.set_rewinds((Rewind(30, 18), Rewind(40, 10)))
+    sequence.extend(list(range(12)))
+    segments = tuple(entry(start, start + 6) for start in range(0, 36, 6))
+    manifests = [StateManifest(num_rewinds=number, segments=segments) for number in range(4)]
+    kept = {number: _still_valid([manifest], sequence) for number, manifest in enumerate(manifests)}
+    assert [[each.num_positions for each in kept[number]] for number in range(4)] == [[12], [12], [36], []]
+    pending = PendingCheckpoint("s", 1, "suffix", None, list(segments), token_ids=np.zeros(40, dtype=np.uint32))
+    pending.rewind(TokenLog(np.zeros(10, dtype=np.uint32), sequence.rewinds), 13)
+    assert (pending.segments, pending.num_positions, pending.num_rewinds) == ([*segments[:2]], 12, 2)
+    assert pending.is_manifest_due
 
 
 def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
