@@ -9,6 +9,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from jobs.frozen import Strict
 from jobs.logit_bias import LogitBias, bias_object, bias_pairs
+from jobs.repetition import RepetitionDetection
 from jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
 
 MAX_COUNT = 2**31 - 1
@@ -29,6 +30,7 @@ LATER_FIELDS = (
     "stop_token_ids",
     "include_stop_str_in_output",
     "bad_words",
+    "repetition_detection",
 )
 
 StopString = Annotated[str, Field(min_length=1)]
@@ -48,7 +50,7 @@ class SamplingParams(Strict):
     `stop_token_ids` are masked up to `min_tokens` output tokens (also where `ignore_eos` is set), and stop strings
     count behind those alone; `logit_bias` is added; then the repetition penalty; then `frequency_penalty` times a
     token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
-    top-p, min-p, eta.
+    top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -69,6 +71,7 @@ class SamplingParams(Strict):
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool = False
     bad_words: tuple[BadWord, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
+    repetition_detection: RepetitionDetection | None = None
 
     @field_validator("temperature")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jobs.repetition import LoopAction
 from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
 from worker.drafters.catalogue import DEFAULT_ENGINE
 from worker.kernels.choice import CudaKernels
@@ -27,6 +28,7 @@ class Computation:
     num_threads: int = 1
     seed: int = 0  # that of a job which gives none follows from it
     max_tokens: int | None = None  # of a job which gives none; None: what the model's positions leave behind its prompt
+    loop_guard: LoopAction | None = None  # of a job which says nothing of loops; None: they are not looked for
 
     @property
     def cuda_kernels(self) -> CudaKernels:

@@ -67,6 +67,15 @@ class Engine:
         self.drafter.stop(sequence)
         self._count_cached()
 
+    def rewind(self, again: Sequence) -> None:
+        """Go on with a sequence in place of the one that it was `rewound` from."""
+        slot = self._slots[again.sequence_id]
+        replaced, cache = slot.sequence, slot.cache
+        del slot  # a GPU's room for its counts is free again for those of the other
+        self.stop(replaced)
+        cache.roll_back(min(cache.length, len(again) - 1))
+        self.start(again, cache)
+
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; returns those that received tokens, with how.
 

@@ -7,6 +7,8 @@ import copy
 import numpy as np
 import torch
 
+from jobs.checkpoints.token_log import Rewind
+from jobs.repetition import rewind_seed
 from jobs.sampling import SamplingParams
 from worker.noise import GumbelNoise
 
@@ -35,7 +37,9 @@ class Sequence:
         self.vocab_size = vocab_size
         self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
         self.bad_word_ids = bad_word_ids
-        self.noise = GumbelNoise(sampling.seed or 0, vocab_size, device)
+        self.rewinds: tuple[Rewind, ...] = ()
+        self._device, self._first_seed = device, sampling.seed or 0
+        self.noise = GumbelNoise(self._first_seed, vocab_size, device)
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where that is the reason
         self._buffer = np.empty(self.max_length, dtype=np.int64)
@@ -66,6 +70,21 @@ class Sequence:
     def fork(self) -> Sequence:
         """This sequence, to be extended by a draft. Nothing is copied: what is committed here later overwrites it."""
         return copy.copy(self)
+
+    def set_rewinds(self, rewinds: tuple[Rewind, ...]) -> None:
+        """Draw what comes next with the noise that follows so many rewinds; before an engine has the sequence."""
+        seed = rewind_seed(self._first_seed, len(rewinds))
+        self.rewinds, self.sampling = rewinds, self.sampling.model_copy(update={"seed": seed})
+        self.noise = GumbelNoise(seed, self.vocab_size, self._device)
+
+    def rewound(self, num_tokens: int) -> Sequence:
+        """A sequence of its own with the first `num_tokens` of the output, which goes on with other noise."""
+        again = copy.copy(self)
+        again._buffer = self._buffer.copy()
+        again._length = self.num_prompt_tokens + num_tokens
+        again.finish_reason = None
+        again.set_rewinds((*self.rewinds, Rewind(self.num_generated_tokens, num_tokens)))
+        return again
 
     def extend(self, token_ids: list[int] | np.ndarray) -> None:
         """Append committed tokens."""

@@ -1,12 +1,13 @@
-"""When a generation ends: end-of-sequence or stop token, stop string, or its last token; and which text it then has."""
+"""When a generation ends: end-of-sequence or stop token, stop string, its last token, or a loop; and its text then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from worker.repetition import LoopDetector, first_repetition
 from worker.sequence import Sequence
 
-LENGTH, STOP, ERROR = "length", "stop", "error"
+LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 
 
 class StopRule:
@@ -27,12 +28,16 @@ class StopRule:
         self._tail = sequence.output_ids[-self._num_kept :].tolist()
         self._num_remaining = sequence.num_remaining_tokens
         self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
+        detection = params.repetition_detection
+        self._loops = LoopDetector(detection, sequence.output_ids) if detection is not None else None
 
     def after(self, token_id: int) -> str | None:
         """Return the finish reason if `token_id`, committed now, ends the sequence, else None."""
         self._num_remaining -= 1
         self._num_before_stop -= 1
         self._tail = [*self._tail, token_id][-self._num_kept :]
+        if self._loops is not None:
+            self._loops.push(token_id)
         return self.now()
 
     def now(self) -> str | None:
@@ -41,7 +46,9 @@ class StopRule:
             return None
         if self._num_before_stop < 0 and (self._tail[-1] in self._ending_token_ids or self._has_stop_string()):
             return STOP
-        return LENGTH if self._num_remaining <= 0 else None
+        if self._num_remaining <= 0:
+            return LENGTH
+        return REPETITION if self._loops is not None and self._num_before_stop <= 0 and self._loops.is_loop() else None
 
     def _has_stop_string(self) -> bool:
         if not self._stop or self._decode is None:
@@ -49,6 +56,21 @@ class StopRule:
         num_before = len(self._tail) + self._num_before_stop  # of the tail, in which no stop string may end
         before = self._decode(self._tail[:num_before]) if num_before > 0 else ""
         return first_stop(self._decode(self._tail), self._stop, len(before)) is not None
+
+
+def may_rewind(sequence: Sequence) -> bool:
+    """Whether it has ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
+    detection = sequence.sampling.repetition_detection
+    if sequence.finish_reason != REPETITION or detection is None or sequence.sampling.temperature == 0.0:
+        return False
+    return detection.action == "rewind" and len(sequence.rewinds) < detection.max_rewinds
+
+
+def rewound(sequence: Sequence) -> Sequence:
+    """A sequence that `may_rewind` without its loop's repetitions, for `Engine.rewind`."""
+    detection = sequence.sampling.repetition_detection
+    assert detection is not None
+    return sequence.rewound(first_repetition(detection, sequence.output_ids))
 
 
 def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0) -> tuple[int, int] | None:

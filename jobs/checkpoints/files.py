@@ -48,9 +48,13 @@ class DrafterEntry(Strict):
 
 
 class StateManifest(Strict):
-    """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state."""
+    """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state.
+
+    They are of the tokens that stood there after `num_rewinds` rewinds.
+    """
 
     version: Literal[2] = VERSION
+    num_rewinds: int = Field(default=0, ge=0)
     segments: tuple[SegmentEntry, ...] = ()
     drafter: DrafterEntry | None = None
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from jobs.checkpoints.files import AttemptRecord, ClaimFile, ResumeFile, TimelineFile, dump_file
-from jobs.checkpoints.token_log import TokenIds, encode_tokens
+from jobs.checkpoints.token_log import TokenLog, encode_tokens
 from jobs.storage.store import Store
 
 FOLDER = "checkpoints"
 
 
-def inherit(store: Store, job_id: str, earlier_id: str, attempts: Sequence[AttemptRecord], token_ids: TokenIds) -> None:
-    """Write what `job_id` begins with: the state kept of `earlier_id`, if any, then its attempts and `token_ids`.
+def inherit(store: Store, job_id: str, earlier_id: str, attempts: Sequence[AttemptRecord], log: TokenLog) -> None:
+    """Write what `job_id` begins with: the state kept of `earlier_id`, if any, then its attempts and `log`.
 
     The next attempt goes on there as after a loss. Call it before the run knows the job; again does no harm.
     """
@@ -30,8 +30,8 @@ def inherit(store: Store, job_id: str, earlier_id: str, attempts: Sequence[Attem
             # it ended with all its tokens in the log
             timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
             store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline)))
-        log = token_ids if is_last else np.zeros(0, dtype=np.uint32)
-        store.write(f"{folder}/tokens.bin", encode_tokens(log))
+        known = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
+        store.write(f"{folder}/tokens.bin", encode_tokens(*known))
 
 
 def _copy_state(store: Store, job_id: str, earlier_id: str) -> None:

@@ -5,7 +5,7 @@ tokens/<job_id>.bin    of a job that ended at its max_tokens; written before its
 
 from __future__ import annotations
 
-from jobs.checkpoints.token_log import DamagedFileError, TokenIds, decode_tokens, encode_tokens
+from jobs.checkpoints.token_log import DamagedFileError, TokenLog, decode_log, encode_tokens
 from jobs.storage.store import Store
 
 FOLDER = "tokens"
@@ -18,16 +18,16 @@ class KeptLogs:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def write(self, job_id: str, token_ids: TokenIds) -> None:
-        """Keep `token_ids` [num_tokens], all that a job has generated, in place of an older log."""
-        self._store.write(_path(job_id), encode_tokens(token_ids))
+    def write(self, job_id: str, log: TokenLog) -> None:
+        """Keep all that a job has generated, in place of an older log."""
+        self._store.write(_path(job_id), encode_tokens(*log))
 
-    def read(self, job_id: str) -> TokenIds:
-        """A job's tokens [num_tokens]. Raises `DamagedFileError`, also where there is no log."""
+    def read(self, job_id: str) -> TokenLog:
+        """A job's tokens and rewinds. Raises `DamagedFileError`, also where there is no log."""
         data = self._store.read(_path(job_id))
         if data is None:
             raise DamagedFileError("found no token log")
-        return decode_tokens(data)
+        return decode_log(data)
 
     def sizes(self) -> dict[str, int]:
         """The jobs that have a log, with its bytes."""

@@ -10,7 +10,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.checkpoints.store import CheckpointStore, DrafterEntry, Segment, SegmentEntry, State, StateManifest, TokenIds
+from jobs.checkpoints.store import (
+    CheckpointStore,
+    DrafterEntry,
+    Segment,
+    SegmentEntry,
+    State,
+    StateManifest,
+    TokenIds,
+    TokenLog,
+)
 from jobs.checkpoints.timeline import Timeline
 
 FileKind = Literal["tokens", "state"]
@@ -38,7 +47,8 @@ class PendingCheckpoint:
     engine: str
     source: KVSource | None
     segments: list[SegmentEntry]
-    output_ids: TokenIds | None = None
+    num_rewinds: int = 0  # of what is written from now on
+    log: TokenLog | None = None
     timeline: Timeline | None = None
     token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # of all positions of the state
     drafter_state: State = field(default_factory=dict)
@@ -55,17 +65,25 @@ class PendingCheckpoint:
 
     @property
     def is_waiting(self) -> bool:
-        return self.output_ids is not None or self.timeline is not None or self.has_state
+        return self.log is not None or self.timeline is not None or self.has_state
 
     @property
     def has_state(self) -> bool:
         return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
 
+    def rewind(self, log: TokenLog, num_positions: int) -> None:
+        """Keep of the state what is in front of `num_positions`. The log is written first, then a manifest says so."""
+        self.log, self.num_rewinds = log, len(log.rewinds)
+        self.segments = [entry for entry in self.segments if entry.end <= num_positions]
+        self.token_ids = self.token_ids[: self.num_written_positions]
+        self.drafter_state, self.drafter = {}, None
+        self.is_manifest_due = True
+
     def take_tokens(self) -> WriteFile:
         """What writes the token log, which then waits no longer; call it while there is one."""
-        output_ids, self.output_ids = self.output_ids, None
-        assert output_ids is not None
-        return lambda checkpoints: checkpoints.write_tokens(self.job_id, self.attempt, output_ids)
+        log, self.log = self.log, None
+        assert log is not None
+        return lambda checkpoints: checkpoints.write_tokens(self.job_id, self.attempt, *log)
 
     def take_timeline(self) -> WriteFile:
         """What writes the timeline, which then waits no longer; call it while there is one."""
@@ -97,6 +115,6 @@ class PendingCheckpoint:
         return self.drafter.size
 
     def _write_manifest(self, checkpoints: CheckpointStore) -> int:
-        manifest = StateManifest(segments=tuple(self.segments), drafter=self.drafter)
+        manifest = StateManifest(num_rewinds=self.num_rewinds, segments=tuple(self.segments), drafter=self.drafter)
         self.is_manifest_due = False
         return checkpoints.write_manifest(self.job_id, self.attempt, manifest)

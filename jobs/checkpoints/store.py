@@ -3,7 +3,7 @@
 Each attempt has its own folder, and a job ends with none:
 
 checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics
-                               tokens.bin            all tokens generated so far, replaced as a whole
+                               tokens.bin            all tokens generated so far, and the rewinds, replaced as a whole
                                kv-<start>-<end>.arrow        keys and values of some positions, never changed
                                drafter-<num_positions>.arrow
                                manifest.json         names segments (of earlier attempts too) and drafter state with
@@ -37,7 +37,7 @@ from jobs.checkpoints.files import (
 from jobs.checkpoints.segments import Segment, decode_segment, encode_segment
 from jobs.checkpoints.state_file import State, decode_state, encode_state
 from jobs.checkpoints.timeline import Timeline
-from jobs.checkpoints.token_log import DamagedFileError, TokenIds, decode_tokens, encode_tokens
+from jobs.checkpoints.token_log import DamagedFileError, Rewind, TokenIds, TokenLog, decode_log, encode_tokens
 from jobs.storage.store import Store
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "State",
     "StateManifest",
     "TokenIds",
+    "TokenLog",
 ]
 
 
@@ -94,15 +95,19 @@ class CheckpointStore:
         self._store.write(_path(job_id, attempt, "timeline.json"), data)
         return len(data)
 
-    def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds) -> int:
+    def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> int:
         """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
-        data = encode_tokens(token_ids)
+        data = encode_tokens(token_ids, rewinds)
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
 
     def read_tokens(self, job_id: str) -> TokenIds:
-        """The longest log [num_tokens] of all attempts, empty if there is none."""
-        longest = np.zeros(0, dtype=np.uint32)
+        """The tokens [num_tokens] of the log that `read_log` gives."""
+        return self.read_log(job_id).token_ids
+
+    def read_log(self, job_id: str) -> TokenLog:
+        """The log of all attempts that is furthest, empty if there is none."""
+        furthest = TokenLog(np.zeros(0, dtype=np.uint32))
         attempts = self._attempts(job_id)
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
@@ -110,10 +115,10 @@ class CheckpointStore:
             # every attempt writes one, but the newest may have just begun
             if data is None and attempt == attempts[-1]:
                 continue
-            token_ids = self._files.decoded(path, data, decode_tokens)
-            if token_ids is not None and len(token_ids) > len(longest):
-                longest = token_ids
-        return longest
+            log = self._files.decoded(path, data, decode_log)
+            if log is not None and log.progress > furthest.progress:
+                furthest = log
+        return furthest
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
         """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""

@@ -1,9 +1,10 @@
-"""The token log: a header with a checksum, then 4 bytes a token, little-endian."""
+"""The token log: a header with a checksum, rewinds where there were some, then 4 bytes a token, little-endian."""
 
 from __future__ import annotations
 
 import struct
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,33 +13,71 @@ TokenIds = NDArray[np.uint32]
 
 MAGIC = b"SWTOKENS"
 VERSION = 1
-HEADER = struct.Struct("<8sIII")  # magic, version, number of tokens, CRC-32 of the tokens' bytes
+VERSION_WITH_REWINDS = 2
+HEADER = struct.Struct("<8sIII")  # magic, version, number of tokens, CRC-32 of what follows
+NUM_REWINDS = struct.Struct("<I")
+REWIND = struct.Struct("<II")
+
+
+class Rewind(NamedTuple):
+    """A loop of the output was taken back: of `num_tokens` generated ones the first `num_kept` stayed."""
+
+    num_tokens: int
+    num_kept: int
+
+
+class TokenLog(NamedTuple):
+    """What a job has generated: `token_ids` [num_tokens] as they stand, and all rewinds so far, oldest first."""
+
+    token_ids: TokenIds
+    rewinds: tuple[Rewind, ...] = ()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
+        return len(self.rewinds), len(self.token_ids)
 
 
 class DamagedFileError(ValueError):
     """A file is torn, corrupt, or of a newer version; the text says what was found and what was expected."""
 
 
-def encode_tokens(token_ids: TokenIds) -> bytes:
+def encode_tokens(token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> bytes:
     """The bytes of a log with `token_ids` [num_tokens]. Raises `TypeError` for another dtype or shape."""
     if token_ids.dtype != np.uint32 or token_ids.ndim != 1:
         raise TypeError(f"found token ids of {token_ids.dtype} {token_ids.shape}, expected uint32 [num_tokens]")
     payload = token_ids.astype("<u4", copy=False).tobytes()
-    return HEADER.pack(MAGIC, VERSION, len(token_ids), zlib.crc32(payload)) + payload
+    if rewinds:
+        payload = NUM_REWINDS.pack(len(rewinds)) + b"".join(REWIND.pack(*each) for each in rewinds) + payload
+    version = VERSION_WITH_REWINDS if rewinds else VERSION
+    return HEADER.pack(MAGIC, version, len(token_ids), zlib.crc32(payload)) + payload
 
 
-def decode_tokens(data: bytes) -> TokenIds:
-    """The tokens [num_tokens] of a log, in memory of their own. Raises `DamagedFileError`, never gives wrong tokens."""
+def decode_log(data: bytes) -> TokenLog:
+    """The log, its tokens in memory of their own. Raises `DamagedFileError`, never gives wrong tokens."""
     if len(data) < HEADER.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size}")
     magic, version, num_tokens, checksum = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise DamagedFileError("found no token log: expected it to start with its magic word")
-    if version != VERSION:
-        raise DamagedFileError(f"found version {version}, expected {VERSION}")
+    if version not in (VERSION, VERSION_WITH_REWINDS):
+        raise DamagedFileError(f"found version {version}, expected {VERSION} or {VERSION_WITH_REWINDS}")
     payload = data[HEADER.size :]
-    if len(payload) != 4 * num_tokens:
-        raise DamagedFileError(f"found {len(payload)} bytes of tokens, expected {4 * num_tokens}")
+    start = _size_of_rewinds(payload) if version == VERSION_WITH_REWINDS else 0
+    if len(payload) != start + 4 * num_tokens:
+        raise DamagedFileError(f"found {len(payload) - start} bytes of tokens, expected {4 * num_tokens}")
     if zlib.crc32(payload) != checksum:
         raise DamagedFileError("found tokens that do not match their checksum")
-    return np.frombuffer(payload, dtype="<u4").astype(np.uint32)
+    rewinds = tuple(Rewind(*each) for each in REWIND.iter_unpack(payload[NUM_REWINDS.size : start]))
+    return TokenLog(np.frombuffer(payload[start:], dtype="<u4").astype(np.uint32), rewinds)
+
+
+def _size_of_rewinds(payload: bytes) -> int:
+    """Bytes in front of the tokens."""
+    if len(payload) < NUM_REWINDS.size:
+        raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected the number of rewinds")
+    (num_rewinds,) = NUM_REWINDS.unpack_from(payload)
+    size = NUM_REWINDS.size + int(num_rewinds) * REWIND.size
+    if size > len(payload):
+        raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected {size} of rewinds first")
+    return size

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
-from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds
+from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
 from jobs.checkpoints.timeline import Timeline
+from jobs.checkpoints.token_log import Rewind
 
 __all__ = ["CheckpointWriter", "KVSource"]
 
@@ -51,18 +52,32 @@ class CheckpointWriter:
         engine: str,
         source: KVSource | None = None,
         segments: Sequence[SegmentEntry] = (),
+        num_rewinds: int = 0,
     ) -> None:
         """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state."""
         with self._changed:
             if job_id in self._jobs:
                 raise ValueError(f"job {job_id} is open already")
-            self._jobs[job_id] = PendingCheckpoint(job_id, attempt, engine, source, list(segments))
+            self._jobs[job_id] = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds)
 
-    def put_tokens(self, job_id: str, output_ids: TokenIds) -> None:
+    def put_tokens(self, job_id: str, output_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> None:
         """Have `output_ids` [num_tokens], all tokens generated so far, written as the job's token log. Copies."""
-        copied = np.array(output_ids, dtype=np.uint32)
+        log = TokenLog(np.array(output_ids, dtype=np.uint32), rewinds)
         with self._changed:
-            self._opened(job_id).output_ids = copied
+            self._opened(job_id).log = log
+            self._changed.notify_all()
+
+    def rewind(self, job_id: str, log: TokenLog, num_positions: int) -> None:
+        """As `put_tokens`, for one rewind more: of the state, what is not in front of `num_positions` is dropped.
+
+        When this returns nothing reads those positions of the job's source any more.
+        """
+        with self._changed:
+            job = self._opened(job_id)
+            del self._jobs[job_id]  # so that its next file is not begun
+            self._changed.wait_for(lambda: self._writing != job_id)
+            job.rewind(log, num_positions)
+            self._jobs[job_id] = job
             self._changed.notify_all()
 
     def put_timeline(self, job_id: str, timeline: Timeline) -> None:
@@ -155,7 +170,7 @@ class CheckpointWriter:
     def _most_urgent(self) -> tuple[PendingCheckpoint, tuple[FileKind, WriteFile]]:
         """A job and its file to write; call it while one waits."""
         jobs = self._jobs.values()
-        if job := next((job for job in jobs if job.output_ids is not None), None):
+        if job := next((job for job in jobs if job.log is not None), None):
             return job, ("tokens", job.take_tokens())
         if job := next((job for job in jobs if job.timeline is not None), None):
             return job, ("tokens", job.take_timeline())

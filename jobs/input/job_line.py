@@ -10,6 +10,7 @@ from typing import Any
 from jobs.chat import Message, TemplateOptions
 from jobs.input.forms import LinePrompt
 from jobs.job import Job
+from jobs.repetition import RepetitionDetection
 from jobs.sampling import SamplingParams
 
 
@@ -26,17 +27,23 @@ class JobLine:
     max_tokens: int | None  # None: the run's, or what the prompt leaves
     without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
 
-    def jobs(self, max_tokens: Sequence[int]) -> list[Job]:
+    def jobs(self, max_tokens: Sequence[int], loop_guard: RepetitionDetection | None = None) -> list[Job]:
         """The jobs of the line: all choices of its first prompt, or of its messages, then those of the next prompt.
 
-        `max_tokens` are those behind each prompt, or behind the messages.
+        `max_tokens` are those behind each prompt, or behind the messages; `loop_guard` is for a line that says nothing.
         """
         prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
         limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
-        return [self._job(prompt, most, number, len(limited)) for number, (prompt, most) in enumerate(limited)]
+        said: RepetitionDetection | None = self.sampling["repetition_detection"]
+        detection = loop_guard if said is None else said if said.is_on else None
+        sampling = {**self.sampling, "repetition_detection": detection}
+        return [
+            self._job(prompt, sampling | {"max_tokens": most}, number, len(limited))
+            for number, (prompt, most) in enumerate(limited)
+        ]
 
-    def _job(self, prompt: LinePrompt | None, max_tokens: int, choice_index: int, num_choices: int) -> Job:
-        seed = choice_seed(self.sampling["seed"], choice_index)
+    def _job(self, prompt: LinePrompt | None, sampling: dict[str, Any], choice_index: int, num_choices: int) -> Job:
+        seed = choice_seed(sampling["seed"], choice_index)
         return Job(
             custom_id=self.custom_id,
             url="/v1/completions" if self.messages is None else "/v1/chat/completions",
@@ -44,7 +51,7 @@ class JobLine:
             prompt_ids=prompt if isinstance(prompt, tuple) else None,
             messages=self.messages,
             template=self.template,
-            sampling=SamplingParams(**{**self.sampling, "max_tokens": max_tokens, "seed": seed}),
+            sampling=SamplingParams(**sampling | {"seed": seed}),
             choice_index=choice_index,
             num_choices=num_choices,
         )

@@ -57,7 +57,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "logits_processors": ([],),
     "thinking_token_budget": (-1,),
     "include_reasoning": (True,),
-    "repetition_detection": (),
     "return_token_ids": (False,),
     "return_prompt_text": (False,),
     "prompt_embeds": (),

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from jobs.checkpoints.timeline import Moment
 from jobs.frozen import Frozen
+from jobs.repetition import LoopAction
 from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
 
 RUN_VERSION = 1
@@ -43,6 +44,7 @@ class RunManifest(Frozen):
     num_threads: int = Field(ge=1)
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
+    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: they are not looked for
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str

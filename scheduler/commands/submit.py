@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from jobs.repetition import LoopAction
 from scheduler.commands.launch_options import launch_options, make_settings, output_mode
 from scheduler.commands.launching import end, launch_shown
 from scheduler.commands.model_options import (
@@ -80,6 +81,11 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
     metavar="FIELD=COLUMN",
     callback=_columns,
     help="The column, or the name in JSON lines, that is a field, as in prompt=text. May be given several times.",
+)
+@click.option(
+    "--loop-guard",
+    type=click.Choice(get_args(LoopAction)),
+    help="What becomes of an output that is a loop, for jobs without repetition_detection. [default: it goes on]",
 )
 @click.option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @launch_options

@@ -8,8 +8,8 @@ from typing import Any
 
 from jobs.checkpoints.inheritance import inherit
 from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.store import AttemptRecord, CheckpointStore, TokenIds
-from jobs.checkpoints.token_log import DamagedFileError
+from jobs.checkpoints.store import AttemptRecord, CheckpointStore
+from jobs.checkpoints.token_log import DamagedFileError, TokenLog
 from jobs.job import JobRecord
 from jobs.run.results import tokens_sha256
 from metrics.report.attempts import parsed_history
@@ -51,16 +51,16 @@ def extend_jobs(
             if not _is_due(record, line, max_tokens, is_named=bool(custom_ids)):
                 continue
             assert line is not None  # `_is_due` has looked
-            token_ids = _tokens(kept, record, line)
+            log = _kept_log(kept, record, line)
             longer = _longer(record, max_tokens, files)
             if room is not None:
                 room.refuse_too_long(longer.max_length)
         except (NotExtendedError, KVRoomError) as error:
             found.refused.append((record.job.name, str(error)))
             continue
-        inherit(run.store, longer.job_id, record.job_id, _history(line), token_ids)
+        inherit(run.store, longer.job_id, record.job_id, _history(line), log)
         found.records.append(longer)
-        found.num_tokens += len(token_ids)
+        found.num_tokens += len(log.token_ids)
     hold.epoch.check()
     run.add_jobs(found.records)
     checkpoints = CheckpointStore(run.store)
@@ -96,17 +96,17 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, *, is_named: 
     return bool(reason == "length")
 
 
-def _tokens(kept: KeptLogs, record: JobRecord, line: Line) -> TokenIds:
+def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
     """All tokens of a finished job, which are surely those of its result. Raises NotExtendedError."""
     try:
-        token_ids = kept.read(record.job_id)
+        log = kept.read(record.job_id)
     except DamagedFileError as error:
         raise NotExtendedError(
             f"its tokens are not kept: {error}; a run keeps them unless `swiftbatch prune` has dropped them"
         ) from None
-    if tokens_sha256(token_ids) != line["response"]["body"]["choices"][0].get("token_ids_sha256"):
+    if tokens_sha256(log.token_ids) != line["response"]["body"]["choices"][0].get("token_ids_sha256"):
         raise NotExtendedError("the kept token log is not that of its result")
-    return token_ids
+    return log
 
 
 def _longer(record: JobRecord, max_tokens: int, files: ModelFiles) -> JobRecord:

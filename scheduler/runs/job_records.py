@@ -10,6 +10,7 @@ from typing import Any
 from jobs.input.job_line import JobLine
 from jobs.input.reader import Reject
 from jobs.job import JobRecord
+from jobs.repetition import RepetitionDetection
 from worker.caches.room import KVRoom, KVRoomError
 from worker.model.files import ModelFiles
 from worker.model.text import TextCodec
@@ -25,12 +26,16 @@ class MadeRecords:
 
 
 def make_records(
-    lines: Sequence[tuple[int, JobLine]], files: ModelFiles, max_tokens: int | None = None, room: KVRoom | None = None
+    lines: Sequence[tuple[int, JobLine]],
+    files: ModelFiles,
+    max_tokens: int | None = None,
+    room: KVRoom | None = None,
+    loop_guard: RepetitionDetection | None = None,
 ) -> MadeRecords:
     """Count each prompt's tokens; a line that does not fit the model's positions, or the caches' room, is a reject.
 
     So is one that names a token which the model does not have. `max_tokens` are those of a line that leaves them open,
-    None for all that the model's positions leave.
+    None for all that the model's positions leave; `loop_guard` is for a line that says nothing of loops.
     """
     codec, made = TextCodec(files), MadeRecords()
     for line_number, line in lines:
@@ -42,7 +47,7 @@ def make_records(
         except (ValueError, KVRoomError) as error:
             made.rejects.append(Reject(line_number, line.custom_id, str(error)))
             continue
-        for job in line.jobs([limit for _, limit in sizes]):
+        for job in line.jobs([limit for _, limit in sizes], loop_guard):
             num_prompt_tokens, _ = sizes[job.choice_index // line.num_choices]
             made.records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
         made.without_effect.update(_without_effect(line, codec))

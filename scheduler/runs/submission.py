@@ -12,6 +12,7 @@ from jobs.errors import UserError
 from jobs.input.columns import Columns
 from jobs.input.reader import Reject
 from jobs.job import JobRecord
+from jobs.repetition import loop_guard
 from jobs.run.run import Run, RunError, RunManifest
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_files
@@ -72,7 +73,9 @@ def submission(
     lines = read_job_files(said, manifest.seed, columns)
     files = locate_model(manifest.model)
     manifest = with_model(manifest, files)
-    made = make_records(lines.jobs, files, manifest.max_tokens, kv_room(manifest, files, settings))
+    guard = loop_guard(manifest.loop_guard)
+    room = kv_room(manifest, files, settings)
+    made = make_records(lines.jobs, files, manifest.max_tokens, room, guard)
     rejects = sorted([*lines.rejects, *made.rejects], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(said[0], [lines.placed(reject) for reject in rejects])

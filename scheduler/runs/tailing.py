@@ -13,6 +13,7 @@ from scheduler.runs.cancellation import find_jobs
 
 POLL_SECONDS = 1.0
 BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
+TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
 
 
 def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iterator[str]:
@@ -26,7 +27,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     record = _find_choice(run, custom_id, choice)
     checkpoints = CheckpointStore(run.store)
     codec = TextCodec(locate_model(run.manifest.model))
-    num_shown = 0
+    shown = ""
     while True:
         # looked up before the text, so that what was written in between is not missed
         goes_on = follow and current_progress(run).state == "running" and run.error(record.job_id) is None
@@ -34,11 +35,19 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         is_whole = text is not None
         if text is None:
             text = codec.decode(checkpoints.read_tokens(record.job_id).tolist()).rstrip(BROKEN_CHARACTER)
-        yield text[num_shown:]
-        num_shown = max(num_shown, len(text))
+        num_common = _num_common(shown, text)
+        is_taken_back = num_common < min(len(shown), len(text))
+        yield (TAKEN_BACK if is_taken_back else "") + text[num_common:]
+        shown = text if num_common < len(text) else shown
         if is_whole or not goes_on:
             return
         time.sleep(POLL_SECONDS)
+
+
+def _num_common(shown: str, text: str) -> int:
+    """How many characters both begin with."""
+    differing = (i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
+    return len(shown) if text.startswith(shown) else next(differing, len(text))
 
 
 def _find_choice(run: Run, custom_id: str, choice: int) -> JobRecord:

@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "stop_token_ids": [13, 261],
         "bad_words": ["the old", "said", "room", ", and"],
     },
+    "greedy, up to a loop": {"temperature": 0.0, "repetition_detection": {"max_pattern_size": 32, "min_count": 2}},
     "sampled, filtered": {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 PROMPTS = (
@@ -40,7 +41,8 @@ NUM_TOKENS = 64
 NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
-RESUMED = ("greedy", "adjusted", HARDEST)
+LOOPING = "greedy, up to a loop"
+RESUMED = ("greedy", "adjusted", LOOPING, HARDEST)
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
@@ -112,9 +114,7 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
     return sequences
 
 
-@pytest.mark.parametrize(
-    ("engine_name", "setting"), [entry for entry in ALL if entry[1] in ("greedy", "adjusted", HARDEST)]
-)
+@pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in RESUMED])
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
     sequences = interrupted(plain, setting, (1, 41, NUM_TOKENS - 1))
     assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)
@@ -136,6 +136,18 @@ def test_a_sequence_that_lost_only_its_result_is_finished_at_once(plain: Plain) 
     [sequence, *_] = interrupted(plain, "greedy", (NUM_TOKENS,) * 3)
     assert decode(plain.target, "suffix", [sequence]) == plain.outputs("greedy")[:1]
     assert sequence.finish_reason == "length"
+
+
+def test_a_loop_ends_a_text_with_the_token_that_makes_it_one(plain: Plain) -> None:
+    endless = plain.outputs("greedy")
+    ended = plain.outputs(LOOPING)
+    lengths = [len(output) for output in ended]
+    assert [output[:length] for output, length in zip(endless, lengths, strict=True)] == ended
+    assert (lengths[0] < 20, lengths[1], 32 < lengths[2] < NUM_TOKENS) == (True, NUM_TOKENS, True)
+    assert ended[0][-8:-4] == ended[0][-4:]  # "the first day, the first day,"
+    [sequence, *_] = interrupted(plain, LOOPING, (NUM_TOKENS,) * 3)
+    assert decode(plain.target, "suffix", [sequence]) == ended[:1]
+    assert sequence.finish_reason == "repetition"
 
 
 @pytest.mark.slow

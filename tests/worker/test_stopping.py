@@ -92,6 +92,21 @@ def test_text_is_cut_where_the_sequence_was_stopped_and_not_before(num_kept: int
         assert [stepwise.after(ord(letter)) for letter in output] == reasons
 
 
+def test_a_loop_ends_the_text_from_its_least_number_of_tokens_on_and_after_all_other_reasons() -> None:
+    loop = {"max_pattern_size": 3, "min_count": 3}
+    params = SamplingParams.model_validate(
+        {"max_tokens": 9, "stop_token_ids": (ord("c"),), "repetition_detection": loop}
+    )
+    assert [rule(params, "xabab").after(ord(letter)) for letter in "abc"] == [None, None, "stop"]
+    assert rule(params, "xababa").after(ord("b")) == "repetition"
+    assert rule(params, "xababab").now() == "repetition"
+    assert rule(params, "xababab").after(ord("x")) is None
+    assert [rule(params, "cc").after(ord("c")), rule(params, "xxxababa").after(ord("b"))] == ["stop", "length"]
+    later = params.model_copy(update={"min_tokens": 8})
+    assert [rule(later, "xababa").after(ord("b")), rule(later, "xababab").after(ord("a"))] == [None, "repetition"]
+    assert text_after(params, "xababab") == "xababab"
+
+
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     sequence = Sequence("s", [5], SamplingParams(max_tokens=2, stop=("x",)), 200)
     with pytest.raises(ValueError, match="tokenizer"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
-from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.store import CheckpointStore, TokenLog
 from jobs.checkpoints.writer import CheckpointWriter
 from worker.config import EngineConfig
 from worker.engine import Engine
+from worker.sequence import Sequence
 from worker.session.running_job import RunningJob
 
 MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
@@ -27,7 +28,15 @@ class Checkpointing:
     def open(self, job: RunningJob) -> None:
         """Begin with a job, whose new manifests go on from the segments that its resume found whole."""
         segments = job.recovery.segments if job.recovery else ()
-        self._writer.open(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments)
+        num_rewinds = len(job.sequence.rewinds)
+        self._writer.open(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments, num_rewinds)
+
+    def rewind(self, job: RunningJob, again: Sequence) -> None:
+        """Have kept that the job goes on with `again`; when this returns, its cache may be rolled back."""
+        num_positions = min(job.cache.length, len(again) - 1)
+        log = TokenLog(again.output_ids.astype("uint32"), again.rewinds)
+        self._writer.rewind(job.job_id, log, num_positions)
+        job.logged, job.num_logged_tokens = time.monotonic(), again.num_generated_tokens
 
     def put_due(self, job: RunningJob) -> None:
         """Hand over what should be kept by now; returns at once."""
@@ -37,7 +46,7 @@ class Checkpointing:
         if config.checkpoint == "state" and self._num_new_positions(job) >= config.checkpoint_tokens:
             self._put_state(job)
 
-    def flush(self, jobs: Sequence[RunningJob], seconds: float) -> None:
+    def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
         """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere."""
         for job in jobs:
             self._put_tokens(job, is_released=True)
@@ -66,7 +75,7 @@ class Checkpointing:
         return job.cache.length - self._writer.num_state_positions(job.job_id)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
-        self._writer.put_tokens(job.job_id, job.sequence.output_ids.astype("uint32"))
+        self._writer.put_tokens(job.job_id, job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
         if (is_released or job.recorder.has_news) and (timeline := job.recorder.take(is_released)):
             self._writer.put_timeline(job.job_id, timeline)
         job.logged, job.num_logged_tokens = time.monotonic(), job.sequence.num_generated_tokens

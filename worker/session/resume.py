@@ -47,8 +47,8 @@ class Resumer:
         The newest token's position stays out of the cache: the next step's root row adds it. Raises StoreError.
         """
         job_id = sequence.sequence_id
-        sequence.extend(self._logged_tokens(sequence))
-        manifests = self._checkpoints.read_manifests(job_id)
+        self._take_log(sequence)
+        manifests = _still_valid(self._checkpoints.read_manifests(job_id), sequence)
         segments = self._load(sequence, cache, manifests)
         cache.roll_back(min(cache.length, len(sequence) - 1))
         return Recovery(
@@ -59,15 +59,16 @@ class Resumer:
             drafter_state=self._drafter_state(job_id, engine, manifests),
         )
 
-    def _logged_tokens(self, sequence: Sequence) -> np.ndarray:
-        """The tokens of the job's log, none of a log that no model with this vocabulary has written."""
-        token_ids = self._checkpoints.read_tokens(sequence.sequence_id)[: sequence.num_remaining_tokens]
+    def _take_log(self, sequence: Sequence) -> None:
+        """Give the sequence what the job's log has, nothing of a log that no model with this vocabulary has written."""
+        log = self._checkpoints.read_log(sequence.sequence_id)
         try:
-            _refuse_strangers(sequence, token_ids)
+            _refuse_strangers(sequence, log.token_ids)
         except ValueError as error:
             logger.warning("skipped the token log of job %s: %s", sequence.sequence_id, error)
-            return token_ids[:0]
-        return token_ids
+            return
+        sequence.set_rewinds(log.rewinds)
+        sequence.extend(log.token_ids[: sequence.num_remaining_tokens])
 
     def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
         """The newest whole state of a drafter of this engine; another engine's is of no use."""
@@ -117,6 +118,24 @@ class Resumer:
             return False
         load_seconds = sum(entry.size for entry in manifest.segments) / bytes_per_second
         return self._costs().replay_seconds(0, manifest.num_positions) < load_seconds
+
+
+def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
+    """What manifests have of the tokens that stand there after the sequence's rewinds, most positions first.
+
+    What later rewinds have taken back is cut off. A manifest that knows of more rewinds than the log is left out:
+    its tokens may be others.
+    """
+    valid = []
+    for manifest in manifests:
+        later = sequence.rewinds[manifest.num_rewinds :]
+        if not later and manifest.num_rewinds == len(sequence.rewinds):
+            valid.append(manifest)
+        elif later:
+            end = sequence.num_prompt_tokens + min(rewind.num_kept for rewind in later)
+            kept = tuple(entry for entry in manifest.segments if entry.end <= end)
+            valid.append(manifest.model_copy(update={"segments": kept, "drafter": None}))
+    return sorted(valid, key=lambda manifest: manifest.num_positions, reverse=True)
 
 
 def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:

@@ -86,7 +86,8 @@ class RunningJob:
         Distinct-1 to Distinct-4 are those of the whole output.
         """
         seconds = time.monotonic() - self.started
-        num_new_tokens = self.sequence.num_generated_tokens - self.num_recovered_tokens
+        num_new_tokens = sum(self.num_tokens_by_draft.values())
+        rewinds = self.sequence.rewinds
         resumes = [attempt.resume for attempt in attempts if attempt.resume is not None]
         return {
             "exactness": exactness,
@@ -100,6 +101,8 @@ class RunningJob:
             "num_attempts": self.assignment.attempt,
             "num_resumes": self.assignment.attempt - 1,
             "num_recovered_tokens": self.num_recovered_tokens,
+            "num_rewinds": len(rewinds),
+            "num_rewound_tokens": sum(rewind.num_tokens - rewind.num_kept for rewind in rewinds),
             "num_recomputed_tokens": sum(resume.num_recomputed_tokens for resume in resumes),
             "attempts": [attempt.model_dump() for attempt in self._with_timeline(attempts)],
         }

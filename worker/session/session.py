@@ -12,6 +12,7 @@ import torch
 
 from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.store import CheckpointStore, State
+from jobs.checkpoints.token_log import TokenLog
 from jobs.run.results import success_line
 from jobs.run.run import Run
 from jobs.storage.retries import Retries
@@ -33,7 +34,7 @@ from worker.session.checkpointing import Checkpointing
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from worker.stopping import LENGTH, text_of
+from worker.stopping import LENGTH, may_rewind, rewound, text_of
 from worker.target.finite import NOT_FINITE
 from worker.target.loading import resolve_device
 from worker.target.step_costs import step_costs_of
@@ -98,6 +99,9 @@ class WorkerSession:
         while self._running and time.monotonic() < deadline and not self._must_drain:
             self._step()
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
+                if may_rewind(job.sequence):
+                    self._rewind(job)
+                    continue
                 if self._is_kept(job):
                     self._checkpointing.keep(job, self._config.grace_seconds)
                 self._drop([job.job_id])
@@ -186,6 +190,13 @@ class WorkerSession:
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
 
+    def _rewind(self, job: RunningJob) -> None:
+        """Take the repetitions of the loop back that the job has ended in."""
+        again = rewound(job.sequence)
+        self._checkpointing.rewind(job, again)
+        self.engine.rewind(again)
+        job.sequence = again
+
     def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:
         """Write a finished job's result, then forget its checkpoints; an overtaken attempt writes nothing."""
         newest = self._checkpoints.attempts(job.job_id)
@@ -194,7 +205,8 @@ class WorkerSession:
             failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
             return
         if job.sequence.finish_reason == LENGTH:  # it may be extended: before its result says that it is there
-            self._kept_logs.write(job.job_id, job.sequence.output_ids.astype("uint32"))
+            log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
+            self._kept_logs.write(job.job_id, log)
         self._run.write_result(job.job_id, self._result_line(job))
         if not self._is_kept(job):
             self._checkpoints.clear(job.job_id)

@@ -55,6 +55,35 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"frequency_penalty": 2.1}, ["'frequency_penalty'", "found 2.1", "less than or equal to 2"]),
     (GOOD | {"presence_penalty": -2.1}, ["'presence_penalty'", "found -2.1", "greater than or equal to -2"]),
     (GOOD | {"presence_penalty": "2"}, ["'presence_penalty'", 'found "2"', "a number"]),
+    (
+        GOOD | {"repetition_detection": {"max_pattern_size": 9}},
+        ["'repetition_detection.min_count'", "found 0", "expected at least 2"],
+    ),
+    (
+        GOOD | {"repetition_detection": {"max_pattern_size": 9, "min_pattern_size": 10, "min_count": 2}},
+        ["'repetition_detection.min_pattern_size'", "found 10", "at most max_pattern_size, 9"],
+    ),
+    (
+        batch({"prompt": "x", "repetition_detection": {"max_pattern_size": -1}}),
+        ["'body.repetition_detection.max_pattern_size'", "found -1", "greater than or equal to 0"],
+    ),
+    (
+        GOOD | {"repetition_detection": {"max_pattern_size": 4097, "min_count": 2}},
+        ["'repetition_detection.max_pattern_size'", "found 4097", "less than or equal to 4096"],
+    ),
+    (
+        GOOD | {"repetition_detection": {"action": "restart"}},
+        ["'repetition_detection.action'", 'found "restart"', "'stop' or 'rewind'"],
+    ),
+    (
+        GOOD | {"repetition_detection": {"max_rewinds": 101}},
+        ["'repetition_detection.max_rewinds'", "found 101", "less than or equal to 100"],
+    ),
+    (
+        GOOD | {"repetition_detection": {"max_ngram": 3}},
+        ['"repetition_detection.max_ngram"', "max_pattern_size, min_pattern_size, min_count"],
+    ),
+    (GOOD | {"repetition_detection": 4}, ["'repetition_detection'", "found 4", "an object"]),
     (GOOD | {"logit_bias": [[1, 2]]}, ["'logit_bias'", "found [[1, 2]]", "an object of token ids"]),
     (GOOD | {"logit_bias": {"the": 1}}, ["'logit_bias'", 'found "the" as a token', "its number"]),
     (GOOD | {"logit_bias": {"-1": 1}}, ["'logit_bias'", 'found "-1" as a token']),

@@ -49,6 +49,7 @@ LATER = {
     "stop_token_ids": [3],
     "include_stop_str_in_output": True,
     "bad_words": ["rose"],
+    "repetition_detection": {"max_pattern_size": 20, "min_count": 4},
 }
 
 

@@ -94,7 +94,6 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("logits_processors", ["a"], []),
     ("thinking_token_budget", 5, -1),
     ("include_reasoning", False, True),
-    ("repetition_detection", {"max_pattern_size": 5}, None),
     ("return_token_ids", True, False),
     ("return_prompt_text", True, False),
     ("prompt_embeds", "a", None),

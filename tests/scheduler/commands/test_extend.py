@@ -10,6 +10,7 @@ import pytest
 
 from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.token_log import TokenLog
 from jobs.run.results import error_line
 from jobs.run.run import Run
 from scheduler.driver.hold import Hold
@@ -132,7 +133,8 @@ def test_a_damaged_or_foreign_log_is_never_gone_on_from(finished: Run) -> None:
     path = f"tokens/{a.job_id}.bin"
     data = finished.store.read(path) or b""
     finished.store.write(path, data[:-1])
-    KeptLogs(finished.store).write(b.job_id, KeptLogs(finished.store).read(b.job_id)[:-1])
+    kept = KeptLogs(finished.store)
+    kept.write(b.job_id, TokenLog(kept.read(b.job_id).token_ids[:-1]))
     told = extend(finished, "--max-tokens", "30", code=1)
     assert "job a: its tokens are not kept: found 79 bytes of tokens, expected 80" in told
     assert "job b: the kept token log is not that of its result" in told

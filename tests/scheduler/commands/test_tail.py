@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.token_log import Rewind
 from jobs.run.run import Run
 from scheduler.driver.heartbeat import current_progress
-from scheduler.runs.tailing import follow_text
+from scheduler.runs.tailing import TAKEN_BACK, follow_text
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
@@ -31,7 +32,7 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
     assert "no job 'z'" in refusal("tail", run.store.uri, "z")
 
 
-def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> None:
+def pretend_to_run(run: Run) -> None:
     alive = {
         "state": "running",
         "driver_host": "elsewhere",
@@ -40,6 +41,26 @@ def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> No
         "updated": time.time(),
     }
     run.write_progress(current_progress(run).model_copy(update=alive))
+
+
+def test_tail_tells_of_a_loop_that_was_taken_back(run: Run, tiny_model: Path) -> None:
+    pretend_to_run(run)
+    job_id, checkpoints = run.jobs()[0].job_id, CheckpointStore(run.store)
+    attempt, codec = checkpoints.claim(job_id, "w1"), TextCodec(locate_model(str(tiny_model)))
+    texts = ["the fox the fox", "the", "the fox jumps", "the fox jumps over"]
+    pieces = []
+    for number, piece in enumerate(follow_text(run, "a", follow=True)):
+        pieces.append(piece)
+        if number < len(texts):
+            token_ids = np.array(codec.encode(texts[number]), dtype=np.uint32)
+            checkpoints.write_tokens(job_id, attempt, token_ids, (Rewind(9, 1),) if number else ())
+        elif number == len(texts):
+            finish(run, "a", "the fox jumps over it")
+    assert pieces == ["", "the fox the fox", "", f"{TAKEN_BACK}jumps", " over", " it"]
+
+
+def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> None:
+    pretend_to_run(run)
     record = run.jobs()[0]
     checkpoints = CheckpointStore(run.store)
     attempt = checkpoints.claim(record.job_id, "w1")

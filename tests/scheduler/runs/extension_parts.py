@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.checkpoints.token_log import TokenLog
 from jobs.job import JobRecord
 from jobs.run.results import success_line
 from jobs.run.run import Run
@@ -34,5 +35,5 @@ def finish(run: Run, record: JobRecord, reason: str = "length", num_tokens: int 
     text = f"{len(ids)} tokens of {record.job.name}"
     line = success_line(record, "r", text, reason, model="tiny", token_ids=ids, metrics={"num_drafts": 1})
     if reason == "length":
-        KeptLogs(run.store).write(record.job_id, ids)
+        KeptLogs(run.store).write(record.job_id, TokenLog(ids))
     assert run.write_result(record.job_id, line)

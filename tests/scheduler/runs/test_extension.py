@@ -118,7 +118,7 @@ def test_a_stop_text_across_the_seam_ends_the_job_as_at_once(tmp_path: Path, tin
     plain, parted, single = (make_run(tmp_path / name) for name in ("plain", "parted", "single"))
     plain.add_jobs([job(LONGER)])
     run_all(plain, tiny_model)
-    token_ids = KeptLogs(plain.store).read(job(LONGER).job_id).tolist()
+    token_ids = KeptLogs(plain.store).read(job(LONGER).job_id).token_ids.tolist()
     text = TextCodec(locate_model(str(tiny_model))).decode(token_ids[FIRST - 4 : FIRST + 5]).strip("\ufffd")
     for run, max_tokens in ((parted, FIRST), (single, LONGER)):
         run.add_jobs([job(max_tokens, stop=text, min_tokens=FIRST - 1)])

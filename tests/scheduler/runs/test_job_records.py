@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jobs.repetition import RepetitionDetection, loop_guard
 from jobs.run.run import Run, RunError
 from scheduler.driver.backlog import cancel_job
 from tests.scheduler.commands.command_parts import invoke, write_jobs
@@ -61,10 +62,34 @@ def test_an_open_limit_is_the_run_s_where_that_has_one_for_all_files_that_come(
     assert limits(large) == {"open": NUM_POSITIONS - num_fox_tokens, "limited": 5}
 
 
+def test_a_line_that_says_nothing_of_loops_has_the_run_s_guard(tmp_path: Path, tiny_model: Path) -> None:
+    own = {"max_pattern_size": 8, "min_count": 5}
+    said = {"unsaid": None, "off": {}, "off-too": {"max_pattern_size": 0, "min_count": 3}, "own": own}
+    lines = [LIMITED | {"custom_id": name, "repetition_detection": value} for name, value in said.items()]
+    path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED, *lines), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model), loop_guard="stop").run
+    found = {record.job.custom_id: record.job.sampling.repetition_detection for record in run.jobs()}
+    assert found == {
+        "limited": loop_guard("stop"),
+        "unsaid": loop_guard("stop"),
+        "off": None,
+        "off-too": None,
+        "own": RepetitionDetection(**own),
+    }
+    again = submit_file(path, place)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+    unguarded = submit_file(path, str(tmp_path / "unguarded"), model=str(tiny_model)).run
+    ids = [{record.job.custom_id: record.job_id for record in each.jobs()} for each in (run, unguarded)]
+    assert {name for name in ids[0] if ids[0][name] != ids[1][name]} == {"limited", "unsaid"}
+    with pytest.raises(RunError, match="was made without loop_guard, found stop; leave the option away"):
+        submit_file(path, str(tmp_path / "unguarded"), loop_guard="stop")
+
+
 def test_a_run_of_an_earlier_version_goes_on_and_has_no_limit_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
     run = submit_file(path, place, model=str(tiny_model)).run
-    older = {name: value for name, value in run.manifest.model_dump().items() if name != "max_tokens"}
+    newer = ("max_tokens", "loop_guard")
+    older = {name: value for name, value in run.manifest.model_dump().items() if name not in newer}
     run.store.write("run.json", json.dumps(older).encode())
     again = submit_file(path, place)
     assert (again.rejects, again.run.jobs()) == ([], run.jobs())

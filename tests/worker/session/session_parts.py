@@ -23,7 +23,8 @@ def record(
     custom_id: str, num_tokens: int = NUM_TOKENS, drawn: Mapping[str, Any] = MappingProxyType({}), **changes: object
 ) -> JobRecord:
     """`drawn`: more sampling fields; `changes`: other fields of the job."""
-    sampling = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True, repetition_penalty=1.1, **drawn)
+    base = {"max_tokens": num_tokens, "seed": 3, "ignore_eos": True, "repetition_penalty": 1.1}
+    sampling = SamplingParams.model_validate(base | dict(drawn))
     fields: dict[str, object] = {"prompt": f"the quick brown {custom_id}", **changes}
     job = Job(custom_id=custom_id, url="/v1/completions", sampling=sampling, **fields)  # type: ignore[arg-type]
     return JobRecord(job.job_id("f"), job, 1, 5)

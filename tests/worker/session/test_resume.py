@@ -89,6 +89,13 @@ ADJUSTED = {
 }
 
 
+LOOPING = {
+    "temperature": 0.0,
+    "repetition_penalty": 1.0,
+    "repetition_detection": {"max_pattern_size": 16, "min_count": 8},
+}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_counts_masks_and_bias_are_the_same_in_another_worker(
@@ -104,6 +111,27 @@ def test_counts_masks_and_bias_are_the_same_in_another_worker(
     choices = [body(each, job)["choices"][0] for each in (run, other)]
     assert choices[0] == choices[1]
     assert (choices[0]["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("num_tokens", [100, 1000])
+def test_a_loop_is_found_at_the_same_token_after_a_resume(
+    run: Run, tmp_path: Path, tiny_model: Path, engine: str, num_tokens: int
+) -> None:
+    """With `num_tokens` 1000 all is logged but the result."""
+    job, other = record("fox", drawn=LOOPING), make_run(tmp_path / "undisturbed")
+    to_the_end(session(other, tiny_model, engine="autoregressive"), claimed(other, job))
+    whole = body(other, job)
+    length = whole["usage"]["completion_tokens"]
+    assert (whole["choices"][0]["finish_reason"], 100 < length < NUM_TOKENS) == ("repetition", True)
+    worker, assignment = session(run, tiny_model, engine=engine), claimed(run, job)
+    worker.work(Orders((assignment,)), 0.0)
+    [sequence] = worker.engine.sequences
+    while sequence.num_generated_tokens < min(num_tokens, length):
+        worker.engine.step()
+    worker.drain(30.0)
+    to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
+    assert body(run, job)["choices"] == whole["choices"]
 
 
 def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(

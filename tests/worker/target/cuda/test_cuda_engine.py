@@ -13,6 +13,7 @@ from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
+from tests.worker.test_rewinds import Outcome, run
 from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from worker.drafters.catalogue import ENGINES, create_drafter
 from worker.drafters.gpu_room import slots_wanted
@@ -83,6 +84,21 @@ def generated(
 def test_engines_give_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
     expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 6, CROSSING)
     assert generated(cuda_target(files, torch.float32), engine_name, 6, CROSSING) == expected
+
+
+@pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling"])
+def test_rewound_sequences_have_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
+    loop = {"max_pattern_size": 1, "min_count": 3, "action": "rewind", "max_rewinds": 2}
+    drawn = {"logit_bias": {"9": 7.0}, "repetition_penalty": 0.95, "presence_penalty": -0.5, "ignore_eos": True}
+    params = SamplingParams.model_validate({"max_tokens": 7, "seed": 5, "repetition_detection": loop, **drawn})
+
+    def outcomes(target: TargetModel, engine: str) -> list[Outcome]:
+        prompts = ([5, 6, 7], [11, 12, 13, 14, 15])
+        return run(target, engine, [Sequence(str(len(ids)), ids, params, target.vocab_size) for ids in prompts])
+
+    expected = outcomes(TargetModel.load(files, "float32", "cpu"), "autoregressive")
+    assert sum(len(rewinds) for _, rewinds, _ in expected) >= 2
+    assert outcomes(cuda_target(files, torch.float32, 2), engine_name) == expected
 
 
 @pytest.mark.slow

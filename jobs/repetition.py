@@ -1,0 +1,72 @@
+"""`repetition_detection`: when the output counts as a loop, with vLLM's names and meaning, and what becomes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from jobs.frozen import Strict
+from jobs.input.reasons import FieldError
+
+MAX_PATTERN = 4096  # tokens
+MAX_REPETITIONS = 2**31 - 1
+MAX_REWINDS = 100
+
+LoopAction = Literal["stop", "rewind"]
+
+
+class RepetitionDetection(Strict):
+    """The output is a loop where it ends in a pattern of tokens `min_count` times in a row.
+
+    Patterns have `min_pattern_size` (0 is 1) to `max_pattern_size` tokens; with `max_pattern_size` 0 nothing is looked
+    for. Raises `pydantic.ValidationError` for values that do not go together.
+
+    With `action` "stop" the output ends there. With "rewind", which vLLM does not have, the tokens from the first
+    repetition on are taken back and drawn anew with other noise, `max_rewinds` times; the next loop is the end.
+    """
+
+    max_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN)
+    min_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN)
+    min_count: int = Field(default=0, ge=0, le=MAX_REPETITIONS)
+    action: LoopAction = "stop"
+    max_rewinds: int = Field(default=3, ge=0, le=MAX_REWINDS)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.is_on and self.min_count < 2:
+            raise FieldError("min_count", f"found {self.min_count}, expected at least 2 with max_pattern_size")
+        if self.is_on and self.min_pattern_size > self.max_pattern_size:
+            raise FieldError(
+                "min_pattern_size",
+                f"found {self.min_pattern_size}, expected at most max_pattern_size, {self.max_pattern_size}",
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_pattern_size > 0
+
+    @property
+    def smallest_pattern(self) -> int:
+        """In tokens."""
+        return max(1, self.min_pattern_size)
+
+
+def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
+    """What `--loop-guard` stands for: 64 tokens in a loop at least, so that no row of dots and no refrain is one.
+
+    A pattern shorter than 16 tokens is found by one of its multiples. Jobs are named after these numbers.
+    """
+    if action is None:
+        return None
+    return RepetitionDetection(max_pattern_size=256, min_pattern_size=16, min_count=4, action=action)
+
+
+def rewind_seed(seed: int, num_rewinds: int) -> int:
+    """The seed (0 .. 2**63-1) of what a job draws after so many rewinds; its own before the first."""
+    if num_rewinds == 0:
+        return seed
+    digest = hashlib.sha256(f"rewind {num_rewinds} of {seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

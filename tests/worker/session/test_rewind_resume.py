@@ -1,0 +1,156 @@
+"""A job that takes loops back has the same tokens after a kill at any moment, whatever was written by then."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.checkpoints.pending import PendingCheckpoint
+from jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
+from jobs.checkpoints.token_log import Rewind
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from worker.sequence import Sequence
+from worker.session.checkpointing import Checkpointing
+from worker.session.resume import _still_valid
+from worker.session.running_job import RunningJob
+from worker.target.step_costs import StepCosts
+
+ENGINES = ["autoregressive", "suffix", "token-recycling"]
+REWINDING = {
+    "top_k": 3,
+    "repetition_penalty": 0.95,
+    "presence_penalty": -1.0,
+    "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "action": "rewind", "max_rewinds": 3},
+}
+JOB = record("fox", 80, drawn=REWINDING)
+OFTEN = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 1}
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
+    run = make_run(tmp_path / "undisturbed")
+    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, JOB))
+    return outcome(run)
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    found = body(run, JOB)
+    metrics = found["metrics"]
+    return {**found["choices"][0], **{name: metrics[name] for name in ("num_rewinds", "num_rewound_tokens")}}
+
+
+@pytest.fixture
+def moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Copies of all checkpoints as they were behind each file that was written since."""
+    copies: list[Path] = []
+    write = Store.write
+
+    def copying(store: Store, path: str, data: bytes) -> None:
+        write(store, path, data)
+        if path.startswith("checkpoints/"):
+            copies.append(tmp_path / "moments" / str(len(copies)))
+            shutil.copytree(Path(store.uri) / "checkpoints", copies[-1])
+
+    monkeypatch.setattr(Store, "write", copying)
+    return copies
+
+
+def wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker wait for its writer, so that there is a moment behind everything that it hands over."""
+    put_due, rewind = Checkpointing.put_due, Checkpointing.rewind
+
+    def put_and_wait(self: Checkpointing, job: RunningJob) -> None:
+        put_due(self, job)
+        assert self._writer.flush(30.0)
+
+    def rewind_and_wait(self: Checkpointing, job: RunningJob, again: Sequence) -> None:
+        rewind(self, job, again)
+        assert self._writer.flush(30.0)
+
+    monkeypatch.setattr(Checkpointing, "put_due", put_and_wait)
+    monkeypatch.setattr(Checkpointing, "rewind", rewind_and_wait)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
+    tmp_path: Path,
+    tiny_model: Path,
+    undisturbed: dict[str, Any],
+    moments: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    loads: bool,
+) -> None:
+    run = make_run(tmp_path / "run")
+    if loads:  # else the writer is as late as it happens to be
+        wait_for_files(monkeypatch)
+    to_the_end(session(run, tiny_model, engine=engine, **OFTEN), claimed(run, JOB))
+    assert outcome(run) == undisturbed
+    assert undisturbed["num_rewinds"] == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 1e9 if loads else 0.0)
+    ranks = set()
+    for number, moment in enumerate(moments):
+        again = make_run(tmp_path / f"again-{number}")
+        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        ranks.add(CheckpointStore(again.store).read_log(JOB.job_id).progress)
+        to_the_end(session(again, tiny_model, engine=engine), claimed(again, JOB))
+        assert outcome(again) == undisturbed, moment
+    assert {num_rewinds for num_rewinds, _ in ranks} == {0, 1, 2, 3} or not loads
+
+
+@pytest.mark.parametrize("engine", ["autoregressive", "auto"])
+def test_caches_in_files_are_rolled_back_as_well(
+    tmp_path: Path, tiny_model: Path, undisturbed: dict[str, Any], engine: str
+) -> None:
+    run, folder = make_run(tmp_path / "run"), tmp_path / "caches"
+    folder.mkdir()
+    to_the_end(session(run, tiny_model, engine=engine, kv_offload=str(folder), **OFTEN), claimed(run, JOB))
+    assert outcome(run) == undisturbed
+
+
+def entry(start: int, end: int) -> SegmentEntry:
+    return SegmentEntry(file=f"0001/kv-{start}-{end}.arrow", start=start, end=end, size=1, sha256="0" * 64)
+
+
+def test_what_rewinds_took_back_is_used_of_no_manifest() -> None:
+    sequence = Sequence("s", [1, 2], JOB.job.sampling, 300)
+    sequence.set_rewinds((Rewind(30, 18), Rewind(40, 10)))
+    sequence.extend(list(range(12)))
+    segments = tuple(entry(start, start + 6) for start in range(0, 36, 6))
+    manifests = [StateManifest(num_rewinds=number, segments=segments) for number in range(4)]
+    kept = {number: _still_valid([manifest], sequence) for number, manifest in enumerate(manifests)}
+    assert [[each.num_positions for each in kept[number]] for number in range(4)] == [[12], [12], [36], []]
+    pending = PendingCheckpoint("s", 1, "suffix", None, list(segments), token_ids=np.zeros(40, dtype=np.uint32))
+    pending.rewind(TokenLog(np.zeros(10, dtype=np.uint32), sequence.rewinds), 13)
+    assert (pending.segments, pending.num_positions, pending.num_rewinds) == ([*segments[:2]], 12, 2)
+    assert pending.is_manifest_due
+
+
+def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
+    tmp_path: Path,
+    tiny_model: Path,
+    undisturbed: dict[str, Any],
+    moments: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its log is gone: segments alone do not say which noise comes next."""
+    wait_for_files(monkeypatch)
+    run = make_run(tmp_path / "run")
+    to_the_end(session(run, tiny_model, **OFTEN), claimed(run, JOB))
+    monkeypatch.undo()
+    again = make_run(tmp_path / "again")
+    shutil.copytree(moments[-1], Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+    [manifest, *_] = CheckpointStore(again.store).read_manifests(JOB.job_id)
+    assert manifest.num_rewinds > 0
+    assert manifest.segments
+    again.store.delete(f"checkpoints/{JOB.job_id}/0001/tokens.bin")
+    to_the_end(session(again, tiny_model), claimed(again, JOB))
+    assert outcome(again) == undisturbed
