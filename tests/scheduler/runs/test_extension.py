@@ -14,6 +14,7 @@ from jobs.job import JobRecord
 from jobs.run.run import Run
 from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
+from tests.worker.session.test_rewind_resume import REWINDING
 from worker.drafters.catalogue import ENGINES
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
@@ -130,6 +131,26 @@ def test_a_stop_text_across_the_seam_ends_the_job_as_at_once(tmp_path: Path, tin
     assert choices[0] == choices[1]
     assert choices[0][0]["finish_reason"] == "stop"
     assert extend(parted, tiny_model, LONGER + 9).records == []
+
+
+def test_an_extended_job_keeps_the_rewinds_that_it_had(tmp_path: Path, tiny_model: Path) -> None:
+    for first in (30, 45, 60, 75):
+        parted = make_run(tmp_path / f"{first}")
+        parted.add_jobs([record("fox", first, REWINDING)])
+        run_all(parted, tiny_model)
+        found = body(parted, parted.jobs()[0])
+        if found["choices"][0]["finish_reason"] == "length" and found["metrics"]["num_rewinds"]:
+            break
+    else:
+        pytest.fail("no length ends behind a rewind")
+    extend(parted, tiny_model, 150)
+    run_all(parted, tiny_model)
+    single = make_run(tmp_path / "single")
+    single.add_jobs([record("fox", 150, REWINDING)])
+    run_all(single, tiny_model)
+    ends = [body(run, run.jobs()[0]) for run in (parted, single)]
+    assert ends[0]["choices"] == ends[1]["choices"]
+    assert ends[0]["metrics"]["num_rewinds"] == ends[1]["metrics"]["num_rewinds"] > 0
 
 
 def test_choices_are_extended_and_their_line_is_written_anew(tmp_path: Path, tiny_model: Path) -> None:
