@@ -34,7 +34,7 @@ class JobLine:
         """
         prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
         limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
-        said: RepetitionDetection | None = self.sampling["repetition_detection"]
+        said: RepetitionDetection | None = self.sampling.get("repetition_detection")
         detection = loop_guard if said is None else said if said.is_on else None
         sampling = {**self.sampling, "repetition_detection": detection}
         return [

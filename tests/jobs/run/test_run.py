@@ -43,6 +43,7 @@ RUN_JSON = """{
   "num_threads": 1,
   "seed": 7,
   "max_tokens": null,
+  "loop_guard": null,
   "versions": {
     "torch": "2.13.0"
   },
