@@ -98,7 +98,7 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     assert prompt[0] == chat[0] == first
 
 
-@pytest.mark.parametrize("stopped_at", [5, 6])
+@pytest.mark.parametrize("stopped_at", [5, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
 ) -> None:
