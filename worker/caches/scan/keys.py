@@ -89,12 +89,11 @@ class ScannedKeys:
 
     def _add_chunk(self, chunk: int) -> None:
         positions = slice(self.end, self.end + SCAN_CHUNK)
-        pairs = [torch.stack([part[:, positions] for part in pair]) for pair in self._layers]
-        both = torch.stack(pairs, dim=1)  # [keys or values, num_layers, num_kv_heads, SCAN_CHUNK, head_dim]
-        (keys, mean_keys), (values, mean_values) = (centred(numbers) for numbers in both)
-        self._means[:, :, chunk] = mean_keys
-        if chunk == 0:
-            self._spreads.copy_(keys.abs().mean(dim=-2))
-        means = torch.cat([mean_keys, mean_values], dim=-1)
-        add_to_cloud(self._moments[:, :, chunk // CLOUD_CHUNKS], chunk, keys, values, means)
+        for layer, pair in enumerate(self._layers):  # one by one: memory of all at once would be new each time
+            (keys, mean_keys), (values, mean_values) = (centred(part[:, positions]) for part in pair)
+            self._means[layer, :, chunk] = mean_keys
+            if chunk == 0:
+                self._spreads[layer] = keys.abs().mean(dim=-2)
+            means = torch.cat([mean_keys, mean_values], dim=-1)
+            add_to_cloud(self._moments[layer, :, chunk // CLOUD_CHUNKS], chunk, keys, values, means)
         self._library.scan_code_chunk(ctypes.byref(self._sizes), self.address, len(self._layers), chunk)
