@@ -238,5 +238,17 @@ def test_a_text_is_taken_in_where_what_is_left_to_draw_pays_for_it(target: Targe
         assert len(drafter._chains._tracked) == num_taken
 
 
+def test_where_no_drafts_pay_no_candidates_are_looked_for(target: TargetModel) -> None:
+    dear = StepCosts((64, 8192), np.array([[0.001 + 10.0 * (n > 1) for n in ROW_COUNTS]] * 2))
+    sequence, drafter = new_sequence(target, "T=0", 100, 8), drafter_with(target, dear)
+    engine = Engine(target, drafter)
+    engine.start(sequence)
+    wanted = []
+    while sequence.finish_reason is None:
+        results = engine.step()
+        wanted += [verification.top_ids is not None for _, verification in results]
+    assert wanted == [False] * 8
+
+
 def test_nothing_is_planned_before_it_is_asked_for() -> None:
     assert RoundsPlanner(long_caches_cost()).plan(100, 1, 20) == NO_ROUNDS
