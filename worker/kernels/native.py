@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.kernels.layers import NativeLayers, check_weights, checked
 from worker.kernels.rows import CachePlace, CacheShape, RowTable
-from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.team import ELEMENTS, Team, shared_team
 from worker.kernels.variants import load_library
 from worker.kernels.weights import HEAD_DIMS, DecoderWeights
 
@@ -36,7 +36,7 @@ class NativeDecoder(NativeLayers):
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
         """Raises ValueError for weights that do not fit together, KernelError where the library does not load."""
         _check_ends(weights)
-        super().__init__(weights.sizes, weights.layers, weights.rotary, Team(load_library(variant), num_threads))
+        super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
         self.embedding = weights.embedding.contiguous()  # the kernels read it where it is
         self._load(0, EMBEDDING, self.embedding)
         self._load(0, FINAL_NORM, weights.final_norm)

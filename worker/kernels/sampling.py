@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from jobs.logprobs import TokenLogprobs
+from jobs.run.dtypes import LogprobsMode
 from jobs.sampling import SamplingParams
 from worker.adjustments import Context, adjusts, masked_behind
 from worker.kernels.sampling_calls import (
@@ -21,6 +23,7 @@ from worker.kernels.sampling_calls import (
     address_of,
     check_counts,
     check_logits,
+    check_masks,
     kernels,
     sampling_params,
     scratch,
@@ -87,11 +90,13 @@ class NativeSampler:
                 f"{num_counted} that its sampler has seen"
             )
 
-    def _walk(self, tree: DraftTree, logits: torch.Tensor) -> tuple[CTreeWalk, np.ndarray]:
+    def _walk(self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None) -> tuple[CTreeWalk, np.ndarray]:
         """One tree for C, and the memory that it points into: nodes, parents, drawn tokens, path, one row each."""
         self._check_grown()
         num_nodes, token_ids = len(tree), self.sequence.token_ids
         check_logits(logits, (num_nodes + 1, self.sequence.vocab_size))
+        if masks is not None:
+            check_masks(masks, num_nodes + 1, self.sequence.vocab_size)
         room = np.empty((4, num_nodes + 1), dtype=np.int64)
         room[:2, :num_nodes] = tree.token_ids, tree.parents
         walk, start, row_bytes = self._call, address_of(room) or 0, room.strides[0]
@@ -99,25 +104,55 @@ class NativeSampler:
         walk.num_nodes, walk.node_ids, walk.parents = num_nodes, start, start + row_bytes
         walk.drawn, walk.path = start + 2 * row_bytes, start + 3 * row_bytes
         walk.token_ids, walk.length = address_of(token_ids), len(token_ids)
+        walk.masks = address_of(masks)
         return walk, room
 
 
-def walk(samplers: Many[NativeSampler], trees: Many[DraftTree], logits: Many[torch.Tensor]) -> list[Walk]:
+def walk(
+    samplers: Many[NativeSampler],
+    trees: Many[DraftTree],
+    logits: Many[torch.Tensor],
+    masks: Many[np.ndarray | None] = (),
+) -> list[Walk]:
     """Draw from every root on and follow the children that carry the drawn tokens, as worker/verification.py does.
 
-    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's. A walk knows no end of
-    a sequence; it stops in front of a row that nothing can be drawn from. Samplers stay as they are: what the
-    caller commits to a sequence is what its sampler sees next. Raises ValueError for shapes that do not fit.
+    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's; `masks` as `worker.drawing.Masks`. A walk
+    knows no end of a sequence; it stops in front of a row that nothing can be drawn from. Samplers stay as they
+    are: what the caller commits to a sequence is what its sampler sees next. Raises ValueError for shapes that
+    do not fit.
     """
     if not samplers:
         return []
     vocab_size = samplers[0].sequence.vocab_size
     if any(sampler.sequence.vocab_size != vocab_size for sampler in samplers):
         raise ValueError(f"sequences have different vocabularies; expected {vocab_size} tokens in all")
-    made = [sampler._walk(tree, rows) for sampler, tree, rows in zip(samplers, trees, logits, strict=True)]
+    given = zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
+    made = [sampler._walk(tree, rows, words) for sampler, tree, rows, words in given]
     walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
     kernels().sampling_walk(walks, len(made), vocab_size, scratch(vocab_size))
     return [_outcome(walk, room) for walk, (_, room) in zip(walks, made, strict=True)]
+
+
+def logprobs(
+    sampler: NativeSampler,
+    tree: DraftTree,
+    logits: torch.Tensor,
+    walked: Walk,
+    num_top: int,
+    mode: LogprobsMode,
+    mask: np.ndarray | None = None,
+) -> TokenLogprobs:
+    """Those of the tokens that a walk has drawn from these rows; before they come to the sampler's sequence."""
+    call, room = sampler._walk(tree, logits, mask)
+    call.num_drawn = len(walked.drawn)
+    room[2, : len(walked.drawn)], room[3, : len(walked.path)] = walked.drawn, walked.path
+    found, vocab_size = TokenLogprobs.empty(len(walked.drawn), num_top), sampler.sequence.vocab_size
+    addresses = (address_of(array) for array in (found.logprobs, found.top_ids, found.top_logprobs))
+    is_processed = mode == "processed_logprobs"
+    kernels().sampling_logprobs(
+        ctypes.addressof(call), vocab_size, is_processed, num_top, *addresses, scratch(vocab_size)
+    )
+    return found
 
 
 def draw(

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import math
 import threading
-from ctypes import c_float, c_int64, c_uint64, c_void_p
+from ctypes import c_bool, c_float, c_int64, c_uint64, c_void_p
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from jobs.sampling import SamplingParams
 from worker.adjustments import bias_pairs, bias_row, counts_output, ending_tokens, long_words, output_penalties
+from worker.constraints.base import num_mask_words
 from worker.kernels.variants import KernelError, chosen_variant, load_library
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 SIGNATURES = {
     "sampling_scratch_size": (c_int64, (c_int64,)),
     "sampling_walk": (None, (c_void_p, c_int64, c_int64, c_void_p)),
+    "sampling_logprobs": (None, (c_void_p, c_int64, c_bool, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "sampling_draw": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "sampling_follow": (None, (c_void_p, c_void_p, c_int64)),
     "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
@@ -83,6 +85,7 @@ class CTreeWalk(ctypes.Structure):
         ("node_ids", c_void_p),
         ("parents", c_void_p),
         ("num_nodes", c_int64),
+        ("masks", c_void_p),
         ("token_ids", c_void_p),
         ("length", c_int64),
         ("drawn", c_void_p),
@@ -161,6 +164,13 @@ def check_counts(counts: np.ndarray, vocab_size: int) -> None:
     """Raise ValueError for counts that are not `[vocab] int32` side by side."""
     if counts.shape != (vocab_size,) or counts.dtype != np.int32 or not counts.flags.c_contiguous:
         raise ValueError(f"counts {list(counts.shape)} are {counts.dtype}; expected [{vocab_size}] int32 side by side")
+
+
+def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
+    """Raise ValueError for masks that are not `[num_rows, num_mask_words] uint32` side by side."""
+    shape = (num_rows, num_mask_words(vocab_size))
+    if masks.shape != shape or masks.dtype != np.uint32 or not masks.flags.c_contiguous:
+        raise ValueError(f"masks {list(masks.shape)} are {masks.dtype}; expected {list(shape)} uint32 side by side")
 
 
 def address_of(array: np.ndarray | None) -> int | None:

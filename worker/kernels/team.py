@@ -40,6 +40,19 @@ class Team:
         self._retired.append((free, handle))
 
 
+_teams: weakref.WeakValueDictionary[tuple[str, int], Team] = weakref.WeakValueDictionary()
+_teams_lock = threading.Lock()
+
+
+def shared_team(library: ctypes.CDLL, num_threads: int) -> Team:
+    """The one team of so many threads of a library: the helpers of a second one would be in its way."""
+    with _teams_lock:
+        team = _teams.get((library._name, num_threads))
+        if team is None:
+            team = _teams[library._name, num_threads] = Team(library, num_threads)
+        return team
+
+
 def _close(library: ctypes.CDLL, handle: int, retired: list[tuple[Free, int]]) -> None:
     library.team_free(handle)
     _free(retired)

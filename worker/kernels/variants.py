@@ -41,7 +41,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
-    "scan_code_chunk": (None, [POINTER, POINTER, INT, INT]),
+    "scan_take_in": (None, [POINTER, POINTER, POINTER, INT, INT]),
     "griffin_new": (POINTER, [POINTER]),
     "griffin_load": (None, [POINTER, INT, POINTER, POINTER]),
     "griffin_free": (None, [POINTER]),

@@ -13,6 +13,7 @@ import torch
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import VARIANTS
 from worker.adjustments import penalise
+from worker.constraints.base import mask_of
 from worker.kernels.sampling_calls import kernels
 from worker.kernels.variants import OVERRIDE
 from worker.noise import BLOCK, GumbelNoise
@@ -52,6 +53,12 @@ def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) ->
     lengths = chance.choices([1, 2, 2, 3], k=chance.choice([1, 3 * vocab_size]))
     lengths = [length for i, length in enumerate(lengths) if length > 1 or i < 4]
     return tuple(tuple(chance.randrange(vocab_size) for _ in range(length)) for length in [2, *lengths])[:256]
+
+
+def any_mask(chance: random.Random, vocab_size: int) -> np.ndarray:
+    """Of few tokens or of many; never of none."""
+    size = chance.choice([1, 2, max(1, vocab_size // 2), vocab_size])
+    return mask_of(tuple(chance.sample(range(vocab_size), size)), vocab_size)
 
 
 def any_params(chance: random.Random) -> SamplingParams:

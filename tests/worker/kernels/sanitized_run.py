@@ -10,10 +10,13 @@ import dataclasses
 import random
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
+from jobs.run.dtypes import LogprobsMode
+from jobs.sampling import MAX_TOP_LOGPROBS
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     Shape,
@@ -109,7 +112,10 @@ def fuzz_sampling(vocab: int, numbers: random.Random) -> None:
         tree = random_tree(numbers, numbers.randrange(40), 0, vocab)
         rows = torch.stack([any_row(numbers, vocab) for _ in range(len(tree) + 1)])
         sequence = Sequence("s", [numbers.randrange(vocab) for _ in range(9)], any_params(numbers), vocab)
-        sampling.walk([sampling.NativeSampler(sequence)], [tree], [rows])
+        sampler = sampling.NativeSampler(sequence)
+        [walked] = sampling.walk([sampler], [tree], [rows])
+        for mode in get_args(LogprobsMode):
+            sampling.logprobs(sampler, tree, rows, walked, numbers.randrange(MAX_TOP_LOGPROBS + 1), mode)
         if vocab >= TOP_K:
             sampling.top_candidates(rows)
 

@@ -10,7 +10,15 @@ import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.kernels.sampling_parts import INF, any_adjustments, any_params, any_row, any_words, in_every_variant
+from tests.worker.kernels.sampling_parts import (
+    INF,
+    any_adjustments,
+    any_mask,
+    any_params,
+    any_row,
+    any_words,
+    in_every_variant,
+)
 from worker.drawing import UNLIKELY, TorchDrawing
 from worker.kernels import sampling
 from worker.kernels.sampling import NativeSampler
@@ -46,9 +54,17 @@ def drawn_chain(sequence: Sequence, logits: torch.Tensor) -> DraftTree:
     return DraftTree.chain([sampler.draw(row) for row in logits[:-1]])
 
 
-def reference_walk(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> Walk:
-    """Plain: a sampler that has seen what is committed."""
+def reference_walk(sequence: Sequence, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None) -> Walk:
+    """Plain: a sampler that has seen what is committed, and rows that hold what may come alone."""
+    if masks is not None:
+        allowed = [[bool(words[token // 32] >> token % 32 & 1) for token in range(VOCAB)] for words in masks.tolist()]
+        logits = torch.where(torch.tensor(allowed), logits, -INF)
     return walk(tree, logits, TokenSampler(sequence, VOCAB).draw)
+
+
+def any_masks(chance: random.Random, tree: DraftTree) -> np.ndarray | None:
+    """For every row of a tree, or for none."""
+    return np.stack([any_mask(chance, VOCAB) for _ in range(len(tree) + 1)]) if chance.random() < 0.7 else None
 
 
 def sequences(chance: random.Random) -> list[Sequence]:
@@ -74,8 +90,9 @@ def test_walks_of_many_sequences_are_those_of_each_alone(seed: int) -> None:
             trees = [any_tree(chance) for _ in running]
             logits = [any_rows(chance, len(tree) + 1) for tree in trees]
             trees[0] = drawn_chain(running[0], logits[0])
-            expected = [reference_walk(*one) for one in zip(running, trees, logits, strict=True)]
-            walks = sampling.walk(samplers, trees, logits)
+            masks = [any_masks(chance, tree) for tree in trees]
+            expected = [reference_walk(*one) for one in zip(running, trees, logits, masks, strict=True)]
+            walks = sampling.walk(samplers, trees, logits, masks)
             assert walks == expected
             for sequence, one in zip(running, walks, strict=True):
                 num_kept = chance.randrange(len(one.drawn)) + 1  # what comes behind a stop string is not committed

@@ -18,7 +18,7 @@ from tests.worker.kernels.kernel_parts import (
     random_cache,
     random_partial_rows,
 )
-from worker.kernels.team import Team
+from worker.kernels.team import Team, shared_team
 from worker.kernels.variants import load_library
 
 pytestmark = needs_kernels
@@ -43,9 +43,11 @@ def test_weights_are_freed_with_their_team() -> None:
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_caches_and_biases_stay_just_while_a_late_helper_may_read_them(is_late: bool) -> None:
+def test_caches_and_biases_stay_just_while_a_late_helper_may_read_them(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = native(SHAPES[0], VARIANTS[0])
-    decoder.team.library = SimpleNamespace(team_is_busy=lambda _: is_late)  # type: ignore[assignment]
+    monkeypatch.setattr(decoder.team, "library", SimpleNamespace(team_is_busy=lambda _: is_late))
     rows = random_partial_rows(random.Random(1), SHAPES[0], 300, 3)
     assert rows.biases is not None
     read = [weakref.ref(rows.biases), weakref.ref(rows.cache)]
@@ -54,3 +56,14 @@ def test_caches_and_biases_stay_just_while_a_late_helper_may_read_them(is_late: 
     gc.collect()
     decoder.forward([chain(random_cache(SHAPES[0], 10), [1, 2])])
     assert [each() is not None for each in read] == [is_late, is_late]
+
+
+def test_all_who_compute_with_as_many_threads_of_a_library_share_a_team_while_one_of_them_lives() -> None:
+    library, num_threads = load_library(VARIANTS[0]), 61  # no decoder of another test has so many
+    team = shared_team(library, num_threads)
+    assert shared_team(library, num_threads) is team
+    assert shared_team(library, num_threads - 1) is not team
+    alive = weakref.ref(team)
+    del team
+    gc.collect()
+    assert alive() is None

@@ -63,8 +63,8 @@ typedef struct {
     float scale;
 } attention_sizes;
 
-// Codes of one chunk of keys, from their means and spreads.
-EXPORT void scan_code_chunk(const attention_sizes *sizes, const scanned_keys *keys, int num_layers, int chunk);
+// Takes one chunk of keys and values in: means, spreads (with the first chunk), moments and codes.
+EXPORT void scan_take_in(team *team, const attention_sizes *sizes, const scanned_keys *keys, int num_layers, int chunk);
 
 // Stores the rows' keys and values and attends: queries, output [num_rows, num_heads, head_dim], keys, values
 // [num_rows, num_kv_heads, head_dim].

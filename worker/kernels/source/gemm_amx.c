@@ -11,18 +11,16 @@ enum { TILE_ROWS = 16, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
 
 int kernels_usable(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; }
 
-void machine_begin(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        config.row_bytes[i] = 64;
-        config.rows[i] = TILE_ROWS;
-    }
-    _tile_loadconfig(&config);
-}
+// A constant: of what lies on the stack, compilers keep the first eight bytes alone, which they think the instruction reads.
+static const struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TILES_OF_ROWS = {.palette = 1,
+                   .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+                   .rows = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS}};
+
+void machine_begin(void) { _tile_loadconfig(&TILES_OF_ROWS); }
 
 void machine_end(void) { _tile_release(); }
 

@@ -1,7 +1,6 @@
 // Draws: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the tokens that worker/sampling.py draws.
 #include "draw.h"
 
-#include "filters.h"
 #include "noise.h"
 
 #define ALIGNMENT 64
@@ -73,6 +72,11 @@ static void penalise(float *score, int64_t vocab, const int32_t *counts, float p
         float penalised = score[i] < 0.0f ? raised : lowered;
         score[i] = counts[i] > 0 ? penalised : score[i];
     }
+}
+
+// Leave only what a mask has.
+static void keep_allowed(float *score, int64_t vocab, const uint32_t *mask) {
+    for (int64_t i = 0; i < vocab; i++) score[i] = mask[i / 32] >> (i % 32) & 1u ? score[i] : -INFINITY;
 }
 
 // Add the bias, and mask what can't come at this position.
@@ -165,25 +169,41 @@ static void filter(candidates *kept, const sampling_params *params, const filter
     if (params->eta > 0.0f) keep_eta(kept, params->eta, params->root_eta, room);
 }
 
-int64_t draw_token(
-    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
-    const adjustments *adjusted, void *memory, bool *is_drawable
+int64_t plain_row(const float *row, int64_t vocab, void *memory, candidates *kept) {
+    float *score = scratch_at(memory, vocab).score;
+    int64_t nan = copy_row(row, vocab, score);
+    *kept = (candidates){score, NULL, vocab, nan < 0 ? highest(score, vocab) : 0.0f};
+    return nan;
+}
+
+void process_row(
+    candidates *kept, int64_t position, const sampling_params *params, const int32_t *counts,
+    const adjustments *adjusted, const uint32_t *mask, void *memory
 ) {
+    int64_t vocab = kept->count;
     scratch_room scratch = scratch_at(memory, vocab);
-    int64_t nan = copy_row(row, vocab, scratch.score);
-    *is_drawable = nan < 0;
-    if (nan >= 0) return nan;
-    candidates kept = {scratch.score, NULL, vocab, highest(scratch.score, vocab)};
-    *is_drawable = isfinite(kept.peak);
+    if (mask) keep_allowed(scratch.score, vocab, mask);
     if (adjusted) shift(scratch.score, position, adjusted);
     if (counts) penalise(scratch.score, vocab, counts, params->penalty);
     if (adjusted && adjusted->output.counts)
         hold_back(scratch.score, vocab, adjusted->output.counts, adjusted->frequency, adjusted->presence);
-    if (counts || adjusted) kept.peak = highest(scratch.score, vocab);
+    if (mask || counts || adjusted) kept->peak = highest(scratch.score, vocab);
+    if (params->temperature == 0.0f || isinf(kept->peak)) return;
+    temper(kept, params->temperature);
+    filter(kept, params, &scratch.filters);
+}
+
+int64_t draw_token(
+    const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,
+    const adjustments *adjusted, const uint32_t *mask, void *memory, bool *is_drawable
+) {
+    candidates kept;
+    int64_t nan = plain_row(row, vocab, memory, &kept);
+    *is_drawable = nan < 0 && isfinite(kept.peak);
+    if (nan >= 0) return nan;
+    process_row(&kept, position, params, counts, adjusted, mask, memory);
     if (params->temperature == 0.0f || isinf(kept.peak)) return first_of(kept.score, kept.peak);
-    temper(&kept, params->temperature);
-    filter(&kept, params, &scratch.filters);
-    if (kept.id && kept.count * QUAD > vocab) spread(&kept, vocab, scratch.filters.weight);
+    if (kept.id && kept.count * QUAD > vocab) spread(&kept, vocab, scratch_at(memory, vocab).filters.weight);
     return best_with_noise(&kept, noise_at(params->seed, position));
 }
 
@@ -192,7 +212,7 @@ int64_t sampling_draw(
     const adjustments *adjusted, void *scratch
 ) {
     bool is_drawable;
-    return draw_token(row, vocab, position, params, counts, adjusted, scratch, &is_drawable);
+    return draw_token(row, vocab, position, params, counts, adjusted, NULL, scratch, &is_drawable);
 }
 
 void sampling_noise(uint64_t seed, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise) {

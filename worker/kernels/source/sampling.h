@@ -51,6 +51,7 @@ typedef struct {
     const int64_t *node_ids;
     const int64_t *parents;
     int64_t num_nodes;
+    const uint32_t *masks;  // [1 + num_nodes, (vocab + 31) / 32], lowest bit first: what may come; NULL: anything
     const int64_t *token_ids;  // [length], committed
     int64_t length;
     int64_t *drawn;  // [1 + num_nodes]
@@ -65,6 +66,14 @@ EXPORT int64_t sampling_scratch_size(int64_t vocab);
 
 // Walk trees along the draws. Penalty windows are brought up to the committed tokens and no further.
 EXPORT void sampling_walk(tree_walk *walks, int64_t num_walks, int64_t vocab, void *scratch);
+
+// Log-probabilities of the tokens that a walk has `drawn` (as many as `num_drawn`, which its `path` leads to), [num_drawn],
+// and of the `num_top` likeliest at each of their places, [num_drawn, num_top]: of the logits as they are, or processed, as
+// they were drawn from. Call it before the tokens are committed.
+EXPORT void sampling_logprobs(
+    tree_walk *walk, int64_t vocab, bool is_processed, int64_t num_top, float *logprobs, int32_t *top_ids,
+    float *top_logprobs, void *scratch
+);
 
 // Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling.py draws it. `counts`
 // of the penalty window and `adjusted` may be NULL.

@@ -55,20 +55,34 @@ static int64_t child_of(const tree_walk *walk, int64_t parent, int64_t token_id)
     return -1;
 }
 
+static void follow(const tree_walk *walk) {
+    sampling_follow(walk->penalties, walk->token_ids, walk->length);
+    if (walk->adjusted) sampling_follow(&walk->adjusted->output, walk->token_ids, walk->length);
+}
+
+static void forget_drawn(const tree_walk *walk) {
+    for (int64_t i = walk->num_drawn - 1; i >= 0; i--) count_drawn(walk, i, -1);
+}
+
+// What may come behind a row; NULL for anything.
+static const uint32_t *mask_of_row(const tree_walk *walk, int64_t row, int64_t vocab) {
+    return walk->masks ? walk->masks + row * ((vocab + 31) / 32) : NULL;
+}
+
 static void walk_tree(tree_walk *walk, int64_t vocab, void *scratch) {
     walk->num_drawn = walk->path_length = 0;
     walk->failed_row = -1;
-    sampling_follow(walk->penalties, walk->token_ids, walk->length);
-    if (walk->adjusted) sampling_follow(&walk->adjusted->output, walk->token_ids, walk->length);
+    follow(walk);
     int64_t node = -1;
     bool goes_on = true;
     while (goes_on) {
         bool is_drawable;
         const float *row = walk->logits + (node + 1) * walk->row_stride;
         int64_t position = walk->length + walk->num_drawn;
+        const uint32_t *mask = mask_of_row(walk, node + 1, vocab);
         if (walk->adjusted) ban(walk);
         int64_t token_id = draw_token(
-            row, vocab, position, walk->params, walk->penalties->counts, walk->adjusted, scratch, &is_drawable
+            row, vocab, position, walk->params, walk->penalties->counts, walk->adjusted, mask, scratch, &is_drawable
         );
         if (!is_drawable) {
             walk->failed_row = node + 1;
@@ -80,9 +94,31 @@ static void walk_tree(tree_walk *walk, int64_t vocab, void *scratch) {
         if (node >= 0) walk->path[walk->path_length++] = node;
         goes_on = node >= 0;
     }
-    for (int64_t i = walk->num_drawn - 1; i >= 0; i--) count_drawn(walk, i, -1);
+    forget_drawn(walk);
 }
 
 void sampling_walk(tree_walk *walks, int64_t num_walks, int64_t vocab, void *scratch) {
     for (int64_t i = 0; i < num_walks; i++) walk_tree(walks + i, vocab, scratch);
+}
+
+void sampling_logprobs(
+    tree_walk *walk, int64_t vocab, bool is_processed, int64_t num_top, float *logprobs, int32_t *top_ids,
+    float *top_logprobs, void *scratch
+) {
+    int64_t num_drawn = walk->num_drawn;
+    follow(walk);
+    for (walk->num_drawn = 0; walk->num_drawn < num_drawn;) {
+        int64_t i = walk->num_drawn, node = i ? walk->path[i - 1] : -1;
+        candidates kept;
+        plain_row(walk->logits + (node + 1) * walk->row_stride, vocab, scratch, &kept);
+        if (walk->adjusted) ban(walk);
+        if (is_processed)
+            process_row(
+                &kept, walk->length + i, walk->params, walk->penalties->counts, walk->adjusted,
+                mask_of_row(walk, node + 1, vocab), scratch
+            );
+        token_logprobs(&kept, walk->drawn[i], num_top, logprobs + i, top_ids + i * num_top, top_logprobs + i * num_top);
+        count_drawn(walk, walk->num_drawn++, 1);
+    }
+    forget_drawn(walk);
 }

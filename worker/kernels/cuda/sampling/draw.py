@@ -81,6 +81,7 @@ class Draw:
             given.slots.output,
             given.slots.bias,
             given.slots.masked,
+            given.slots.allowed,
             self._scores,
             self._peaks,
             vocab_size,

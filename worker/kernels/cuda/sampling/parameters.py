@@ -26,6 +26,7 @@ FREQUENCY = tl.constexpr(rows.column_of("frequency"))
 PRESENCE = tl.constexpr(rows.column_of("presence"))
 HAS_BIAS = tl.constexpr(rows.column_of("has_bias"))
 MASKS = tl.constexpr(rows.column_of("num_masked"))
+IS_RESTRICTED = tl.constexpr(rows.column_of("is_restricted"))
 
 
 @triton.jit

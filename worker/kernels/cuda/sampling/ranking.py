@@ -101,7 +101,7 @@ class Ranking:
         given, slots, vocab_size = self._buffers, self._buffers.slots, self._buffers.logits.shape[1]
         penalise_blocks[self._grid](
             given.logits, vocab_size, given.rows, slots.counts, given.ancestors, given.leaving,
-            slots.output, slots.bias, slots.masked, given.logits, self._peaks, vocab_size,
+            slots.output, slots.bias, slots.masked, slots.allowed, given.logits, self._peaks, vocab_size,
             BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
         rank_blocks[self._grid](

@@ -30,6 +30,7 @@ ROW = np.dtype(
         ("presence", "<f4"),  # 0: off
         ("has_bias", "<i4"),  # 0: none is read
         ("num_masked", "<i4"),  # tokens that can't come at this row
+        ("is_restricted", "<i4"),  # 0: its mask is not read
     ]
 )
 NUM_WORDS = ROW.itemsize // 4  # of a row
@@ -59,6 +60,7 @@ def fill_row(
     position: int,
     depth: int,
     num_masked: int = 0,
+    is_restricted: bool = False,
 ) -> None:
     """Say how row `index` is drawn; the logarithm and the root are those of worker/sampling.py."""
     rows[index] = (
@@ -78,6 +80,7 @@ def fill_row(
         params.presence_penalty,
         has_bias(params),
         num_masked,
+        is_restricted,
     )
 
 

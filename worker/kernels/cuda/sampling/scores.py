@@ -10,6 +10,7 @@ from worker.kernels.cuda.sampling.parameters import (
     DEPTH,
     FREQUENCY,
     HAS_BIAS,
+    IS_RESTRICTED,
     MASKS,
     NUM_DRAFTED,
     NUM_MASKED,
@@ -44,6 +45,16 @@ def penalise(scores, found, penalty):
     """Divide positive, multiply negative scores of the tokens that were found (Keskar et al. 2019)."""
     penalised = tl.where(scores < 0.0, scores * penalty, tl.math.div_rn(scores, penalty))
     return tl.where(found > 0, penalised, scores)
+
+
+@triton.jit
+def restricted(rows_ptr, row, allowed_ptr, scores, tokens, inside, vocab):
+    """Leave only what the row's mask has, where it has one."""
+    if whole(rows_ptr, row, IS_RESTRICTED) != 0:
+        words = allowed_ptr + row.to(tl.int64) * tl.cdiv(vocab, 32)
+        word = tl.load(words + tokens // 32, mask=inside, other=0)
+        scores = tl.where((word >> (tokens % 32)) & 1 != 0, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
@@ -106,6 +117,7 @@ def penalise_blocks(
     output_ptr,
     bias_ptr,
     masked_ptr,
+    allowed_ptr,
     scores_ptr,
     peaks_ptr,
     vocab,
@@ -118,7 +130,8 @@ def penalise_blocks(
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab
     logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
-    scores = biased(rows_ptr, row, bias_ptr, masked_ptr, logits, tokens, inside, vocab)
+    scores = restricted(rows_ptr, row, allowed_ptr, logits, tokens, inside, vocab)
+    scores = biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab)
     penalty = real(rows_ptr, row, PENALTY)
     if penalty != 1.0:
         found = occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.constraints.base import num_mask_words
 from worker.kernels.cuda.sampling.buffers import expect
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED
 
@@ -18,6 +19,7 @@ class SlotBuffers:
     output: torch.Tensor  # [num_slots, vocab] int32: of all committed tokens behind the prompt
     bias: torch.Tensor  # [num_slots, vocab] float32: added to the logits
     masked: torch.Tensor  # [num_rows, NUM_MASKED] int32: tokens that can't come at a row, as many as the row says
+    allowed: torch.Tensor  # [num_rows, num_mask_words] int32: what alone may come at a row that is restricted
 
     @classmethod
     def empty(cls, num_slots: int, num_rows: int, vocab_size: int, device: torch.device) -> SlotBuffers:
@@ -28,6 +30,7 @@ class SlotBuffers:
             torch.zeros(by_slot, dtype=torch.int32, device=device),
             torch.zeros(by_slot, device=device),
             torch.zeros(num_rows, NUM_MASKED, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, num_mask_words(vocab_size), dtype=torch.int32, device=device),
         )
 
     def check(self, num_rows: int, vocab_size: int, leaving: torch.Tensor) -> None:
@@ -37,4 +40,5 @@ class SlotBuffers:
         expect(self.output, "output", (num_slots, vocab_size), torch.int32)
         expect(self.bias, "bias", (num_slots, vocab_size), torch.float32)
         expect(self.masked, "masked", (num_rows, NUM_MASKED), torch.int32)
+        expect(self.allowed, "allowed", (num_rows, num_mask_words(vocab_size)), torch.int32)
         expect(leaving, "leaving", (num_slots, NUM_DRAFTED), torch.int32)

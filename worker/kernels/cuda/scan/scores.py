@@ -1,4 +1,4 @@
-"""Scores of keys by their codes: two bits of every dimension, four of them a byte, as `source/scan_codes.c` has them.
+"""Scores of keys by their codes: two bits of every dimension, four of them a byte, as `source/scan_intake.c` has them.
 
 A block of 64 keys has `[head_dim / 4, 64]` bytes. A key's score is the product of the query with its chunk's mean, and
 with the level of each of its codes times the dimension's spread.

@@ -30,6 +30,7 @@ TYPES = {
     "leaving_ptr": INTS,
     "output_ptr": INTS,
     "bias_ptr": FLOATS,
+    "allowed_ptr": INTS,
     "masked_ptr": INTS,
     "scores_ptr": FLOATS,
     "peaks_ptr": INTS,

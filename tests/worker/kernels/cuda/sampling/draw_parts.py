@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
-from tests.worker.kernels.sampling_parts import any_row, any_words
-from worker.adjustments import bias_row, masked_behind, output_counts
+from tests.worker.kernels.sampling_parts import any_mask, any_row, any_words
+from worker.adjustments import bias_row, masked_behind, only_allowed, output_counts
+from worker.constraints.base import mask_of, num_mask_words
 from worker.kernels.cuda.sampling.draw import DrawBuffers
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
 from worker.kernels.cuda.sampling.slots import SlotBuffers
@@ -34,12 +35,13 @@ class Branch:
     sequence: Sequence
     path_ids: list[int]
     logits: torch.Tensor  # [vocab]
+    allowed: np.ndarray | None = None  # [num_mask_words] uint32
 
     def expected(self) -> int:
         sampler = TokenSampler(self.sequence, len(self.logits))
         for token_id in self.path_ids:
             sampler.push(token_id)
-        return sampler.draw(self.logits)
+        return sampler.draw(self.logits if self.allowed is None else only_allowed(self.logits, self.allowed))
 
 
 def sequence_of(
@@ -69,7 +71,13 @@ def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = 
     words = any_words(chance, params, vocab_size)
     sequence = sequence_of(token_ids, params, vocab_size, chance.choice([0, 5, 60]), words)
     sequence.eos_token_ids = frozenset({vocab_size - 1})
-    return Branch(sequence, path_ids, any_row(chance, vocab_size))
+    branch = Branch(sequence, path_ids, any_row(chance, vocab_size))
+    if chance.random() < 0.3:
+        allowed = any_mask(chance, vocab_size)
+        banned = (*masked_behind(sequence, path_ids), *(word[0] for word in words if len(word) == 1))
+        if (allowed & ~mask_of(banned, vocab_size)).any():  # else nothing is left to be drawn
+            branch.allowed = allowed
+    return branch
 
 
 def branches_of(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> list[Branch]:
@@ -97,6 +105,7 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
         output=torch.full((len(found) + num_slots, vocab_size), UNSEEN_COUNT, dtype=torch.int32),
         bias=torch.full((len(found) + num_slots, vocab_size), NAN),
         masked=torch.full((len(branches), NUM_MASKED), UNSEEN_TOKEN, dtype=torch.int32),
+        allowed=torch.zeros(len(branches), num_mask_words(vocab_size), dtype=torch.int32),
     )
     counts = slot_buffers.counts
     leaving = torch.full((len(counts), NUM_DRAFTED), UNSEEN_TOKEN, dtype=torch.int32)
@@ -105,7 +114,10 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
             sequence, depth = branch.sequence, len(branch.path_ids)
             position = len(sequence) + depth
             masked = masked_behind(sequence, branch.path_ids)
-            fill_row(rows, i, sequence.sampling, slots[id(sequence)], position, depth, len(masked))
+            is_restricted = branch.allowed is not None
+            fill_row(rows, i, sequence.sampling, slots[id(sequence)], position, depth, len(masked), is_restricted)
+            if branch.allowed is not None:
+                slot_buffers.allowed[i] = torch.from_numpy(branch.allowed.view(np.int32))
             slot_buffers.masked[i, : len(masked)] = torch.tensor(masked, dtype=torch.int32)
             logits[i] = branch.logits
             ancestors[i, :depth] = torch.tensor(branch.path_ids, dtype=torch.int32)
