@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker.caches.copies import Staging
-from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, KVSource
 from worker.caches.room import GB, KVRoomError, TooLongError
 from worker.memory.plan import slot_capacity
 
@@ -25,6 +25,8 @@ class KVArena:
 
     One capacity for the whole run: attention may cut splits by it, and graphs keep addresses.
     """
+
+    holds_all = True  # layers of all slots, so that rows may move from one to another
 
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
@@ -111,6 +113,15 @@ class ArenaKVCache(FullKVCache):
         else:
             self._arena.move_rows(self.slot, self.length, path)
             self.advance(1 + len(path))
+
+    def copy_from(self, source: KVSource, end: int) -> None:
+        """As `FullKVCache` has it; from one slot to another nothing leaves the device."""
+        if self._arena.holds_all and isinstance(source, ArenaKVCache):
+            behind = slice(self.length, end)
+            self.rows[..., behind, :] = source.rows[..., behind, :]
+            self.length = self.num_copied = end
+        else:
+            super().copy_from(source, end)
 
     def _copied_out(self, rows: torch.Tensor) -> NDArray[Any]:
         return super()._copied_out(rows) if self._staging is None else self._staging.read(rows)

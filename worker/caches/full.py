@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ class CacheShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
+class KVSource(Protocol):
+    """Whoever has keys and values of a text's first positions."""
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        """Those of some positions, as `FullKVCache.kv` has them."""
+
+
 class FullKVCache:
     """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, head_dim]`; entry = absolute position.
 
@@ -44,6 +51,7 @@ class FullKVCache:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
         size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.head_dim)
         self.length = 0
+        self.num_copied = 0  # first positions that another sequence with the same tokens had
         if buffer is None:
             buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)
             ask_for_huge_pages(buffer)
@@ -101,6 +109,11 @@ class FullKVCache:
         behind = rows[..., self.length : end, :]
         self._copy_in(behind, bits.reshape(behind.shape))
         self.length = end
+
+    def copy_from(self, source: KVSource, end: int) -> None:
+        """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""
+        self.load(source.kv(self.length, end))
+        self.num_copied = end
 
     def prefix(self, length: int) -> FullKVCache:
         """The same buffer as a cache of its first `length` committed positions, to run rows behind them again."""

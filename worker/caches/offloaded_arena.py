@@ -20,6 +20,8 @@ from worker.caches.room import MEMORY, KVRoom
 class OffloadedArena(KVArena):
     """A `KVArena` whose buffer has two layers alone, those of a `LayerRing`."""
 
+    holds_all = False
+
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, streams: Streams) -> None:
         """Slots for sequences of at most `max_length` positions. Memory for them is taken as they come."""
         self.streams = streams

@@ -9,6 +9,8 @@ from worker.tree import DraftTree
 class AutoregressiveDrafter(Drafter):
     """Proposes nothing, so that every step is plain decoding."""
 
+    drafts = False
+
     def __init__(self, *_: object) -> None:
         """As a `DrafterFactory`."""
 

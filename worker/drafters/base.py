@@ -77,6 +77,7 @@ class Learner:
 class Drafter(Learner, ABC):
     """Proposes draft trees. Whatever it proposes, the output stays the same."""
 
+    drafts: bool = True  # whether a step may verify more than its root
     phases: tuple[str, ...] = ()  # parts of proposing that it takes the time of
 
     @property

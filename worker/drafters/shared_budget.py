@@ -20,7 +20,8 @@ from worker.tree import DraftTree
 from worker.verification import Verification
 
 NUM_ROWS = np.array(NODE_CHOICES) + 1
-PLAN_EVERY = 8  # steps: shares change slowly, and to find them takes a tenth of a short step
+PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # steps: to find shares takes a fifth of a short step; those that stay wait
+WORTH_DRAFTING = 1.04  # times the rate without drafts: what costs do not say is on the side of drafting
 NUM_PASSES = 2  # of shares by the rate that the last ones promise: more change nothing
 
 
@@ -44,7 +45,7 @@ def best_shares(
         prices = costs.row_prices(int(NUM_ROWS[best].sum()))
         priced = [(tokens - rate(best) * (own + price * NUM_ROWS)).argmax(axis=1) for price in prices]
         best = max([best, *priced], key=rate)
-    return best
+    return best if rate(best) > WORTH_DRAFTING * rates[0] else alike[0]
 
 
 def rate_of(
@@ -66,43 +67,34 @@ class SharedBudget:
         self._costs = costs
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
-        self._clock = StepClock()
+        self.clock = StepClock()  # of all steps, those of other drafters in turn with this one included
         self._plan: dict[str, int] = {}  # which of `NODE_CHOICES` each sequence has
         self._num_observed = 0  # trees since then
+        self._plan_every = PLAN_EVERY
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # of such numbers of nodes, since then
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
         """How many nodes pay for each of the sequences that share the coming forward."""
         if not requests:
             return []
-        self._clock.end()
+        self.clock.end()
         names = [request.sequence.sequence_id for request in requests]
-        if self._num_observed >= PLAN_EVERY * len(names) or self._plan.keys() != set(names):
-            self._plan, self._num_observed = dict(zip(names, self._shares(requests), strict=True)), 0
-            self._forward_seconds.clear()
+        if self._num_observed >= self._plan_every * len(names) or self._plan.keys() != set(names):
+            self._plan_shares(names, requests)
         choices = [self._own[name].looked_at(self._plan[name], len(NODE_CHOICES)) for name in names]
-        if self._clock.is_plain_due:
+        if self.clock.is_plain_due:
             choices = [0] * len(names)
         sizes = [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
-        self._clock.begin(self._expected_seconds(requests, tuple(sizes)), any(sizes))
+        self.clock.begin(self._expected_seconds(requests, tuple(sizes)), "tree" if any(sizes) else "plain")
         return sizes
-
-    def other_step(self) -> None:
-        """The coming step is none of those that are planned here."""
-        self._clock.forget()
-
-    @property
-    def drafting_seconds(self) -> float:
-        """What drafting adds to a step beside the rows of its forward."""
-        return self._clock.drafting_seconds
 
     def rate(self, requests: list[DraftRequest]) -> float:
         """Tokens per second of all that the best trees promise."""
         tokens, lengths = self.tokens(requests), lengths_of(requests)
-        overhead = requests[0].overhead
-        shares = best_shares(self._costs, tokens, lengths, overhead, self.drafting_seconds)
+        overhead, proposing = self._overhead(requests), self.clock.drafting_seconds
+        shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
         own = self._costs.own_seconds(NUM_ROWS, lengths)
-        return rate_of(self._costs, tokens, own, shares, overhead, self.drafting_seconds)
+        return rate_of(self._costs, tokens, own, shares, overhead, proposing)
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """What trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
@@ -123,6 +115,8 @@ class SharedBudget:
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""
         self._num_observed += 1
+        if path and self._plan.get(sequence.sequence_id) == 0:  # a look found something
+            self._plan_every = PLAN_EVERY
         self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
@@ -131,12 +125,18 @@ class SharedBudget:
         if left := self._own.pop(sequence.sequence_id, None):
             self._mean = (self._mean + np.array(left.shares)) / 2
 
-    def _shares(self, requests: list[DraftRequest]) -> list[int]:
-        overhead, lengths = requests[0].overhead, lengths_of(requests)
-        shares: list[int] = best_shares(
-            self._costs, self.tokens(requests), lengths, overhead, self.drafting_seconds
-        ).tolist()
-        return shares
+    def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
+        tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
+        shares: list[int] = best_shares(self._costs, tokens, lengths, overhead, self.clock.drafting_seconds).tolist()
+        plan = dict(zip(names, shares, strict=True))
+        is_same = plan == self._plan
+        self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if is_same else PLAN_EVERY
+        self._plan, self._num_observed = plan, 0
+        self._forward_seconds.clear()
+
+    def _overhead(self, requests: list[DraftRequest]) -> float:
+        """Seconds that a step takes beside its forward where nothing is drafted."""
+        return self.clock.beside("plain", requests[0].overhead)
 
     def _expected_seconds(self, requests: list[DraftRequest], sizes: tuple[int, ...]) -> float:
         if sizes not in self._forward_seconds:
@@ -179,7 +179,7 @@ class BudgetedDrafter(Drafter):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         if self.budget is not None:
-            self.budget.observe(sequence, verification.num_draft_tokens, verification.path)
+            self.budget.observe(sequence, verification.num_proposed_tokens, verification.proposed_path)
 
     def stop(self, sequence: Sequence) -> None:
         if self.budget is not None:

@@ -1,7 +1,7 @@
-"""What steps take beside the forward that costs predict, with drafts and without: measured as they pass.
+"""What steps take beside what costs predict, by their kind: measured as they pass.
 
-Proposing, candidates, longer updates and a busy machine are in it. The difference of the two is what drafting costs
-beside its rows. Where all steps draft, one now and then does not, so that both are known.
+Proposing, candidates, longer updates, caches that something else was in and a busy machine are in it. So what drafting
+costs beside its rows is known. Where all steps draft, some now and then do not, so that both kinds stay known.
 """
 
 from __future__ import annotations
@@ -9,46 +9,64 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from typing import Literal
 
+StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
 FEWEST = 3  # that tell anything
-LOOK_EVERY, LOOK_SOON = 64, 16  # steps with drafts between two without; until there are enough of these
+SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
+LOOK_EVERY, LOOK_SOON = 96, 12  # steps with drafts between looks at plain ones; until there are enough of these
 
 
 class StepClock:
     """From the planning of one step to that of the next."""
 
     def __init__(self) -> None:
-        self._beside: dict[bool, deque[float]] = {is_drafted: deque(maxlen=NUM_KEPT) for is_drafted in (False, True)}
-        self._open: tuple[float, float, bool] | None = None
-        self._num_drafted = 0  # steps since the last one without drafts
+        self._beside: dict[StepKind, deque[float]] = {}
+        self._open: tuple[float, float] | None = None  # when it began, the seconds that it should take
+        self._kind: StepKind | None = None  # of the newest step
+        self._num_alike = 0  # of that kind in a row
+        self._num_drafted = 0  # since the last plain one
 
     @property
     def is_plain_due(self) -> bool:
         """Whether the coming step should have no drafts, to see what it takes."""
-        return self._num_drafted >= (LOOK_SOON if len(self._beside[False]) < FEWEST else LOOK_EVERY)
+        is_known = self._is_known("plain")
+        if self._kind == "plain":
+            return self._num_alike < SETTLED + (1 if is_known else FEWEST)
+        return self._num_drafted >= (LOOK_EVERY if is_known else LOOK_SOON)
+
+    def beside(self, kind: StepKind, otherwise: float) -> float:
+        """Seconds of a step beside what was expected, 0 or more; `otherwise` before enough of the kind have passed."""
+        return max(0.0, statistics.median(self._beside[kind])) if self._is_known(kind) else otherwise
 
     @property
     def drafting_seconds(self) -> float:
-        """What drafting adds to a step beside the rows of its forward; 0 before enough steps have passed."""
-        if min(len(seconds) for seconds in self._beside.values()) < FEWEST:
+        """What a tree adds to a step beside the rows of its forward; 0 before enough steps have passed."""
+        if not self._is_known("plain"):
             return 0.0
-        plain, drafted = (statistics.median(self._beside[is_drafted]) for is_drafted in (False, True))
-        return max(0.0, drafted - plain)
+        plain = self.beside("plain", 0.0)
+        return max(0.0, self.beside("tree", plain) - plain)
 
-    def begin(self, forward_seconds: float, is_drafted: bool) -> None:
-        """A step begins whose forward should take so long; the one before it, if it was begun here, has ended."""
+    def begin(self, expected_seconds: float, kind: StepKind) -> None:
+        """A step begins that should take so long; the one before it, if it was begun here, has ended."""
         self.end()
-        self._open = time.perf_counter(), forward_seconds, is_drafted
-        self._num_drafted = self._num_drafted + 1 if is_drafted else 0
+        self._num_alike = self._num_alike + 1 if kind == self._kind else 1
+        self._num_drafted = 0 if kind == "plain" else self._num_drafted + 1
+        self._kind, self._open = kind, (time.perf_counter(), expected_seconds)
+
+    def expect(self, seconds: float) -> None:
+        """The step that was begun should take so much longer."""
+        if self._open is not None:
+            self._open = self._open[0], self._open[1] + seconds
 
     def end(self) -> None:
         """The step is over. What takes twice as long as it should was no step alone: it counts as that and no more."""
-        if self._open is not None:
-            begun, expected, is_drafted = self._open
-            self._beside[is_drafted].append(min(time.perf_counter() - begun - expected, expected))
-            self._open = None
-
-    def forget(self) -> None:
-        """What goes on now is no step of either kind."""
+        if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
+            begun, expected = self._open
+            kept = self._beside.setdefault(self._kind, deque(maxlen=NUM_KEPT))
+            kept.append(min(time.perf_counter() - begun - expected, expected))
         self._open = None
+
+    def _is_known(self, kind: StepKind) -> bool:
+        return len(self._beside.get(kind, ())) >= FEWEST

@@ -14,6 +14,11 @@ from worker.target.tiles import TILE_ROWS
 
 NUM_COMPARED_ROWS = 300
 MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1
+MOST_SHIFTED_BY_EXPERTS = 0.25  # where two weigh nearly the same, the last bit decides which one a row goes to
+MEDIAN_SHIFTED = {
+    torch.float32: 1e-2,
+    torch.bfloat16: 0.25,
+}  # with experts: such rows are few, others see a little of it
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,21 @@ def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 
     difference = ours - theirs
     spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # none where there is one token
     shift = float(difference.square().mean().sqrt()) / spread
+    median = float(difference.square().mean(-1).sqrt().median()) / spread
     return Agreement(
         num_rows=num_rows,
         greatest_difference=float(difference.abs().max()),
         shift=shift,
         num_same_choices=int((ours.argmax(-1) == theirs.argmax(-1)).sum()),
-        agrees=shift <= MOST_SHIFTED[target.dtype],
+        agrees=_is_near(target, shift, median),
     )
+
+
+def _is_near(target: TargetModel, shift: float, median: float) -> bool:
+    """Whether the shift of all rows, and the median of those of single rows, are what rounding makes."""
+    if any("Experts" in type(module).__name__ for module in target.model.modules()):
+        return shift <= MOST_SHIFTED_BY_EXPERTS and median <= MEDIAN_SHIFTED[target.dtype]
+    return shift <= MOST_SHIFTED[target.dtype]
 
 
 def _our_logits(target: TargetModel, token_ids: list[int]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.kernels.native import native_attention
-from worker.kernels.team import ELEMENTS, Team
+from worker.kernels.team import ELEMENTS, Team, shared_team
 from worker.kernels.variants import kernel_numerics, load_library
 from worker.kernels.weights import HEAD_DIMS
 from worker.model.layer_needs import LayerNeeds
@@ -19,7 +19,7 @@ def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | 
     """Who attends in each layer. `variant` is the instruction set of the kernels, None for none."""
     if variant is None or not any(_is_known(needs, dtype) for needs in layers):
         return [attend_in_torch] * len(layers)
-    in_kernels = attend_in_kernels(Team(load_library(variant), torch.get_num_threads()))
+    in_kernels = attend_in_kernels(shared_team(load_library(variant), torch.get_num_threads()))
     return [in_kernels if _is_known(needs, dtype) else attend_in_torch for needs in layers]
 
 

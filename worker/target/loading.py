@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,7 @@ from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from worker.kernels.variants import chosen_variant
 from worker.kernels.weights import DecoderWeights, decoder_weights
 from worker.model.dense import dense_weights
-from worker.model.faults import GENERATION_FILE
-from worker.model.files import ModelError, ModelFiles, read_config
+from worker.model.files import ModelError, ModelFiles, eos_token_ids_of
 from worker.target.forwards import Forwards
 from worker.target.native_forwards import NativeForwards
 
@@ -87,11 +85,3 @@ def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str
         return NativeForwards(weights, eos_token_ids, variant)
     except ValueError:
         return None
-
-
-def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
-    """End-of-sequence ids: the generation config's, else the model config's."""
-    file = files.path / GENERATION_FILE
-    said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
-    return frozenset([eos] if isinstance(eos, int) else eos or [])

@@ -133,6 +133,17 @@ class TestEveryCache:
         for ours, theirs in zip(held(copy, shape), held(cache, shape), strict=True):
             assert ours.equal(theirs)
 
+    def test_positions_are_copied_from_another_of_its_kind_bit_for_bit(
+        self, cache: FullKVCache, new_cache: NewCache, shape: CacheShape
+    ) -> None:
+        copy = new_cache(shape)
+        copy.copy_from(cache, 130)
+        write(copy, shape, 3)  # which brings the layers as they are now
+        copy.copy_from(cache, 290)
+        assert (copy.length, copy.num_copied) == (290, 290)
+        for ours, theirs in zip(held(copy, shape), held(cache, shape), strict=True):
+            assert ours.equal(theirs[:, :290])
+
     def test_no_positions_go_out_and_come_back_too(self, cache: FullKVCache, shape: CacheShape) -> None:
         nothing = cache.kv(300, 300)
         assert nothing.shape == (2 * shape.num_layers * shape.num_kv_heads, 0, shape.head_dim)

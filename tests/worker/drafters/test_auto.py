@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-
 import numpy as np
 import pytest
 
@@ -15,7 +12,7 @@ from worker.caches.partial import NUM_PINNED
 from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
 from worker.caches.scan.coding import SCAN_CHUNK
 from worker.drafters.auto.auto import CHUNKS_AT_ONCE, AutoDrafter, auto
-from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, RoundsPlanner, costs_on_a_gpu
+from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, STEPS_TO_KNOW, Rounds, RoundsPlanner, costs_on_a_gpu
 from worker.drafters.budget import NODE_CHOICES
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.two_level.chain import Round
@@ -92,8 +89,7 @@ def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: 
 
 
 def test_a_resumed_job_drafts_the_same_chain(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
-    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(3, 9, rate=1e9))  # plans follow measured times
     undisturbed, resumed = (drafter_with(target, rounds_always_pay()) for _ in range(2))
     sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
     engine = Engine(target, undisturbed)
@@ -252,3 +248,29 @@ def test_where_no_drafts_pay_no_candidates_are_looked_for(target: TargetModel) -
 
 def test_nothing_is_planned_before_it_is_asked_for() -> None:
     assert RoundsPlanner(long_caches_cost()).plan(100, 1, 20) == NO_ROUNDS
+
+
+def test_rounds_are_planned_anew_at_every_step_until_some_were_seen() -> None:
+    planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
+    for _ in range(STEPS_TO_KNOW):
+        assert planner.is_new
+        planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    assert not planner.is_new
+
+
+def test_a_guess_at_rounds_is_looked_at_after_every_step(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Rounds] = []
+
+    def best(*_: object) -> Rounds:
+        planned.append(Rounds(0, 3, rate=1e9))
+        return planned[-1]
+
+    monkeypatch.setattr(RoundsPlanner, "best", best)
+    sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
+    engine = Engine(target, drafter_with(target, rounds_always_pay()))
+    engine.start(sequence)
+    while sequence.num_generated_tokens == 0:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    assert len(planned) == 4

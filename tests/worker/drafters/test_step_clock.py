@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from worker.drafters.step_clock import FEWEST, LOOK_EVERY, LOOK_SOON, StepClock
+from worker.drafters.step_clock import FEWEST, LOOK_EVERY, LOOK_SOON, SETTLED, StepClock, StepKind
 
 
 @pytest.fixture
@@ -16,11 +16,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
     return StepClock()
 
 
-def steps(monkeypatch: pytest.MonkeyPatch, clock: StepClock, seconds: list[float], is_drafted: bool) -> None:
-    """Steps of so many seconds, each of which should have had a forward of one."""
+def steps(monkeypatch: pytest.MonkeyPatch, clock: StepClock, seconds: list[float], kind: StepKind) -> None:
+    """Steps of so many seconds, each of which should have taken one."""
     for each in seconds:
         monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-        clock.begin(1.0, is_drafted)
+        clock.begin(1.0, kind)
         monkeypatch.setattr(time, "perf_counter", lambda each=each: each)
         clock.end()
 
@@ -28,36 +28,47 @@ def steps(monkeypatch: pytest.MonkeyPatch, clock: StepClock, seconds: list[float
 def test_what_drafting_adds_is_what_steps_with_drafts_take_longer(
     monkeypatch: pytest.MonkeyPatch, clock: StepClock
 ) -> None:
-    steps(monkeypatch, clock, [1.1] * FEWEST, is_drafted=False)
+    steps(monkeypatch, clock, [1.1] * (SETTLED + FEWEST), "plain")
     assert clock.drafting_seconds == 0.0  # nothing is known of it
-    steps(monkeypatch, clock, [1.4] * FEWEST, is_drafted=True)
+    steps(monkeypatch, clock, [1.4] * (SETTLED + FEWEST), "tree")
     assert clock.drafting_seconds == pytest.approx(0.3)
-    steps(monkeypatch, clock, [1.9] * 20, is_drafted=False)
+    assert clock.beside("plain", 7.0) == pytest.approx(0.1)
+    assert clock.beside("chain", 7.0) == 7.0
+    steps(monkeypatch, clock, [1.9] * 20, "plain")
     assert clock.drafting_seconds == 0.0  # and never less
 
 
+def test_the_first_steps_of_a_kind_are_not_counted(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
+    for _ in range(5):
+        steps(monkeypatch, clock, [1.9] * SETTLED + [1.1], "plain")
+        steps(monkeypatch, clock, [1.9] * SETTLED + [1.2], "tree")
+    assert clock.drafting_seconds == pytest.approx(0.1)
+
+
+def test_what_is_known_of_a_step_later_counts_too(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
+    for _ in range(SETTLED + FEWEST):
+        monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+        clock.begin(1.0, "chain")
+        clock.expect(0.5)
+        monkeypatch.setattr(time, "perf_counter", lambda: 1.7)
+        clock.end()
+    assert clock.beside("chain", 0.0) == pytest.approx(0.2)
+
+
 def test_a_step_that_waited_for_something_else_tells_little(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
-    steps(monkeypatch, clock, [1.0] * 5, is_drafted=False)
-    steps(monkeypatch, clock, [1.2, 60.0, 1.2, 60.0, 1.2], is_drafted=True)
+    steps(monkeypatch, clock, [1.0] * 5, "plain")
+    steps(monkeypatch, clock, [1.2] * SETTLED + [1.2, 60.0, 1.2, 60.0, 1.2], "tree")
     assert clock.drafting_seconds == pytest.approx(0.2)
 
 
-def test_a_step_of_another_kind_is_not_counted(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
-    steps(monkeypatch, clock, [1.0] * 5, is_drafted=False)
-    for _ in range(5):
-        clock.begin(1.0, is_drafted=True)
-        clock.forget()
-        clock.end()
-    assert clock.drafting_seconds == 0.0
-
-
-def test_steps_without_drafts_come_now_and_then_where_all_draft(
-    monkeypatch: pytest.MonkeyPatch, clock: StepClock
-) -> None:
+def test_steps_without_drafts_come_now_and_then_where_all_draft(clock: StepClock) -> None:
     kinds = []
     for _ in range(4 * LOOK_EVERY):
         kinds.append(clock.is_plain_due)
-        clock.begin(1.0, is_drafted=not kinds[-1])
+        clock.begin(1.0, "plain" if kinds[-1] else "tree")
     plain = [number for number, is_plain in enumerate(kinds) if is_plain]
-    assert plain[:FEWEST] == [LOOK_SOON + number * (LOOK_SOON + 1) for number in range(FEWEST)]
-    assert plain[FEWEST] == plain[FEWEST - 1] + LOOK_EVERY + 1
+    first = list(range(LOOK_SOON, LOOK_SOON + SETTLED + FEWEST))  # enough at once
+    assert plain[: len(first)] == first
+    second = first[-1] + 1 + LOOK_EVERY
+    assert plain[len(first) : len(first) + SETTLED + 1] == list(range(second, second + SETTLED + 1))
+    assert len(plain) == len(first) + 3 * (SETTLED + 1)

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from metrics.counters import EngineCounters
-from worker.bench.engine import BenchEngine, OwnPositions
+from worker.bench.engine import BenchEngine, BenchError, OwnPositions
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter
+from worker.engine import Decode
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
@@ -46,26 +47,31 @@ class EngineContestant:
         drafter: Drafter,
         sequences: list[Sequence],
         caches: list[FullKVCache],
+        decode: Decode | None = None,
     ) -> None:
         self.name = name
         self.timing = Timing()
         self._target = target
         self._sequences = sequences
         self._own = [OwnPositions(cache) for cache in caches]
-        self._engine = BenchEngine(target, drafter)
+        self._engine = BenchEngine(target, drafter, decode)
         self.counters = self._engine.counters
         for sequence, cache in zip(sequences, caches, strict=True):
             self._engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:
-        """Generate until every sequence has at least `num_tokens` tokens in all, and take the time."""
+        """Generate until every sequence has at least `num_tokens` tokens in all, and take the time.
+
+        Raises BenchError where one ends before.
+        """
         for own in self._own:
             own.put_back()
         num_steps = self.counters.num_steps
         _wait(self._target.device)
         started = time.perf_counter()
         while min(sequence.num_generated_tokens for sequence in self._sequences) < num_tokens:
-            self._engine.step()
+            if not self._engine.step():
+                raise BenchError(f"{self.name}: the text ended early; use another seed")
         _wait(self._target.device)
         self.timing.add(time.perf_counter() - started, self.counters.num_steps - num_steps)
         for own in self._own:

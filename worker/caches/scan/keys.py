@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from worker.caches.huge_pages import ask_for_huge_pages
-from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, flat_deviation, most_chunks
+from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
 from worker.kernels.native import CAttentionSizes
 from worker.kernels.rows import CachePlace, CacheShape
-from worker.kernels.team import ELEMENTS
+from worker.kernels.team import ELEMENTS, shared_team
 from worker.kernels.variants import chosen_variant, load_library
 
 Layers = Sequence[tuple[Tensor, Tensor]]
@@ -42,7 +42,7 @@ class ScannedKeys:
         """Make room for the keys of `layers` from position `first` up to `length`. Raises ValueError for others."""
         (keys, _), num_layers = layers[0], len(layers)
         num_kv_heads, _, head_dim = keys.shape
-        self._library = load_library(chosen_variant() or "portable")
+        self._team = shared_team(load_library(chosen_variant() or "portable"), torch.get_num_threads())
         self._layers, self._first = layers, first
         self._most_chunks = most_chunks(length - first)
         num_clouds = -(-self._most_chunks // CLOUD_CHUNKS)
@@ -88,12 +88,7 @@ class ScannedKeys:
             self._struct.flat_deviation = flat_deviation(self._struct.num_best, self.end - self._first)
 
     def _add_chunk(self, chunk: int) -> None:
-        positions = slice(self.end, self.end + SCAN_CHUNK)
-        for layer, pair in enumerate(self._layers):  # one by one: memory of all at once would be new each time
-            (keys, mean_keys), (values, mean_values) = (centred(part[:, positions]) for part in pair)
-            self._means[layer, :, chunk] = mean_keys
-            if chunk == 0:
-                self._spreads[layer] = keys.abs().mean(dim=-2)
-            means = torch.cat([mean_keys, mean_values], dim=-1)
-            add_to_cloud(self._moments[layer, :, chunk // CLOUD_CHUNKS], chunk, keys, values, means)
-        self._library.scan_code_chunk(ctypes.byref(self._sizes), self.address, len(self._layers), chunk)
+        with self._team.lock:
+            sizes = ctypes.byref(self._sizes)
+            self._team.library.scan_take_in(self._team.handle, sizes, self.address, len(self._layers), chunk)
+            self._team.hold([self._layers, self._spreads, self._moments])  # what late helpers may still read

@@ -95,9 +95,11 @@ class AutoDrafter(Drafter):
         self._is_chain = self._rounds is not None and self._are_scanned(requests)
         if self._rounds is None or not self._is_chain:
             return self._recycling.propose(requests)
-        self._planner.begin(self._rounds, lengths_of(requests))
-        self._budget.other_step()
-        return self._chains.propose(requests)
+        self._budget.clock.begin(self._planner.begin(self._rounds, lengths_of(requests)), "chain")
+        trees = self._chains.propose(requests)
+        drawing = (round_.seconds for request in requests for round_ in self._chains.rounds_of(request.sequence))
+        self._budget.clock.expect(sum(drawing))
+        return trees
 
     def learn(self, rows: ReadRows) -> None:
         self._recycling.learn(rows)
@@ -137,19 +139,28 @@ class AutoDrafter(Drafter):
         """Every few steps, and where other sequences share the step, choose what brings most tokens per second."""
         names = [request.sequence.sequence_id for request in requests]
         self._num_steps += 1
-        if self._num_steps < (ROUNDS_PER_PLAN if self._rounds else TREES_PER_PLAN) and names == self._names:
+        if self._num_steps < self._steps_per_plan and names == self._names:
             return
         self._names, self._num_steps = names, 0
         self._rounds = self._rounds_that_pay(requests)
         if self._rounds is None:
             self._planner.forget()
 
+    @property
+    def _steps_per_plan(self) -> int:
+        """Rounds that were never tried here are looked at after every step: what they take is a guess."""
+        if self._rounds is None:
+            return TREES_PER_PLAN
+        return 1 if self._planner.is_new else ROUNDS_PER_PLAN
+
     def _rounds_that_pay(self, requests: list[DraftRequest]) -> Rounds | None:
         """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED:
             return None  # nothing would be scanned
-        beside = requests[0].overhead + self._budget.drafting_seconds
+        clock = self._budget.clock
+        plain = clock.beside("plain", requests[0].overhead)
+        beside = clock.beside("chain", otherwise=plain + clock.drafting_seconds)
         rounds = self._planner.best(lengths, self._budget.tokens(requests), beside)
         trees = self._budget.rate(requests)
         least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER

@@ -19,6 +19,7 @@ CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 LEARNING_RATE = 0.03
 PRIOR_ROUNDS = 24  # that the prior counts for: few rounds tell more than at the final rate
+STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
 MOST_SLOWNESS = 8.0  # of one round: what the machine does for a moment says nothing of the next
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
@@ -73,7 +74,7 @@ class RoundsPlanner(Planner):
         self._current = NO_ROUNDS
         self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
         self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
-        self._num_rounds = 0
+        self._num_rounds = self._num_steps = 0
         self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
         self._compared = PRIOR_TRIALS
         self._has_learned = False
@@ -99,10 +100,17 @@ class RoundsPlanner(Planner):
         """Until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
-    def begin(self, rounds: Rounds, lengths: np.ndarray) -> None:
-        """The coming step goes this way."""
+    def begin(self, rounds: Rounds, lengths: np.ndarray) -> float:
+        """The coming step goes this way; how long its verification should take, in seconds."""
+        self._num_steps += 1
         self._current = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         self._expected = self._round_seconds(lengths, rounds.num_nodes) / len(lengths)
+        return self._forward_seconds(lengths, rounds.chain_length + 1)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether too few steps with rounds were seen to go by what they took."""
+        return self._num_steps < STEPS_TO_KNOW
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         return self._current

@@ -49,7 +49,8 @@ def _row_numbers(config: GriffinConfig) -> int:
 
 def _ranking_bytes(vocab: int) -> int:
     """Ranks of the best tokens of every block, three numbers of it, and what is told and said of each row."""
-    return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + 1024 + 4 * NUM_MASKED)
+    told = 1024 + 4 * NUM_MASKED + vocab // 8 + 4
+    return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + told)
 
 
 def _scratch_bytes(config: GriffinConfig) -> int:

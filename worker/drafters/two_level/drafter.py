@@ -85,7 +85,7 @@ class TwoLevelDrafter(Drafter):
         tracked = self._tracked[sequence.sequence_id]
         tracked.hidden = None if verification.hidden is None else verification.hidden[-1]
         self._proposer.update(sequence, verification)
-        self._planner.observe(tracked.proposed, verification.path)
+        self._planner.observe(tracked.proposed, verification.proposed_path)
         for round_ in tracked.proposed.rounds:
             self.counters.num_rounds += 1
             self.counters.num_checked_nodes += round_.num_nodes

@@ -28,6 +28,7 @@ class DrawRow:
     sequence: Sequence  # the committed tokens, without the path
     slot: int  # of the counts of its penalty window
     path: list[int]  # tokens behind the committed ones, the row's own last
+    allowed: np.ndarray | None = None  # [num_mask_words] uint32, the tokens that may come; None: any may
 
     @property
     def position(self) -> int:
@@ -40,17 +41,26 @@ class DrawRow:
         return masked_behind(self.sequence, self.path)
 
 
-def rows_of(committed: Sequence, slot: int, drafted: list[int], tree: DraftTree) -> Iterator[DrawRow]:
-    """The rows of a tree behind `drafted` tokens, root first."""
+def rows_of(
+    committed: Sequence, slot: int, drafted: list[int], tree: DraftTree, masks: np.ndarray | None
+) -> Iterator[DrawRow]:
+    """The rows of a tree behind `drafted` tokens, root first; their `masks [1 + num_nodes, num_mask_words] uint32`."""
+    allowed = [None] * (1 + len(tree)) if masks is None else list(masks)
     paths = {ROOT: drafted}
-    yield DrawRow(committed, slot, drafted)
+    yield DrawRow(committed, slot, drafted, allowed[0])
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         paths[node] = [*paths[parent], token_id]
-        yield DrawRow(committed, slot, paths[node])
+        yield DrawRow(committed, slot, paths[node], allowed[node + 1])
 
 
 def mask_rows(slots: SlotBuffers, rows: Many[DrawRow | None]) -> None:
     """Write down what is masked at each row, where anything is; queued behind the copies before."""
+    restricted = [(index, row.allowed) for index, row in enumerate(rows) if row is not None and row.allowed is not None]
+    if restricted:
+        words = np.zeros((len(rows), slots.allowed.shape[1]), dtype=np.uint32)
+        for index, mask in restricted:
+            words[index] = mask
+        slots.allowed[: len(rows)] = torch.from_numpy(words.view(np.int32)).to(slots.allowed.device)
     masked = [(index, row.masked) for index, row in enumerate(rows) if row is not None and row.masked]
     if not masked:
         return
@@ -93,7 +103,9 @@ class DrawLayout:
         for index, row in enumerate(rows):
             if row is None:
                 continue
-            fill_row(table, index, row.sequence.sampling, row.slot, row.position, len(row.path), len(row.masked))
+            is_restricted = row.allowed is not None
+            sampling, depth = row.sequence.sampling, len(row.path)
+            fill_row(table, index, sampling, row.slot, row.position, depth, len(row.masked), is_restricted)
             ancestors[index, : len(row.path)] = row.path
             windows[row.slot] = row.sequence
         for slot, sequence in windows.items():

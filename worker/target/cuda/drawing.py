@@ -10,13 +10,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from jobs.logprobs import TokenLogprobs
+from jobs.run.dtypes import LogprobsMode
 from jobs.sampling import SamplingParams
 from worker.adjustments import Context, bias_row, masked_behind, output_counts
+from worker.drawing import NO_MASKS, Masks, logprobs_by
 from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, needs_filters, needs_slot
 from worker.kernels.cuda.sampling.slots import SlotBuffers
 from worker.kernels.cuda.sampling.windows import committed_tokens
 from worker.kernels.cuda.table import NUM_ROWS
 from worker.memory.plan import MOST_SLOTS
+from worker.sampling import TokenSampler
 from worker.sequence import Sequence
 from worker.target.cuda.draw_graphs import DrawGraphs, Drawn
 from worker.target.cuda.draw_rows import DrawLayout, DrawRow, mask_rows, rows_of
@@ -83,11 +87,11 @@ class CudaSampler:
         seen[self.sequence.token_ids[-sampling.penalty_window :]] = True
         return torch.from_numpy(seen).to(self._drawing.device)
 
-    def rows(self, tree: DraftTree) -> Iterator[DrawRow]:
+    def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[DrawRow]:
         """Of a tree below the sequence's end."""
         committed = self.counts.sequence
         drafted = self.sequence.token_ids[len(committed) :].tolist()
-        return rows_of(committed, self.counts.slot, drafted, tree)
+        return rows_of(committed, self.counts.slot, drafted, tree, masks)
 
 
 class CudaDrawing:
@@ -124,8 +128,10 @@ class CudaDrawing:
         trees: Many[DraftTree],
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
     ) -> list[Walk]:
-        rows = [row for sampler, tree in zip(samplers, trees, strict=True) for row in sampler.rows(tree)]
+        given = zip(samplers, trees, masks or [None] * len(trees), strict=True)
+        rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words)]
         if not rows:
             return []
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
@@ -143,6 +149,20 @@ class CudaDrawing:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
         _, ids, logprobs = self._drawn([DrawRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
         return ids, logprobs
+
+    def logprobs(
+        self,
+        sampler: CudaSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        """In torch on the device, row by row: simple, and for those who ask alone."""
+        sequence = sampler.sequence
+        behind = TokenSampler(sequence, self._vocab_size, self.device)
+        return logprobs_by(behind, sequence, logits, walked, mode, mask)
 
     def _drawn(
         self, rows: list[DrawRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]

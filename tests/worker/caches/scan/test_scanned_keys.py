@@ -9,7 +9,9 @@ import torch
 
 from tests.worker.caches.scan.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
+from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.scan.coding import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
+from worker.caches.scan.keys import Layers, ScannedKeys
 
 pytestmark = needs_kernels
 SIZES = [(64, torch.bfloat16), (64, torch.float32), (80, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16)]
@@ -61,6 +63,33 @@ def test_codes_and_moments_are_the_same_however_the_text_came() -> None:
     for name in ("_codes", "_means", "_spreads", "_moments"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name
     assert whole.end == parts.end == LENGTH
+
+
+def test_many_heads_are_taken_in_by_any_number_of_threads_as_each_layer_alone() -> None:
+    """More than wait side by side."""
+    shape, length = CacheShape(5, 16, 16, torch.bfloat16, torch.device("cpu")), 2 * SCAN_CHUNK
+    full = FullKVCache(shape, length)
+    for layer in range(shape.num_layers):
+        for part in full.layer(layer):
+            part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(layer)))
+    layers = [full.stored(layer) for layer in range(shape.num_layers)]
+    alone = [_taken_in([pair], length, num_threads=1) for pair in layers]
+    for num_threads in (1, 2, 3):
+        together = _taken_in(layers, length, num_threads)
+        for name in ("_codes", "_means", "_spreads", "_moments"):
+            expected = torch.cat([getattr(keys, name) for keys in alone])
+            assert torch.equal(getattr(together, name), expected), (name, num_threads)
+
+
+def _taken_in(layers: Layers, length: int, num_threads: int) -> ScannedKeys:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        keys = ScannedKeys(layers, 0, length, 64)
+    finally:
+        torch.set_num_threads(before)
+    keys.extend(length)
+    return keys
 
 
 def test_moments_are_those_of_all_keys_and_values_of_a_cloud_changes_by_every_other_one() -> None:

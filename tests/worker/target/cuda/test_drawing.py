@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 
 from jobs.sampling import SamplingParams
 from tests.worker.target.cuda.checked_graph import CheckedGraph
+from worker.constraints.base import allows, mask_of
+from worker.drawing import TorchDrawing
 from worker.sequence import Sequence
 from worker.target.cuda.drawing import CudaDrawing
 from worker.tree import DraftTree
@@ -54,3 +59,23 @@ def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
     assert len(drawing._free) == num_free - 2
     samplers.clear()
     assert len(drawing._free) == num_free
+
+
+def test_each_row_of_a_tree_is_drawn_from_what_may_come_there() -> None:
+    """In one step with a sequence that anything may come in, and steps after it."""
+    drawing, chance = CudaDrawing(40, torch.device("cpu"), CheckedGraph), random.Random(3)
+    params = SamplingParams(max_tokens=60, seed=5, frequency_penalty=0.5, ignore_eos=True)
+    sequences = [Sequence(name, [1, 2, 3], params, 40) for name in "ab"]
+    samplers = [drawing.sampler(sequence) for sequence in sequences]
+    tree = DraftTree([4, 5, 6, 7], [-1, 0, 0, 2])
+    for _ in range(4):
+        logits = [torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows)) for rows in (5, 1)]
+        words = np.stack([mask_of(tuple({4, 6, 7, *chance.sample(range(40), 3)}), 40) for _ in range(5)])
+        walks = drawing.walks(samplers, [tree, DraftTree()], logits, False, [words, None])
+        plain = TorchDrawing(40, torch.device("cpu"))
+        twins = [plain.sampler(sequence) for sequence in sequences]
+        assert walks == plain.walks(twins, [tree, DraftTree()], logits, False, [words, None])
+        rows = [0, *(node + 1 for node in walks[0].path)]
+        assert all(allows(words[row], token_id) for row, token_id in zip(rows, walks[0].drawn, strict=True))
+        for sequence, walk in zip(sequences, walks, strict=True):
+            sequence.extend(walk.drawn)

@@ -108,9 +108,22 @@ def test_tokens_and_keys_and_values_are_those_of_a_job_alone(target: TargetModel
     assert engine.counters.num_read_tokens == sum(fields[1] - 1 for fields in JOBS)
 
 
+def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_bits(target: TargetModel) -> None:
+    jobs = (("a", 3, 4, 3), ("bb", 70, 2, 1), ("ccc", 76, 1, 1))
+    expected = [alone(target, fields) for fields in jobs]
+    engine = Engine(target, Guesser(2))
+    slots = [engine.start(job(*fields)) for fields in jobs]
+    while any(slot.sequence.finish_reason is None for slot in slots):
+        engine.step()
+    for slot, (tokens, kv) in zip(slots, expected, strict=True):
+        assert slot.sequence.output_ids.tolist() == tokens
+        assert np.array_equal(slot.cache.kv(0, slot.cache.length), kv)
+    assert (engine.counters.num_read_tokens, engine.counters.num_copied_tokens) == (2 + 69 + 6, 69)
+
+
 def test_prompts_fill_the_rows_of_a_step_and_nobody_waits(in_torch: TargetModel, forwarded: Forwarded) -> None:
     engine = Engine(in_torch, Guesser(7))
-    decoding, first, second = job("a", 1, 40), job("b", 75, 3), job("c", 100, 3)
+    decoding, first, second = job("a", 1, 40), job("b", 75, 3), job("c", 100, 3, first=1)
     for sequence in (decoding, first, second):
         engine.start(sequence)
     for step in range(1, 3):
