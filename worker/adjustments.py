@@ -54,6 +54,12 @@ def adjusted(logits: torch.Tensor, params: SamplingParams, context: Context) -> 
     return scores
 
 
+def only_allowed(scores: torch.Tensor, words: np.ndarray) -> torch.Tensor:
+    """Mask all tokens of `scores [vocab]` but those of a mask, `[num_mask_words] uint32`, lowest bit first."""
+    bits = np.unpackbits(words.view(np.uint8), count=len(scores), bitorder="little")
+    return scores.masked_fill(torch.from_numpy(bits == 0).to(scores.device), MASKED)
+
+
 def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
     """Divide positive, multiply negative logits of the tokens in `seen [vocab] bool` by theta (Keskar et al. 2019)."""
     return torch.where(seen, torch.where(scores < 0, scores * theta, scores / theta), scores)

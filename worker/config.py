@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobs.repetition import LoopAction
-from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
+from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
 from worker.drafters.catalogue import DEFAULT_ENGINE
 from worker.kernels.choice import CudaKernels
 
@@ -28,7 +28,11 @@ class Computation:
     num_threads: int = 1
     seed: int = 0  # that of a job which gives none follows from it
     max_tokens: int | None = None  # of a job which gives none; None: what the model's positions leave behind its prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the log-probabilities are of that jobs ask for
     loop_guard: LoopAction | None = None  # of a job which says nothing of loops; None: they are not looked for
+    thinking_markers: ThinkingMarkers = (
+        None  # texts between which the model thinks; None: its own, where they are known
+    )
 
     @property
     def cuda_kernels(self) -> CudaKernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, Protocol, Self
@@ -10,16 +11,25 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from worker.adjustments import Context, adjusted
+from jobs.logprobs import TokenLogprobs
+from jobs.run.dtypes import LogprobsMode
+from worker.adjustments import Context, adjusted, only_allowed
 from worker.kernels import sampling as native
 from worker.kernels.variants import chosen_variant
-from worker.sampling import TokenSampler
+from worker.logprobs import path_logprobs
+from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.target.finite import is_drawable
 from worker.tree import DraftTree
 from worker.verification import TOP_K, Walk, walk
 
 UNLIKELY = -1e4  # as a log-probability
+
+
+Masks = Many[np.ndarray | None]
+"""For each tree the tokens that may come behind its rows, `[1 + num_nodes, num_mask_words] uint32`; None: any may."""
+
+NO_MASKS: Masks = ()  # for no tree
 
 
 class Sampler(Protocol):
@@ -51,13 +61,31 @@ class Drawing(Protocol):
         trees: Many[DraftTree],
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
     ) -> list[Walk]:
-        """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are."""
+        """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are.
+
+        Masks come in front of all that changes logits.
+        """
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
 
         Rows that are verified and not walked may hold NaN: of those, all candidates are as unlikely as can be.
+        """
+
+    def logprobs(
+        self,
+        sampler: Any,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        """Those of what a walk has drawn from the tree's rows, as its sequence asks for them; before it has the tokens.
+
+        They follow from each row and the tokens before it, to the bit. `mask` is the one that the walk had.
         """
 
 
@@ -73,12 +101,24 @@ class NativeDrawing:
         trees: Many[DraftTree],
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
     ) -> list[Walk]:
-        walks = native.walk(samplers, trees, logits)
+        walks = native.walk(samplers, trees, logits, masks)
         return _with_candidates(self, walks, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         return native.top_candidates(logits)
+
+    def logprobs(
+        self,
+        sampler: native.NativeSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        return native.logprobs(sampler, tree, logits, walked, num_top_of(sampler.sequence), mode, mask)
 
 
 class TorchSampler:
@@ -117,10 +157,11 @@ class TorchDrawing:
         trees: Many[DraftTree],
         logits: Many[torch.Tensor],
         with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
     ) -> list[Walk]:
         walks = [
-            walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable)
-            for sampler, tree, rows in zip(samplers, trees, logits, strict=True)
+            walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable, masked_by(words))
+            for sampler, tree, rows, words in zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
         ]
         return _with_candidates(self, walks, logits) if with_candidates else walks
 
@@ -129,6 +170,51 @@ class TorchDrawing:
         logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
         logprobs = logprobs.nan_to_num(nan=UNLIKELY, neginf=-math.inf)
         return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+
+    def logprobs(
+        self,
+        sampler: TorchSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        return logprobs_by(sampler.behind_the_sequence(), sampler.sequence, logits, walked, mode, mask)
+
+
+def logprobs_by(
+    sampler: TokenSampler,
+    sequence: Sequence,
+    logits: torch.Tensor,
+    walked: Walk,
+    mode: LogprobsMode,
+    mask: np.ndarray | None,
+) -> TokenLogprobs:
+    """In torch, by a sampler of the caller's own that is behind the sequence."""
+    if mode == "processed_logprobs" and mask is not None:
+        logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
+
+    def processed(row: torch.Tensor, token_id: int) -> torch.Tensor:
+        scores = sampler.penalised(row)
+        sampler.push(token_id)
+        params = sequence.sampling
+        return scores if params.temperature == 0.0 else process(scores, params)
+
+    scores = processed if mode == "processed_logprobs" else lambda row, _: row
+    return path_logprobs(logits, walked.path, walked.drawn, num_top_of(sequence), scores)
+
+
+def num_top_of(sequence: Sequence) -> int:
+    """How many of the likeliest tokens a sequence asks for. Raises ValueError where it asks for nothing of it."""
+    if sequence.logprobs is None:
+        raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
+    return sequence.logprobs.num_top
+
+
+def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """What `walk` is told: the logits of a row, and of which row, become those of what may come there."""
+    return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
 
 
 def _with_candidates(drawing: Drawing, walks: list[Walk], logits: Many[torch.Tensor]) -> list[Walk]:

@@ -1,7 +1,8 @@
 """How known tokens come into caches: prompts, and outputs that a resume replays.
 
-Where a row takes time of its own, tiles of one sequence are read in front of a step, for a bounded time. Where every
-forward has the same rows anyway, on a GPU, known tokens ride in those that the step's trees leave unused.
+What several sequences begin with is read by one of them, see `worker/prefixes/sharing.py`. Where a row takes time of
+its own, tiles of one sequence are read in front of a step, for a bounded time. Where every forward has the same rows
+anyway, on a GPU, known tokens ride in those that the step's trees leave unused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from metrics.counters import EngineCounters
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter, ReadRows
 from worker.drawing import Drawing
+from worker.prefixes.sharing import Sharing
 from worker.slot import Slot
 from worker.target.forwards import MOST_READ
 from worker.target.target import RowOutputs, TargetModel
@@ -36,19 +38,24 @@ class Rider:
 class Reader:
     """Reads what sequences have in front of their last tokens. What shares a forward changes no bits."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter, drawing: Drawing, counters: EngineCounters) -> None:
+    def __init__(
+        self, target: TargetModel, drafter: Drafter, drawing: Drawing, sharing: Sharing, counters: EngineCounters
+    ) -> None:
         self._target = target
         self._drafter = drafter
         self._drawing = drawing
+        self._sharing = sharing
         self._counters = counters
         self._rows_per_forward = target.forwards.rows_per_forward
 
     def read_ahead(self, slots: list[Slot]) -> None:
         """Read in front of a step, as long as others may wait for it; on a GPU one forward, where none would wait."""
-        if self._rows_per_forward == 1:
-            for slot in slots:
-                self._read_slot(slot)
-        elif slots and all(slot.num_unread for slot in slots):
+        for slot in slots:
+            if slot.num_unread and not self._sharing.waits(slot):
+                self._counters.num_copied_tokens += self._sharing.take_over(slot)
+                if self._rows_per_forward == 1:
+                    self._read_slot(slot)
+        if self._rows_per_forward > 1 and slots and all(slot.num_unread for slot in slots):
             riders = self.riders(slots, 0, 0)
             self.take(riders, self._target.verify([rows for rider in riders for rows in rider.rows]))
 
@@ -65,7 +72,7 @@ class Reader:
             num_free += self._rows_per_forward
         riders = []
         for slot in slots:
-            if num_read := min(num_free, slot.num_unread):
+            if (num_read := min(num_free, slot.num_unread)) and not self._sharing.waits(slot):
                 start = slot.cache.length
                 token_ids = slot.sequence.token_ids[start : start + num_read].tolist()
                 riders.append(Rider(slot, known_rows(slot.cache, token_ids), num_read))

@@ -8,8 +8,11 @@ import numpy as np
 import torch
 
 from jobs.checkpoints.token_log import Rewind
+from jobs.logprobs import TokenLogprobs
 from jobs.repetition import rewind_seed
 from jobs.sampling import SamplingParams
+from worker.constraints.base import Rule
+from worker.logprobs import KeptLogprobs
 from worker.noise import GumbelNoise
 
 
@@ -24,10 +27,13 @@ class Sequence:
         vocab_size: int,
         device: torch.device | str = "cpu",
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
+        rules: tuple[Rule, ...] = (),
     ) -> None:
-        """`bad_word_ids`: the tokens of `sampling.bad_words`, as `TextCodec.bad_word_ids` has them."""
+        """`bad_word_ids`, `rules`: what `TextCodec` makes of `sampling.bad_words` and of what restricts the output."""
         if bool(bad_word_ids) != bool(sampling.bad_words):
             raise ValueError(f"sequence {sequence_id}: bad words {sampling.bad_words} are {bad_word_ids} as tokens")
+        if sampling.structured_outputs is not None and not rules:
+            raise ValueError(f"sequence {sequence_id}: nothing knows what its structured output may be")
         if not prompt_ids:
             raise ValueError(f"sequence {sequence_id}: the prompt has no tokens; expected at least one")
         self.sequence_id = sequence_id
@@ -36,14 +42,16 @@ class Sequence:
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.vocab_size = vocab_size
         self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
-        self.bad_word_ids = bad_word_ids
+        self.bad_word_ids, self.rules = bad_word_ids, rules
         self.rewinds: tuple[Rewind, ...] = ()
         self._device, self._first_seed = device, sampling.seed or 0
         self.noise = GumbelNoise(self._first_seed, vocab_size, device)
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where that is the reason
+        self.error_code: str | None = None
         self._buffer = np.empty(self.max_length, dtype=np.int64)
         self._length = 0
+        self.logprobs = None if sampling.logprobs is None else KeptLogprobs(sampling.max_tokens, sampling.logprobs)
         self.extend(prompt_ids)
 
     def __len__(self) -> int:
@@ -58,6 +66,11 @@ class Sequence:
     def output_ids(self) -> np.ndarray:
         """Committed output tokens, a view `[num_generated] int64`."""
         return self._buffer[self.num_prompt_tokens : self._length]
+
+    @property
+    def kept_logprobs(self) -> TokenLogprobs | None:
+        """Those of the output tokens, a view; None where they are not asked for."""
+        return None if self.logprobs is None else self.logprobs.all
 
     @property
     def num_generated_tokens(self) -> int:
@@ -81,6 +94,7 @@ class Sequence:
         """A sequence of its own with the first `num_tokens` of the output, which goes on with other noise."""
         again = copy.copy(self)
         again._buffer = self._buffer.copy()
+        again.logprobs = None if self.logprobs is None else self.logprobs.first(num_tokens)
         again._length = self.num_prompt_tokens + num_tokens
         again.finish_reason = None
         again.set_rewinds((*self.rewinds, Rewind(self.num_generated_tokens, num_tokens)))

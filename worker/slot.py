@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from worker.caches.full import FullKVCache
+from worker.constraints.tree import Constraints
 from worker.drawing import Sampler
 from worker.sequence import Sequence
 from worker.stopping import StopRule
@@ -19,6 +20,8 @@ class Slot:
     cache: FullKVCache
     sampler: Sampler
     stop_rule: StopRule
+    constraints: Constraints
+    num_shared_tokens: int = 0  # first ones that other sequences, which may come later, are known to have
 
     @property
     def num_unread(self) -> int:

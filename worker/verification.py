@@ -10,6 +10,7 @@ import torch
 
 from worker.tree import ROOT, DraftTree
 
+GUESSED = -1  # in place of the number of a node that no drafter proposed
 TOP_K = 8  # candidates of the target kept at every verified row
 
 
@@ -29,10 +30,22 @@ class Verification:
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
     draft_kind: str = "tree"  # of `metrics.counters.DRAFT_KINDS`
+    numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that is what was verified
+    num_left_out: int = 0  # nodes of that tree
 
     @property
     def num_draft_tokens(self) -> int:
         return len(self.tree)
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        return len(self.tree) + self.num_left_out - (self.numbers or []).count(GUESSED)
+
+    @property
+    def proposed_path(self) -> list[int]:
+        """The accepted nodes with their numbers in the tree that was proposed."""
+        numbers = range(len(self.tree)) if self.numbers is None else self.numbers
+        return [numbers[node] for node in self.path if numbers[node] != GUESSED]
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -59,11 +72,12 @@ def walk(
     logits: torch.Tensor,
     draw: Callable[[torch.Tensor], int],
     is_drawable: Callable[[torch.Tensor], bool] = lambda logits: True,
+    masked: Callable[[torch.Tensor, int], torch.Tensor] = lambda logits, row: logits,
 ) -> Walk:
     """Draw from the root on and follow the children that carry the drawn tokens, up to a row that is not `is_drawable`.
 
-    `logits [num_rows, vocab] float32`, row 0 the root's. Every token is drawn from the given logits, so no drafter can
-    bias it.
+    `logits [num_rows, vocab] float32`, row 0 the root's; `masked` leaves of a row what may come there. Every token is
+    drawn from the given logits, so no drafter can bias it.
     """
     children = tree.children()
     path: list[int] = []
@@ -72,7 +86,7 @@ def walk(
     while node is not None:
         if not is_drawable(logits[node + 1]):
             return Walk(path, drawn, node + 1)
-        drawn.append(draw(logits[node + 1]))
+        drawn.append(draw(masked(logits[node + 1], node + 1)))
         node = children.get(node, {}).get(drawn[-1])
         if node is not None:
             path.append(node)

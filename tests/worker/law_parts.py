@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +11,13 @@ from collections.abc import Callable
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.worker.constraints.words import allowed_behind, grammar
 from worker.adjustments import penalise
+from worker.constraints.base import Rule
+from worker.constraints.thinking import ThinkingRule
+from worker.constraints.thought import Markers, Thinking
+from worker.constraints.tree import Constraints
+from worker.drawing import masked_by
 from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.tree import DraftTree
@@ -25,6 +33,9 @@ TABLE = torch.tensor(
 # Three likely continuations, each with children, one of them a repetition: room to be biased in.
 TREE = DraftTree([3, 0, 2, 3, 4, 2, 5, 1], [-1, -1, -1, 0, 0, 1, 1, 2])
 PLAIN = SamplingParams(max_tokens=100)
+LETTERS = ("a", "b", "c", "d", "e")  # tokens 0 to 4 of a structured text; 5 is its end
+MARKER = (3, 1)  # closes a thought, where one is open
+TEXTS = {"ab", "aca", "bb", "bda", "dca", "dd", "e"}  # of some tokens each, some of them those of the tree
 WORDS = ((3, 4), (0, 0), (5,))  # tokens of bad words, where there are any
 
 Verifier = Callable[[Sequence, DraftTree], list[int]]
@@ -69,6 +80,13 @@ def shifted(history: list[int], params: SamplingParams) -> torch.Tensor:
     for *begin, last in WORDS if params.bad_words else ():
         if output[len(output) - len(begin) :] == begin:
             scores[last] = -math.inf
+    budget = params.thinking_token_budget
+    if budget is not None and len(output) >= budget and MARKER not in itertools.pairwise(output):
+        forced = MARKER[1] if output[-1:] == [MARKER[0]] else MARKER[0]
+        scores[[token_id for token_id in range(VOCAB) if token_id != forced]] = -math.inf
+    if params.structured_outputs is not None:
+        allowed = allowed_behind(TEXTS, "".join(LETTERS[token_id] for token_id in output), LETTERS)
+        scores[[token_id for token_id in range(VOCAB) if token_id not in allowed]] = -math.inf
     return scores
 
 
@@ -78,13 +96,29 @@ def rows_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
 
 
 def ours(sequence: Sequence, tree: DraftTree) -> list[int]:
-    return walk(tree, rows_of(sequence, tree), TokenSampler(sequence, VOCAB).draw).drawn
+    given = Constraints(sequence).of_tree(tree)
+    masks = None if given.masks is None else given.masks.words
+    return walk(
+        given.tree, rows_of(sequence, given.tree), TokenSampler(sequence, VOCAB).draw, masked=masked_by(masks)
+    ).drawn
+
+
+@functools.cache
+def structured() -> Rule:
+    return grammar(LETTERS, choice=sorted(TEXTS))
+
+
+def rules(params: SamplingParams) -> tuple[Rule, ...]:
+    if params.thinking_token_budget is not None:
+        return (ThinkingRule(Thinking(Markers((0,), MARKER), is_open=True), params.thinking_token_budget),)
+    return () if params.structured_outputs is None else (structured(),)
 
 
 def plain_steps(verifier: Verifier, tree: DraftTree, params: SamplingParams, seed: int) -> tuple[int, int]:
     """Two tokens: one verified step, and plain decoding for what it did not commit."""
     words = WORDS if params.bad_words else ()
-    sequence = Sequence("s", PROMPT, params.model_copy(update={"seed": seed}), VOCAB, bad_word_ids=words)
+    params = params.model_copy(update={"seed": seed})
+    sequence = Sequence("s", PROMPT, params, VOCAB, bad_word_ids=words, rules=rules(params))
     sequence.extend(verifier(sequence, tree)[:2])
     if sequence.num_generated_tokens < 2:
         sequence.extend(ours(sequence, DraftTree())[:1])

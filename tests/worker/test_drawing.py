@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from jobs.run.dtypes import LogprobsMode
 from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from worker.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
-from worker.sampling import TokenSampler
+from worker.sampling import TokenSampler, process
 from worker.sequence import Sequence
 from worker.target.cuda.drawing import CudaDrawing
 from worker.tree import ROOT, DraftTree
+from worker.verification import Walk
 
 VOCAB = 40
 PENALISED = {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.5, "penalty_window": 6}
@@ -110,6 +112,32 @@ def test_a_bad_word_that_begins_in_the_prompt_may_end_and_one_that_begins_behind
     assert drawn_by(drawing, sampler, logits) == 6
     sequence.extend([1])
     assert drawn_by(drawing, sampler, logits) == 9
+
+
+@pytest.mark.parametrize("params", [PLAIN, ADJUSTED, ADJUSTED | {"temperature": 0.0}])
+@pytest.mark.parametrize("mode", get_args(LogprobsMode))
+def test_log_probabilities_follow_from_rows_and_tokens_alone(
+    drawing: Drawing, mode: LogprobsMode, params: dict[str, Any]
+) -> None:
+    sequence = sequence_with(params | {"logprobs": 4})
+    sampler, plain = drawing.sampler(sequence), TokenSampler(sequence, VOCAB)
+    rows = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
+    tree, path = DraftTree([9, 5, 6], [ROOT, 0, 1]), [0, 1, 2]
+    walk = Walk(path, [9, 5, 6, 7])
+    found = drawing.logprobs(sampler, tree, rows, walk, mode)
+    for place, token_id in enumerate(walk.drawn):
+        scores = plain.penalised(rows[place]) if mode == "processed_logprobs" else rows[place]
+        if mode == "processed_logprobs" and sequence.sampling.temperature:
+            scores = process(scores, sequence.sampling)
+        law = torch.log_softmax(scores.double(), dim=-1)
+        assert float(found.logprobs[place]) == pytest.approx(float(law[token_id]), rel=1e-5)
+        np.testing.assert_allclose(found.top_logprobs[place], torch.topk(law, 4).values, rtol=1e-5)
+        alone = drawing.logprobs(sampler, DraftTree(), rows[place : place + 1].clone(), Walk([], [token_id]), mode)
+        assert alone.logprobs.tobytes() == found.logprobs[place].tobytes()
+        assert alone.top_logprobs.tobytes() == found.top_logprobs[place].tobytes()
+        assert alone.top_ids[0].tolist() == found.top_ids[place].tolist()
+        plain.push(token_id)
+        sequence.extend([token_id])
 
 
 @pytest.mark.parametrize("is_lower", [True, False])

@@ -10,11 +10,29 @@ import pytest
 from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from worker.constraints.thinking import ThinkingRule
+from worker.constraints.thought import Thinking
 from worker.engine import Engine
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "places": {
+            "type": "array",
+            "items": {"enum": ["the sea", "the mill", "the road"]},
+            "minItems": 2,
+            "maxItems": 4,
+        },
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "letter": {"type": "string", "maxLength": 90},
+    },
+    "required": ["name", "places", "age", "letter"],
+    "additionalProperties": False,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
@@ -29,6 +47,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "stop_token_ids": [13, 261],
         "bad_words": ["the old", "said", "room", ", and"],
     },
+    "structured": {
+        "temperature": 1.0,
+        "min_p": 0.02,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "bad_words": ["said"],
+        "ignore_eos": False,
+        "structured_outputs": {"json": SCHEMA},
+    },
+    "thinking": {"temperature": 1.0, "repetition_penalty": 1.1, "thinking_token_budget": 20},
+    "thinking, structured": {
+        "temperature": 1.0,
+        "ignore_eos": False,
+        "thinking_token_budget": 38,
+        "structured_outputs": {"regex": "(the (sea|mill|[a-z]{2,6})( |, )){12,20}[.]"},
+    },
     "greedy, up to a loop": {"temperature": 0.0, "repetition_detection": {"max_pattern_size": 32, "min_count": 2}},
     "sampled, filtered": {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.2},
 }
@@ -42,7 +76,8 @@ NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
 LOOPING = "greedy, up to a loop"
-RESUMED = ("greedy", "adjusted", LOOPING, HARDEST)
+RESUMED = ("greedy", "adjusted", "structured", "thinking, structured", LOOPING, HARDEST)
+MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
@@ -64,7 +99,7 @@ def decode(
 
 @pytest.fixture(scope="module")
 def codec(embedded_files: object) -> TextCodec:
-    return TextCodec(embedded_files)  # type: ignore[arg-type]
+    return TextCodec(embedded_files, MARKERS)  # type: ignore[arg-type]
 
 
 class Plain:
@@ -77,12 +112,20 @@ class Plain:
     def sequences(self, setting: str) -> list[Sequence]:
         fields, num_tokens = SETTINGS[setting], self._num_tokens
         min_tokens = num_tokens - NUM_FREE if "stop_token_ids" in fields else 0
-        params = SamplingParams(max_tokens=num_tokens, min_tokens=min_tokens, seed=17, ignore_eos=True, **fields)
-        words = self._codec.bad_word_ids(params.bad_words)
+        common = {"max_tokens": num_tokens, "min_tokens": min_tokens, "seed": 17, "ignore_eos": True}
+        params = SamplingParams(**common | fields)
+        words, rules = self._codec.bad_word_ids(params.bad_words), self._codec.rules(params, self._thinking(params))
         return [
-            Sequence(f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size, bad_word_ids=words)
+            Sequence(
+                f"s{i}", self._codec.encode(prompt), params, self.target.vocab_size, bad_word_ids=words, rules=rules
+            )
             for i, prompt in enumerate(PROMPTS)
         ]
+
+    def _thinking(self, params: SamplingParams) -> Thinking | None:
+        """In the settings that have a budget, the prompts leave a thought open."""
+        assert self._codec.markers is not None
+        return None if params.thinking_token_budget is None else Thinking(self._codec.markers, True, "never")
 
     def outputs(self, setting: str) -> list[list[int]]:
         if setting not in self._outputs:
@@ -148,6 +191,16 @@ def test_a_loop_ends_a_text_with_the_token_that_makes_it_one(plain: Plain) -> No
     [sequence, *_] = interrupted(plain, LOOPING, (NUM_TOKENS,) * 3)
     assert decode(plain.target, "suffix", [sequence]) == ended[:1]
     assert sequence.finish_reason == "repetition"
+
+
+def test_a_thought_s_marker_comes_where_its_budget_ends_and_a_resume_may_fall_into_it(plain: Plain) -> None:
+    for setting, budget in (("thinking", 20), ("thinking, structured", 38)):
+        [rule] = plain.sequences(setting)[0].rules
+        assert isinstance(rule, ThinkingRule)
+        end = rule.thinking.markers.end
+        assert len(end) > 4  # of the latter, a resume is in the midst of it
+        for output in plain.outputs(setting):
+            assert tuple(output[budget : budget + len(end)]) == end
 
 
 @pytest.mark.slow

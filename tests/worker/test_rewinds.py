@@ -23,7 +23,7 @@ NUM_TOKENS = 64
 LOOP = {"max_pattern_size": 32, "min_count": 2, "action": "rewind", "max_rewinds": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.4},
-    "adjusted": {"temperature": 0.5, "repetition_penalty": 0.97, "penalty_window": 20, "presence_penalty": -0.3},
+    "adjusted": {"temperature": 0.5, "repetition_penalty": 0.95, "penalty_window": 20, "presence_penalty": -0.6},
 }
 
 Outcome = tuple[list[int], tuple[Rewind, ...], str | None]

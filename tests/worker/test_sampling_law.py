@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
-from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TREE, VOCAB, gate, ours, plain_steps, rows_of
-from worker.adjustments import penalise
+from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TEXTS, TREE, VOCAB, gate, ours, plain_steps, rows_of
+from worker.adjustments import only_allowed, penalise
+from worker.constraints.tree import Constraints
 from worker.drafters.tokenswift.digit_tree import Sources, digit_tree
 from worker.drafters.tokenswift.ngram_table import NgramTable
 from worker.sampling import TokenSampler, process
@@ -57,10 +58,27 @@ ADJUSTED = SamplingParams(
     stop_token_ids=(1,),
     bad_words=("any",),
 )
+STRUCTURED = SamplingParams(
+    max_tokens=100,
+    repetition_penalty=1.3,
+    frequency_penalty=0.8,
+    min_p=0.02,
+    structured_outputs={"choice": sorted(TEXTS)},  # type: ignore[arg-type]
+)
+THINKING = SamplingParams(max_tokens=100, repetition_penalty=1.3, min_p=0.02, thinking_token_budget=1)
 SETTINGS = pytest.mark.parametrize(
     ("params", "tree"),
-    [(PLAIN, TREE), (PENALISED, TREE), (FILTERED, TREE), (PAPER, PAPER_TREE), (BY_COUNTS, TREE), (ADJUSTED, TREE)],
-    ids=["plain", "penalised", "filtered", "tokenswift", "by counts", "adjusted"],
+    [
+        (PLAIN, TREE),
+        (PENALISED, TREE),
+        (FILTERED, TREE),
+        (PAPER, PAPER_TREE),
+        (BY_COUNTS, TREE),
+        (ADJUSTED, TREE),
+        (STRUCTURED, TREE),
+        (THINKING, TREE),
+    ],
+    ids=["plain", "penalised", "filtered", "tokenswift", "by counts", "adjusted", "structured", "thinking"],
 )
 
 
@@ -142,6 +160,18 @@ def test_the_gate_catches_a_penalty_that_ignores_the_ancestors_in_the_tree(
         return walk(tree, rows_of(sequence, tree), sampler.draw).drawn
 
     assert gate(forgetful, params, tree) < 1e-6
+
+
+def test_the_gate_catches_masks_that_ignore_the_ancestors_in_the_tree() -> None:
+    def forgetful(sequence: Sequence, tree: DraftTree) -> list[int]:
+        masks = Constraints(sequence).of_tree(tree).masks
+        assert masks is not None
+        drawer = TokenSampler(sequence, VOCAB)
+        return walk(
+            tree, rows_of(sequence, tree), drawer.draw, masked=lambda row, _: only_allowed(row, masks.words[0])
+        ).drawn
+
+    assert gate(forgetful, STRUCTURED) < 1e-6
 
 
 @pytest.mark.parametrize("params", [BY_COUNTS, ADJUSTED], ids=["by counts", "adjusted"])

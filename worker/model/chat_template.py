@@ -29,6 +29,11 @@ class ChatTemplate:
         except Exception as error:  # of any kind: the template is a program that came with the model
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
 
+    def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
+        """The text of messages without the answer that `render` lets it begin. To be asked where that took them."""
+        options = options or TemplateOptions()
+        return self.render(messages, options.model_copy(update={"add_generation_prompt": False}))
+
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
         """What of the messages and options the template does not read. To be asked where `render` took them."""
         names = [] if options is None else [name for name in options.kwargs if not self._mentions(name)]

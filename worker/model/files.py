@@ -136,3 +136,11 @@ def let_others_read(path: Path) -> None:
     """Give weights the rights of any other new file: safetensors writes them for their owner alone."""
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)
+
+
+def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the model config's."""
+    file = files.path / GENERATION_FILE
+    said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
+    return frozenset([eos] if isinstance(eos, int) else eos or [])

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from jobs.chat import Message, TemplateOptions
 from jobs.job import Job
+from jobs.run.dtypes import ThinkingMarkers
+from jobs.sampling import SamplingParams
+from worker.constraints.base import ConstraintError, Rule
+from worker.constraints.grammar_tokenizer import GrammarTokenizer
+from worker.constraints.thinking import ThinkingRule
+from worker.constraints.thought import Markers, Opening, Thinking
 from worker.model.chat_template import ChatTemplate, words_of
-from worker.model.files import ModelError, ModelFiles, read_config
+from worker.model.files import ModelError, ModelFiles, eos_token_ids_of, read_config
+from worker.model.thinking import markers_of
+from worker.model.token_bytes import TokenBytes
 from worker.model.token_length import max_chars_per_token
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
@@ -18,9 +27,12 @@ PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` s
 
 
 class TextCodec:
-    """A model's tokenizer. Raises ModelError where the model folder has none that loads."""
+    """A model's tokenizer, and the markers between which it thinks: those named, none for (), else the model's own.
 
-    def __init__(self, files: ModelFiles) -> None:
+    Raises ModelError where the model folder has none that loads, and for markers that can't be.
+    """
+
+    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None) -> None:
         try:
             self._tokenizer = _loader(files).from_pretrained(
                 files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False
@@ -31,8 +43,10 @@ class TextCodec:
                 "expected files that this version of transformers and tokenizers can read"
             ) from error
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
+        self._eos_token_ids = eos_token_ids_of(files)
         self._tokenizer.model_max_length = files.max_positions
         self.chat = ChatTemplate(self._tokenizer)
+        self.markers = self._found_markers(files, thinking_markers)
 
     def encode_job(self, job: Job) -> list[int]:
         """Token ids of a job's prompt, or of its messages through the tokenizer's chat template.
@@ -83,9 +97,42 @@ class TextCodec:
                 found.append(spaced)
         return tuple(dict.fromkeys(found))
 
+    def thinking(self, job: Job, prompt_ids: list[int]) -> Thinking | None:
+        """How a job's output thinks behind its prompt; None for a model that does not, as far as is known."""
+        if self.markers is None:
+            return None
+        last = self.markers.last_in(*self._begun(job, prompt_ids))
+        opening: Opening = "anywhere"
+        if job.sampling.structured_outputs is not None:  # which begins with the output, or behind the thought
+            is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
+            opening = "first" if is_new and last is None else "never"
+        return Thinking(self.markers, last == "start", opening)
+
+    def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
+        """What restricts a job's output. Raises ConstraintError, a ValueError for the user, where that can't be."""
+        budget, structure = params.thinking_token_budget, params.structured_outputs
+        if budget is not None and self.markers is None:
+            raise ConstraintError(
+                f"field 'thinking_token_budget': found {budget}, and no markers of thinking are known of this model; "
+                "expected no such field, or a run with --thinking-markers"
+            )
+        text = None if structure is None else self._grammars.grammar(structure)
+        thinks = thinking is not None and (thinking.is_open or thinking.opening != "never")
+        if thinking is None or not thinks or (budget is None and text is None):
+            return () if text is None else (text,)
+        return (ThinkingRule(thinking, budget, text),)
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of tokens, without the special ones."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, special ones too; nothing for one that the tokenizer does not have."""
+        return self._bytes.of(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoded texts are without a token."""
+        return self._bytes.is_special(token_id)
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not token_ids:
@@ -97,6 +144,31 @@ class TextCodec:
             )
         return token_ids
 
+    def _found_markers(self, files: ModelFiles, named: ThinkingMarkers) -> Markers | None:
+        if named is not None and len(named) == 0:
+            return None
+
+        def encode(text: str) -> list[int]:
+            return self.encode(text, add_special_tokens=False)
+
+        try:
+            return markers_of(self._tokenizer, encode, files.vocab_size, named)
+        except ValueError as error:
+            raise ModelError(f"model {files.name}: {error}") from None
+
+    def _begun(self, job: Job, prompt_ids: list[int]) -> tuple[str, int]:
+        """A text whose end may leave a thought open, and how many of its first characters are of no matter.
+
+        Of a chat only what belongs to the answer counts, else all of the prompt.
+        """
+        if job.messages is None:
+            return job.prompt or str(self._tokenizer.decode(prompt_ids, skip_special_tokens=False)), 0
+        if job.template is not None and job.template.continue_final_message:
+            return job.messages[-1].content, 0
+        whole, before = (render(job.messages, job.template) for render in (self.chat.render, self.chat.without_answer))
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(whole, before, strict=False))
+        return whole, sum(1 for _ in common)
+
     def _refuse_far_too_long(self, text: str) -> None:
         if len(text) <= self._max_positions or self._max_chars_per_token is None:
             return
@@ -106,6 +178,14 @@ class TextCodec:
                 f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
                 f"model's {self._max_positions:,}"
             )
+
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
+
+    @cached_property
+    def _grammars(self) -> GrammarTokenizer:
+        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
     @cached_property
     def _max_chars_per_token(self) -> int | None:

@@ -29,13 +29,16 @@ class Checkpointing:
         """Begin with a job, whose new manifests go on from the segments that its resume found whole."""
         segments = job.recovery.segments if job.recovery else ()
         num_rewinds = len(job.sequence.rewinds)
-        self._writer.open(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments, num_rewinds)
+        self._writer.open(
+            *(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments, num_rewinds),
+            num_logprobs=job.sequence.num_generated_tokens,
+        )
 
     def rewind(self, job: RunningJob, again: Sequence) -> None:
         """Have kept that the job goes on with `again`; when this returns, its cache may be rolled back."""
         num_positions = min(job.cache.length, len(again) - 1)
         log = TokenLog(again.output_ids.astype("uint32"), again.rewinds)
-        self._writer.rewind(job.job_id, log, num_positions)
+        self._writer.rewind(job.job_id, log, num_positions, again.kept_logprobs)
         job.logged, job.num_logged_tokens = time.monotonic(), again.num_generated_tokens
 
     def put_due(self, job: RunningJob) -> None:
@@ -72,10 +75,13 @@ class Checkpointing:
         self._writer.check()
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        return job.cache.length - self._writer.num_state_positions(job.job_id)
+        """Those behind the last state. Copied ones are not counted: whoever read them keeps them, too."""
+        return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
-        self._writer.put_tokens(job.job_id, job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
+        sequence = job.sequence
+        token_ids = sequence.output_ids.astype("uint32")
+        self._writer.put_tokens(job.job_id, token_ids, sequence.rewinds, sequence.kept_logprobs)
         if (is_released or job.recorder.has_news) and (timeline := job.recorder.take(is_released)):
             self._writer.put_timeline(job.job_id, timeline)
         job.logged, job.num_logged_tokens = time.monotonic(), job.sequence.num_generated_tokens

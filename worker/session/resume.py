@@ -60,8 +60,15 @@ class Resumer:
         )
 
     def _take_log(self, sequence: Sequence) -> None:
-        """Give the sequence what the job's log has, nothing of a log that no model with this vocabulary has written."""
-        log = self._checkpoints.read_log(sequence.sequence_id)
+        """Give the sequence what the job's log has, nothing of a log that no model with this vocabulary has written.
+
+        Tokens without the log-probabilities that the job asks for are drawn again.
+        """
+        if sequence.logprobs is None:
+            log, logprobs = self._checkpoints.read_log(sequence.sequence_id), None
+        else:
+            num_top = sequence.logprobs.num_top
+            log, logprobs = self._checkpoints.read_log_with_logprobs(sequence.sequence_id, num_top)
         try:
             _refuse_strangers(sequence, log.token_ids)
         except ValueError as error:
@@ -69,6 +76,8 @@ class Resumer:
             return
         sequence.set_rewinds(log.rewinds)
         sequence.extend(log.token_ids[: sequence.num_remaining_tokens])
+        if sequence.logprobs is not None and logprobs is not None:
+            sequence.logprobs.extend(logprobs.part(0, sequence.num_generated_tokens))
 
     def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
         """The newest whole state of a drafter of this engine; another engine's is of no use."""
@@ -123,19 +132,25 @@ class Resumer:
 def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
     """What manifests have of the tokens that stand there after the sequence's rewinds, most positions first.
 
-    What later rewinds have taken back is cut off. A manifest that knows of more rewinds than the log is left out:
-    its tokens may be others.
+    What later rewinds have taken back is cut off, and what is behind tokens that have log-probabilities where these
+    are asked for. A manifest that knows of more rewinds than the log is left out: its tokens may be others.
     """
     valid = []
     for manifest in manifests:
         later = sequence.rewinds[manifest.num_rewinds :]
-        if not later and manifest.num_rewinds == len(sequence.rewinds):
-            valid.append(manifest)
-        elif later:
-            end = sequence.num_prompt_tokens + min(rewind.num_kept for rewind in later)
-            kept = tuple(entry for entry in manifest.segments if entry.end <= end)
-            valid.append(manifest.model_copy(update={"segments": kept, "drafter": None}))
+        if manifest.num_rewinds > len(sequence.rewinds):
+            continue
+        ends = [sequence.num_prompt_tokens + rewind.num_kept for rewind in later]
+        if sequence.logprobs is not None and manifest.num_positions > len(sequence):
+            ends.append(len(sequence))
+        valid.append(_up_to(manifest, min(ends)) if ends else manifest)
     return sorted(valid, key=lambda manifest: manifest.num_positions, reverse=True)
+
+
+def _up_to(manifest: StateManifest, end: int) -> StateManifest:
+    """What a manifest has of the positions below `end`, without the state of a drafter that has seen more."""
+    kept = tuple(entry for entry in manifest.segments if entry.end <= end)
+    return manifest.model_copy(update={"segments": kept, "drafter": None})
 
 
 def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:

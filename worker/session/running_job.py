@@ -12,6 +12,7 @@ from jobs.checkpoints.store import AttemptRecord, ResumeRecord
 from jobs.checkpoints.timeline import TimelineRecorder
 from metrics.counters import DRAFT_KINDS
 from worker.caches.full import FullKVCache
+from worker.constraints.thought import Thinking
 from worker.diversity import distinct
 from worker.sequence import Sequence as TokenSequence
 from worker.session.resume import Recovery
@@ -28,6 +29,7 @@ class RunningJob:
     cache: FullKVCache
     recovery: Recovery | None  # None in a first attempt
     started: float = field(default_factory=time.monotonic)
+    thinking: Thinking | None = None  # None for a model that does not
     logged: float = field(default_factory=time.monotonic)
     num_logged_tokens: int = 0
     has_advanced: bool = False  # a first new token is there

@@ -13,6 +13,7 @@ import torch
 from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.store import CheckpointStore, State
 from jobs.checkpoints.token_log import TokenLog
+from jobs.run.logprobs import shown_logprobs
 from jobs.run.results import success_line
 from jobs.run.run import Run
 from jobs.storage.retries import Retries
@@ -22,6 +23,7 @@ from metrics.endpoint import serve
 from metrics.exporter import EngineCollector, Labels, registry_of
 from worker.caches.room import TOO_LONG, TooLongError, check_folder
 from worker.config import EngineConfig
+from worker.constraints.base import CONSTRAINT_REFUSED, ConstraintError
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.gpu_room import slots_wanted
 from worker.engine import Engine
@@ -31,6 +33,7 @@ from worker.model.files import ModelFiles, locate_model
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.session.checkpointing import Checkpointing
+from worker.session.reasoning import reasoning_of
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
@@ -57,7 +60,7 @@ class WorkerSession:
         self._config = config
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         self._checkpoints, self._kept_logs = CheckpointStore(self._run.store), KeptLogs(self._run.store)
-        self._codec = TextCodec(files)
+        self._codec = TextCodec(files, config.thinking_markers)
         target = TargetModel.load(
             files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
         )
@@ -65,7 +68,7 @@ class WorkerSession:
         self.num_free_positions = target.num_free_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
-        self.engine = Engine(target, drafter, self._codec.decode, counters)
+        self.engine = Engine(target, drafter, self._codec.decode, counters, config.logprobs_mode)
         self._resumer = Resumer(self._checkpoints, costs)
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}
@@ -106,7 +109,7 @@ class WorkerSession:
                     self._checkpointing.keep(job, self._config.grace_seconds)
                 self._drop([job.job_id])
                 if job.sequence.error is not None:
-                    refused.append((job.job_id, NOT_FINITE, job.sequence.error))
+                    refused.append((job.job_id, job.sequence.error_code or NOT_FINITE, job.sequence.error))
                 else:
                     self._finish(job, finished, failed)
             for job in self._running.values():
@@ -145,6 +148,8 @@ class WorkerSession:
             raise
         except TooLongError as error:  # of this worker, and of all that started when it did
             refused.append((record.job_id, TOO_LONG, str(error)))
+        except ConstraintError as error:  # an older version took what this one can't follow
+            refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", record.job_id)
             failed.append((record.job_id, f"{type(error).__name__}: {error}"))
@@ -158,11 +163,13 @@ class WorkerSession:
         prompt_ids = self._codec.encode_job(record.job)
         sampling = record.job.sampling
         bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
-        sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids)
-        cache = target.new_cache(sequence.max_length)
+        thinking = self._codec.thinking(record.job, prompt_ids)
+        rules = self._codec.rules(sampling, thinking)
+        sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
+        cache = self.engine.new_cache(sequence.max_length)
         recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
-        job = RunningJob(assignment, sequence, cache, recovery, started)
-        self.engine.start(sequence, cache)
+        job = RunningJob(assignment, sequence, cache, recovery, started, thinking)
+        self.engine.start(sequence, cache, assignment.num_shared_tokens)
         if recovery is not None:
             self._count_resume(job)
             self._restore_drafter(sequence, recovery.drafter_state)
@@ -206,7 +213,7 @@ class WorkerSession:
             return
         if job.sequence.finish_reason == LENGTH:  # it may be extended: before its result says that it is there
             log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
-            self._kept_logs.write(job.job_id, log)
+            self._kept_logs.write(job.job_id, log, job.sequence.kept_logprobs)
         self._run.write_result(job.job_id, self._result_line(job))
         if not self._is_kept(job):
             self._checkpoints.clear(job.job_id)
@@ -219,17 +226,20 @@ class WorkerSession:
         return self._config.keep_state and job.sequence.finish_reason == LENGTH
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:
-        record, output_ids = job.assignment.record, job.sequence.output_ids
+        record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
+        text, logprobs = text_of(job.sequence, self._codec.decode), job.sequence.kept_logprobs
         attempts = self._checkpoints.history(job.job_id)
         exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
         return success_line(
             record,
             self._run.manifest.run_id,
-            text_of(job.sequence, self._codec.decode),
+            text,
             job.sequence.finish_reason or "",
             model=self._config.model,
-            token_ids=output_ids.astype("uint32"),
+            token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
+            logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, text, self._codec),
+            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.decode),
         )
 
     def _release(self, job_ids: Iterable[str], seconds: float) -> list[JobProgress]:

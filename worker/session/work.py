@@ -15,6 +15,7 @@ class Assignment:
     record: JobRecord
     attempt: int
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
+    num_shared_tokens: int = 0  # first ones of its prompt that other jobs have as well, so far as the driver can tell
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import ROOT
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
+from worker.exactness import agreement
 from worker.exactness.agreement import compare
 from worker.exactness.probe import probe_rows
 from worker.model import layer_needs
@@ -35,7 +37,8 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     target = tiny_target(kind)
     found = compare(target)
     assert found.agrees, found
-    assert found.num_same_choices >= found.num_rows - 1
+    num_others = 3 if "experts" in asks_for(target) else 1  # of experts of nearly the same weight another may come
+    assert found.num_same_choices >= found.num_rows - num_others
     [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{kind}` |")]
     assert row.split(" | ")[1] == asks_for(target)
 
@@ -58,6 +61,23 @@ def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, mo
     assert not compare(target).agrees
 
 
+def test_where_experts_may_take_few_rows_elsewhere_most_rows_have_to_be_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, own = tiny_target("mixtral"), agreement._our_logits
+
+    def shifted(some: slice) -> None:
+        def logits(*args: Any) -> torch.Tensor:
+            found = own(*args)
+            found[some] += 0.1 * found.std() * torch.randn_like(found[some])
+            return found
+
+        monkeypatch.setattr(agreement, "_our_logits", logits)
+
+    shifted(slice(0, 100))
+    assert compare(target).agrees
+    shifted(slice(None))
+    assert not compare(target).agrees
+
+
 def test_doctor_s_words_for_a_forward_that_is_another_one() -> None:
     target = tiny_target("mistral")
     assert compare(target).summary().startswith("the forward agrees with that of transformers: ")
@@ -74,6 +94,7 @@ def test_rows_of_every_kind_of_attention_are_exact(kind: str) -> None:
 
 
 def test_experts_in_bf16_are_exact_too() -> None:
+    torch.set_num_threads(1)  # as above, also where this test runs alone
     assert probe_rows(tiny_target("mixtral", torch.bfloat16), num_rows=120, seed=2).num_differing == 0
 
 

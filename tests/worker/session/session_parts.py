@@ -25,8 +25,8 @@ def record(
     """`drawn`: more sampling fields; `changes`: other fields of the job."""
     base = {"max_tokens": num_tokens, "seed": 3, "ignore_eos": True, "repetition_penalty": 1.1}
     sampling = SamplingParams.model_validate(base | dict(drawn))
-    fields: dict[str, object] = {"prompt": f"the quick brown {custom_id}", **changes}
-    job = Job(custom_id=custom_id, url="/v1/completions", sampling=sampling, **fields)  # type: ignore[arg-type]
+    fields: dict[str, object] = {"url": "/v1/completions", "prompt": f"the quick brown {custom_id}", **changes}
+    job = Job(custom_id=custom_id, sampling=sampling, **fields)  # type: ignore[arg-type]
     return JobRecord(job.job_id("f"), job, 1, 5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,30 @@ LOOPING = {
     "repetition_penalty": 1.0,
     "repetition_detection": {"max_pattern_size": 16, "min_count": 8},
 }
+
+
+STRUCTURED = {
+    "max_tokens": 500,
+    "ignore_eos": False,
+    "structured_outputs": {"regex": "(the [a-z]{1,9}( |, )){20,24}[.]"},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["state", "tokens"])
+def test_a_grammar_goes_on_where_it_stood_in_another_worker(
+    run: Run, tmp_path: Path, tiny_model: Path, engine: str, kind: str
+) -> None:
+    job, other = record("fox", drawn=STRUCTURED), make_run(tmp_path / "undisturbed")
+    to_the_end(session(other, tiny_model, engine="autoregressive"), claimed(other, job))
+    worker = session(run, tiny_model, engine=engine, checkpoint=kind)
+    until(worker, job, 60, claimed(run, job))
+    worker.drain(30.0)
+    to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
+    choices = [body(each, job)["choices"][0] for each in (run, other)]
+    assert choices[0] == choices[1]
+    assert choices[0]["finish_reason"] == "stop"
+    assert re.fullmatch(STRUCTURED["structured_outputs"]["regex"], choices[0]["text"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

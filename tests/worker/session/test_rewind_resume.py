@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.pending import PendingCheckpoint
 from jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
 from jobs.checkpoints.token_log import Rewind
 from jobs.run.run import Run
 from jobs.storage.store import Store
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from tests.worker.session.test_thinking import MARKERS
 from worker.sequence import Sequence
 from worker.session.checkpointing import Checkpointing
 from worker.session.resume import _still_valid
@@ -114,6 +116,35 @@ def test_caches_in_files_are_rolled_back_as_well(
     folder.mkdir()
     to_the_end(session(run, tiny_model, engine=engine, kv_offload=str(folder), **OFTEN), claimed(run, JOB))
     assert outcome(run) == undisturbed
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behind_every_kill(
+    tmp_path: Path, tiny_model: Path, moments: list[Path], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    drawn = REWINDING | {"thinking_token_budget": 60, "seed": 1}
+    job = record("fox", 100, drawn=drawn, prompt="fox so the")  # which opens a thought
+
+    def result(run: Run, name: str, **changes: Any) -> dict[str, Any]:
+        to_the_end(session(run, tiny_model, engine=name, thinking_markers=MARKERS, **changes), claimed(run, job))
+        found = body(run, job)
+        return {**found["choices"][0], **found["usage"], "num_rewinds": found["metrics"]["num_rewinds"]}
+
+    plain = make_run(tmp_path / "plain")
+    undisturbed = result(plain, "autoregressive")
+    taken_back = [rewind.num_tokens for rewind in KeptLogs(plain.store).read(job.job_id).rewinds]
+    assert sum(num_tokens < 60 for num_tokens in taken_back) > 1
+    assert undisturbed["completion_tokens_details"] == {"reasoning_tokens": 60}
+    num_before = len(moments)
+    wait_for_files(monkeypatch)
+    assert result(make_run(tmp_path / "run"), engine, **OFTEN) == undisturbed
+    monkeypatch.undo()
+    later = moments[num_before:]
+    for number, moment in enumerate(later[:: len(later) // 5]):
+        monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_, loads=number % 2: 1e9 if loads else 0.0)
+        again = make_run(tmp_path / f"again-{number}")
+        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        assert result(again, engine) == undisturbed, moment
 
 
 def entry(start: int, end: int) -> SegmentEntry:

@@ -69,6 +69,22 @@ def test_one_job_s_fault_fails_that_job_alone(run: Run, tiny_model: Path) -> Non
     assert "allocate" in reason
 
 
+def test_a_job_of_an_older_version_whose_structure_is_refused_now_fails_at_once_and_alone(
+    run: Run, tiny_model: Path
+) -> None:
+    dear = record("dog", drawn={"structured_outputs": {"regex": "(.{1,100}){100}"}, "ignore_eos": False})
+    no_budget = record("cat", drawn={"thinking_token_budget": 5})  # and no markers of thinking
+    good = record("fox")
+    report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in (dear, no_budget, good)))
+    assert [progress.job_id for progress in report.finished] == [good.job_id]
+    assert report.failed == ()
+    assert [(job_id, code) for job_id, code, _ in report.refused] == [
+        (dear.job_id, "constraint_refused"),
+        (no_budget.job_id, "constraint_refused"),
+    ]
+    assert report.refused[0][2].startswith("field 'structured_outputs.regex': it is too large to follow")
+
+
 def test_a_worker_refuses_kernels_that_it_would_not_run(run: Run, tiny_model: Path) -> None:
     with pytest.raises(ModelError, match=r"^--linear triton: a choice of kernels on a GPU, but the device is a CPU"):
         session(run, tiny_model, device="cpu", linear="triton")

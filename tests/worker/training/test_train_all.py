@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import ROOT
 from tests.worker.training.griffin_training_parts import FAST as FAST_GRIFFIN
+from tests.worker.training.small_target import train_small_targets
 from worker.drafters.catalogue import ENGINES, check_parts
 from worker.model.files import PARTS_FOLDER, locate_model
 from worker.training import everything
@@ -21,7 +22,6 @@ from worker.training.draft.recipe import DraftRecipe
 from worker.training.everything import train_all
 from worker.training.heads.recipe import HeadRecipe
 from worker.training.target import evaluate, long_context
-from worker.training.target import training as target_training
 from worker.training.target.recipe import TargetRecipe, WindowKind
 
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
@@ -34,7 +34,7 @@ GRIFFIN = dataclasses.replace(FAST_GRIFFIN, num_steps=2)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
+    train_small_targets(monkeypatch)
     monkeypatch.setattr(evaluate, "STRETCH", 500)
     monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
     for name, value in SHORT_CONTEXT.items():

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from jobs.chat import Message
 from jobs.job import Job
 from jobs.sampling import SamplingParams
+from tests.worker.training.small_target import train_small_targets
 from worker.model.files import ModelError, locate_model
 from worker.model.text import TextCodec
 from worker.target.target import TargetModel
@@ -49,7 +50,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(target, "VOCAB_SIZE", 300)
+    train_small_targets(monkeypatch)
     monkeypatch.setattr(evaluate, "STRETCH", 500)
     monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
     for name, value in SHORT_CONTEXT.items():
@@ -98,7 +99,7 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     assert prompt[0] == chat[0] == first
 
 
-@pytest.mark.parametrize("stopped_at", [5, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stopped_at", [5, 6])
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
 ) -> None:
@@ -121,7 +122,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     with pytest.raises(KeyboardInterrupt):
         target.train_target(data, tmp_path / "killed", recipe, lambda line: None)
     monkeypatch.undo()
-    monkeypatch.setattr(target, "VOCAB_SIZE", 300)
+    train_small_targets(monkeypatch)
     with pytest.raises(ModelError, match=r"recipe\.seed is 1, expected 2"):
         target.train_target(data, tmp_path / "killed", dataclasses.replace(recipe, seed=2), lambda line: None)
     target.train_target(data, tmp_path / "killed", recipe, lambda line: None)

@@ -1,0 +1,139 @@
+"""A job that asks for log-probabilities has the same ones after a kill at any moment, whatever was written or torn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
+from tests.worker.session.test_rewind_resume import OFTEN, REWINDING, moments, wait_for_files
+from worker.target.step_costs import StepCosts
+
+__all__ = ["moments"]
+
+JOB = record("fox", 60, drawn=REWINDING | {"logprobs": 2})
+PLAIN_JOB = record("fox", 60, drawn=REWINDING)
+MODE = "processed_logprobs"
+NUM_TOKENS = 31  # then it has ended in a loop for the fourth time
+
+
+def choice(run: Run) -> dict[str, Any]:
+    """Text, tokens and log-probabilities of the job's result."""
+    return dict(body(run, JOB)["choices"][0])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
+    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
+    worker = session(run, tiny_model, engine="autoregressive", logprobs_mode=MODE)
+    to_the_end(worker, claimed(run, JOB), claimed(run, PLAIN_JOB))
+    found, without = choice(run), body(run, PLAIN_JOB)["choices"][0]
+    assert len(found["logprobs"]["tokens"]) == body(run, JOB)["usage"]["completion_tokens"] == NUM_TOKENS
+    assert {name: value for name, value in found.items() if name != "logprobs"} == without
+    assert body(run, JOB)["metrics"]["num_rewinds"] == 3
+    return found
+
+
+@pytest.mark.parametrize(("engine", "loads"), [("token-recycling", True), ("suffix", False)])
+def test_a_kill_at_any_moment_changes_no_bit(
+    tmp_path: Path,
+    tiny_model: Path,
+    undisturbed: dict[str, Any],
+    moments: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    loads: bool,
+) -> None:
+    run = make_run(tmp_path / "run")
+    wait_for_files(monkeypatch)
+    often = OFTEN | {"checkpoint_tokens": 3}
+    to_the_end(session(run, tiny_model, engine=engine, logprobs_mode=MODE, **often), claimed(run, JOB))
+    assert choice(run) == undisturbed
+    monkeypatch.undo()
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 1e9 if loads else 0.0)
+    for number, moment in enumerate(moments):
+        again = make_run(tmp_path / f"again-{number}")
+        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        to_the_end(session(again, tiny_model, engine=engine, logprobs_mode=MODE), claimed(again, JOB))
+        assert choice(again) == undisturbed, moment
+
+
+def folders_of(run: Run) -> list[str]:
+    return [f"checkpoints/{JOB.job_id}/{attempt}" for attempt in run.store.list(f"checkpoints/{JOB.job_id}")]
+
+
+def logprob_files(run: Run) -> list[str]:
+    found = [f"{folder}/{name}" for folder in folders_of(run) for name in run.store.list(folder)]
+    return [path for path in found if "/logprobs-" in path]
+
+
+@pytest.fixture(scope="module")
+def preempted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The folder of a run whose job was preempted twice, with the checkpoints of both attempts."""
+    run = make_run(tmp_path_factory.mktemp("preempted") / "run")
+    for num_tokens in (12, 24):
+        worker = session(run, tiny_model, logprobs_mode=MODE)
+        until(worker, JOB, num_tokens, claimed(run, JOB))
+        worker.drain(30.0)
+    assert len({Path(path).parent for path in logprob_files(run)}) == 2
+    return Path(run.store.uri)
+
+
+def test_a_second_attempt_writes_what_the_first_has_not(
+    tmp_path: Path, tiny_model: Path, preempted: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = Run.open(str(shutil.copytree(preempted, tmp_path / "run")))
+    starts = {Path(path).parent.name: int(path.split("-")[-3]) for path in sorted(logprob_files(run), reverse=True)}
+    assert starts["0001"] == 0
+    assert starts["0002"] > 0
+    to_the_end(session(run, tiny_model, logprobs_mode=MODE), claimed(run, JOB))
+    assert choice(run) == undisturbed
+    recovered = body(run, JOB)["metrics"]["attempts"][2]["resume"]["num_recovered_tokens"]
+    assert recovered >= 24
+
+
+@pytest.mark.parametrize("harm", ["delete", "cut", "flip", "swap"])
+def test_files_that_are_torn_or_gone_cost_time_alone(
+    tmp_path: Path, tiny_model: Path, preempted: Path, undisturbed: dict[str, Any], harm: str
+) -> None:
+    for number, path in enumerate(logprob_files(Run.open(str(preempted)))):
+        run = Run.open(str(shutil.copytree(preempted, tmp_path / f"{number}")))
+        data = run.store.read(path) or b""
+        harmed = {"cut": data[:-3], "flip": data[:-9] + bytes([data[-9] ^ 4]) + data[-8:]}
+        if harm == "delete":
+            run.store.delete(path)
+        else:
+            run.store.write(path, harmed.get(harm, run.store.read(logprob_files(run)[-1 - number]) or b""))
+        to_the_end(session(run, tiny_model, logprobs_mode=MODE), claimed(run, JOB))
+        assert choice(run) == undisturbed, path
+
+
+def test_a_result_has_no_log_probabilities_but_those_that_were_asked_for(undisturbed: dict[str, Any]) -> None:
+    found = undisturbed["logprobs"]
+    assert {len(values) for values in found.values()} == {NUM_TOKENS}
+    assert all(1 <= len(top) <= 3 for top in found["top_logprobs"])
+    pairs = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+    assert all(top[token] == value for token, value, top in pairs)
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_log_is_never_ahead_of_them(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    write = Store.write
+
+    def noting(store: Store, path: str, data: bytes) -> None:
+        order.append(path.rpartition("/")[2].partition("-")[0])
+        write(store, path, data)
+
+    monkeypatch.setattr(Store, "write", noting)
+    run = make_run(tmp_path / "run")
+    to_the_end(session(run, tiny_model, **OFTEN), claimed(run, record("dog", 30, {"logprobs": 0})))
+    logs = [number for number, name in enumerate(order) if name == "tokens.bin"]
+    assert logs
+    assert all(order[number - 1] == "logprobs" for number in logs)

@@ -1,0 +1,21 @@
+"""The embedded model in small: of the same kind, for trainings whose time is not the weights'."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen3Config
+
+from worker.training.target import recipe
+from worker.training.target import training as target_training
+
+
+def small_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:
+    config = recipe.embedded_config(beginning_of_text_id, end_of_text_id).to_dict()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "layer_types": None}
+    return Qwen3Config(**{**config, **sizes, "num_attention_heads": 2, "num_key_value_heads": 1})
+
+
+def train_small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is trained as the embedded model is one of these."""
+    monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
+    monkeypatch.setattr(target_training, "embedded_config", small_config)

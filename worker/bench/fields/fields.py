@@ -1,0 +1,141 @@
+"""`swiftbatch bench fields`: what every field of a job line costs on one stream, beside a line that says nothing."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from rich.table import Table
+
+from jobs.frozen import Frozen
+from jobs.sampling import SamplingParams
+from worker.bench.decode.contestants import EngineContestant
+from worker.bench.decode.decode import read_tokens
+from worker.bench.engine import BenchError
+from worker.bench.fields.catalogue import NOTHING, fields
+from worker.bench.options import BenchOptions, check_length
+from worker.bench.tables import new_table
+from worker.bench.text import own_tokens, text_tokens
+from worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from worker.constraints.base import Rule
+from worker.constraints.thinking import ThinkingRule
+from worker.constraints.thought import Markers, Thinking
+from worker.model.files import ModelFiles, locate_model
+from worker.model.text import TextCodec
+from worker.sequence import Sequence
+from worker.target.step_costs import step_costs_of
+from worker.target.target import TargetModel
+
+NEVER = Markers((0, 0, 0), (1, 1, 1))  # of a model that has none: tokens that no text has in a row
+TOKENS_PER_ROUND = 16  # at least: a clock and a neighbour's moment are in every round
+
+
+class FieldBenchOptions(BenchOptions):
+    """What is to be measured: `num_tokens` behind `position` tokens with each field, in turn, in `num_rounds` parts."""
+
+    engine: str
+    position: int = Field(ge=2)
+    num_tokens: int = Field(ge=1)
+    num_rounds: int = Field(ge=1)
+    temperature: float = Field(ge=0.0, le=100.0)
+    min_p: float = Field(ge=0.0, le=1.0)
+    seed: int = Field(ge=0)
+    text: Path | None = None
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, engine: str) -> str:
+        if engine not in BENCH_ENGINES:
+            raise ValueError(f"got {engine}; expected one of: {', '.join(BENCH_ENGINES)}")
+        return engine
+
+
+class FieldRecord(Frozen):
+    """The cost of one field: medians over the rounds of a run."""
+
+    field: str
+    ms_per_token: float
+    ratio: float  # of its time to that of nothing set, round by round
+    tokens_per_step: float
+
+
+def run_field_bench(options: FieldBenchOptions, report: Callable[[str], None] = lambda line: None) -> list[FieldRecord]:
+    """Measure all fields; `report` gets a line about each stage. Raises BenchError, ModelError."""
+    if options.num_tokens < TOKENS_PER_ROUND * options.num_rounds:
+        least = TOKENS_PER_ROUND * options.num_rounds
+        raise BenchError(f"{options.num_tokens} tokens in {options.num_rounds} rounds: expected {least} or more")
+    files = locate_model(options.model)
+    check_length(files, options.position, 2 * options.num_tokens)
+    target = options.load(files, bench_slots((options.engine,), options.position + 2 * options.num_tokens))
+    report(f"text of {options.position} tokens: {options.text or 'the model goes on from a built-in prompt'}")
+    position, text = options.position, options.text
+    token_ids = text_tokens(text, files, position) if text else own_tokens(target, position)
+    contestants = dict(_contestants(options, target, files, token_ids))
+    seconds = _compete(list(contestants.values()), options, report)
+    records = [
+        FieldRecord(
+            field=name,
+            ms_per_token=1000 * statistics.median(own),
+            ratio=statistics.median(a / b for a, b in zip(own, seconds[0], strict=True)),
+            tokens_per_step=len(contestant.token_ids()) / contestant.timing.num_steps,
+        )
+        for (name, contestant), own in zip(contestants.items(), seconds, strict=True)
+    ]
+    options.write({"results": [record.model_dump() for record in records]}, target)
+    return records
+
+
+def _contestants(
+    options: FieldBenchOptions, target: TargetModel, files: ModelFiles, token_ids: list[int]
+) -> Iterator[tuple[str, EngineContestant]]:
+    codec, costs = TextCodec(files), step_costs_of(target)
+    cache = target.new_cache(len(token_ids) + 2 * options.num_tokens)
+    read_tokens(target, cache, token_ids, [])
+    for name, said in fields(2 * options.num_tokens).items():
+        sampling = {"temperature": options.temperature, "min_p": options.min_p, "seed": options.seed} | said
+        params = SamplingParams(max_tokens=2 * options.num_tokens, **sampling)
+        words = codec.bad_word_ids(params.bad_words)
+        sequence = Sequence(name, token_ids, params, target.vocab_size, target.device, words, _rules(codec, params))
+        drafter = create_bench_drafter(options.engine, target, costs)
+        yield name, EngineContestant(name, target, drafter, [sequence], [cache], codec.decode)
+
+
+def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:
+    """As a worker has them; a thought is open from the first token on, also where the model has no markers."""
+    if params.thinking_token_budget is None:
+        return codec.rules(params)
+    return (ThinkingRule(Thinking(NEVER, is_open=True), params.thinking_token_budget),)
+
+
+def _compete(
+    contestants: list[EngineContestant], options: FieldBenchOptions, report: Callable[[str], None]
+) -> list[list[float]]:
+    """Seconds per token of every contestant, `[num_contestants][num_rounds]`. They take turns in a new order each time.
+
+    Raises BenchError where a text ends early: nothing could be said of its cost.
+    """
+    seconds: list[list[float]] = [[] for _ in contestants]
+    for number in range(options.num_rounds):
+        report(f"round {number + 1} of {options.num_rounds}")
+        num_tokens = options.num_tokens * (number + 1) // options.num_rounds
+        for i in random.Random(number).sample(range(len(contestants)), len(contestants)):
+            before = len(contestants[i].token_ids()), contestants[i].timing.seconds
+            contestants[i].generate_to(num_tokens)
+            num_new = len(contestants[i].token_ids()) - before[0]
+            if num_new:
+                seconds[i].append((contestants[i].timing.seconds - before[1]) / num_new)
+            else:  # its drafts had run ahead: the round before tells of these tokens too
+                seconds[i].append(seconds[i][-1])
+    return seconds
+
+
+def render(records: list[FieldRecord]) -> Table:
+    """A table for people: a row for each field."""
+    table = new_table("", ("field",), ("ms\nper token", f"/ {NOTHING}", "tokens\nper step"))
+    for record in records:
+        figures = f"{record.ms_per_token:.3f}", f"{record.ratio:.3f}x", f"{record.tokens_per_step:.2f}"
+        table.add_row(record.field, *figures)
+    return table

@@ -1,0 +1,152 @@
+"""Structured output: the tokens with which a text can still become one of a grammar's, as llguidance tells them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from worker.constraints.base import ConstraintError, allows, num_mask_words, tokens_of
+from worker.constraints.definitions import SpelledError, check_end, check_spelling, reason_of, unforced
+
+if TYPE_CHECKING:
+    from worker.sequence import Sequence
+
+# beyond the library's own: a choice among thousands is one row of items, and time is bounded by fuel all the same
+MAX_ROW_ITEMS, MAX_STEP_ITEMS, STEP_FUEL = 20_000, 500_000, 2_000_000
+TRIED_FUEL, NUM_TRIED = 100_000, 16  # what a grammar may need for a token when it is taken, and tokens it is tried on
+
+
+class Grammar:
+    """A structure that was understood, over one model's tokens. As a `Rule`: the output is a text of the grammar."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        definition: str,
+        eos_token_ids: frozenset[int],
+        token_lengths: np.ndarray,
+        has_lines: bool = False,
+    ) -> None:
+        """`tokenizer`: llguidance's; `token_lengths [vocab]` in bytes, 0 for an end; `has_lines`: see `reason_of`.
+
+        Raises ConstraintError, with its reason, for a grammar that can't be.
+        """
+        self.eos_token_ids, self.token_lengths = eos_token_ids, token_lengths
+        self.num_words = num_mask_words(len(token_lengths))
+        self._tokenizer, self._definition = tokenizer, definition
+        self._first = self._built()
+        mask = self._first.compute_bitmask()
+        if self._first.is_error():
+            raise ConstraintError(reason_of(self._first.get_error(), has_lines))
+        if not any(mask):
+            raise ConstraintError("it allows no text")
+        try:
+            self._check_ahead()
+        except SpelledError:
+            self._definition = unforced(definition)
+            self._first = self._built()
+            self._check_ahead()
+
+    def matcher(self) -> Any:
+        """An `LLMatcher` in front of the first token."""
+        return self._first.deep_copy()
+
+    def rebuilt(self, token_ids: list[int]) -> Any:
+        """One of which nothing is shared with others, behind some tokens. It may be in an error."""
+        matcher = self._built()
+        matcher.consume_tokens(token_ids)
+        return matcher
+
+    def start(self, sequence: Sequence) -> GrammarConstraint:
+        return GrammarConstraint(self)
+
+    def _check_ahead(self) -> None:
+        """Raise ConstraintError for a grammar that takes longer to follow than a model to run: tried on long tokens.
+
+        What counts is the library's fuel, which is the same on all machines, and not the time.
+        """
+        ahead = self._built(TRIED_FUEL)
+        for _ in range(NUM_TRIED):
+            mask = np.frombuffer(ahead.compute_bitmask(), dtype=np.uint32)
+            if ahead.is_error():
+                check_spelling(ahead)
+                raise ConstraintError(f"it is too large to follow: {reason_of(ahead.get_error())}")
+            token_ids = tokens_of(mask[: self.num_words])
+            longest = int(token_ids[np.argmax(self.token_lengths[token_ids])])
+            if longest in self.eos_token_ids:
+                check_end(ahead)
+                return
+            ahead.consume_token(longest)
+
+    def _built(self, fuel: int = STEP_FUEL) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_max_items=MAX_STEP_ITEMS,
+            step_lexer_fuel=fuel,
+            verbose_errors=False,
+        )
+        return LLMatcher(self._tokenizer, self._definition, log_level=0, limits=limits)
+
+
+class GrammarConstraint:
+    """A grammar behind some tokens. What follows an end-of-text token matters to nobody, and is not restricted."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher()
+        self._token_ids: list[int] = []
+        self._num_past_end = 0
+
+    def mask(self) -> np.ndarray | None:
+        if self._num_past_end:
+            return None
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._rebuild()
+            bits = self._matcher.compute_bitmask()
+            self._check()
+        mask = np.frombuffer(bits, dtype=np.uint32)[: self._grammar.num_words]  # the library's are rounded up
+        if any(allows(mask, token_id) for token_id in self._grammar.eos_token_ids):
+            check_end(self._matcher)
+        return mask
+
+    def is_free(self, token_ids: list[int]) -> bool:
+        return self._num_past_end > 0
+
+    def guess(self, token_ids: np.ndarray) -> int:
+        """The longest: what has to come is mostly written with as few tokens as can be."""
+        return int(token_ids[np.argmax(self._grammar.token_lengths[token_ids])])
+
+    def push(self, token_id: int) -> None:
+        if self._num_past_end or token_id in self._grammar.eos_token_ids:
+            self._num_past_end += 1
+            return
+        self._token_ids.append(token_id)
+        if not self._matcher.consume_token(token_id):
+            try:
+                self._rebuild()
+            except ConstraintError:
+                self._token_ids.pop()
+                self._matcher = self._grammar.rebuilt(self._token_ids)
+                raise
+
+    def pop(self, num_tokens: int) -> None:
+        num_past_end = min(num_tokens, self._num_past_end)
+        self._num_past_end -= num_past_end
+        if num_left := num_tokens - num_past_end:
+            del self._token_ids[-num_left:]
+            if not self._matcher.rollback(num_left):
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Forget what the library has kept of all it looked at, which counts towards its limits."""
+        self._matcher = self._grammar.rebuilt(self._token_ids)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            check_spelling(self._matcher)
+            raise ConstraintError(f"the grammar's state can't be told: {reason_of(self._matcher.get_error())}")

@@ -1,0 +1,166 @@
+"""Draft trees under constraints: nodes that can't come are left out, and each row has the tokens that may come next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from worker.adjustments import bias_pairs, masked_behind
+from worker.constraints.base import Constraint, ConstraintError, allows, mask_of, tokens_of
+from worker.sequence import Sequence
+from worker.tree import ROOT, DraftTree
+from worker.verification import GUESSED, Walk
+
+FEW = 4  # tokens; where no more may come, one of them is drafted, whatever the drafter says
+MAX_GUESSED = 12  # nodes of a tree that are drafted so
+NOTHING_LEFT = "no_token_left"  # the error code of a job that no token may go on with
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """What may come behind the rows of a tree: row 0 is the root, row i + 1 is node i."""
+
+    words: np.ndarray  # [num_rows, num_mask_words] uint32
+    dead: dict[int, str] = field(default_factory=dict)  # rows that nothing can come behind, and why
+
+
+@dataclass(frozen=True)
+class ConstrainedTree:
+    """What is left of a proposed tree."""
+
+    tree: DraftTree
+    numbers: list[int] | None = None  # of its nodes in the proposed tree, GUESSED where not there; None: all are
+    masks: RowMasks | None = None  # None: anything may come everywhere
+    num_left_out: int = 0
+
+    def in_front_of_the_dead(self, walk: Walk) -> Walk:
+        """A walk as far as there are tokens that may come; it fails where there are none behind the root.
+
+        What was drawn in front of another such row is committed first, as plain decoding does.
+        """
+        if self.masks is None:
+            return walk
+        for i, row in enumerate([0, *(node + 1 for node in walk.path)]):
+            if row in self.masks.dead and i < len(walk.drawn):
+                return Walk(walk.path[: max(0, i - 1)], walk.drawn[:i], row if i == 0 else None, walk.candidates)
+        return walk
+
+    def check_alive(self, row: int, position: int) -> None:
+        """Raise ConstraintError where nothing can come behind a row, at this position."""
+        if self.masks and row in self.masks.dead:
+            raise ConstraintError(f"position {position}: {self.masks.dead[row]}")
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A tree while it is looked through: its own nodes, then those that are guessed, and the masks behind them."""
+
+    tree: DraftTree
+    children: dict[int, dict[int, int]]
+    num_proposed: int
+    max_nodes: int
+    max_depth: int
+    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # of the nodes that may come, and of the root
+
+    def guess(self, parent: int, depth: int, constraint: Constraint) -> None:
+        """Draft below a node where few tokens may come."""
+        mask = self.masks[parent]
+        if mask is None or depth >= self.max_depth or len(self.tree) >= self.max_nodes:
+            return
+        token_ids = tokens_of(mask)
+        if not 0 < len(token_ids) <= FEW:
+            return
+        token_id, below = constraint.guess(token_ids), self.children.setdefault(parent, {})
+        if token_id not in below:
+            below[token_id] = len(self.tree)
+            self.tree.token_ids.append(token_id)
+            self.tree.parents.append(parent)
+
+
+class Constraints:
+    """All that restricts one sequence, kept behind its committed tokens."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        """Raises ConstraintError for tokens that could not have come."""
+        self._sequence = sequence
+        self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
+        self._num_seen = 0  # output tokens
+        self._never = tuple(token_id for token_id, bias in bias_pairs(sequence) if bias == float("-inf"))
+        self._may_ban = bool(sequence.bad_word_ids) or sequence.sampling.min_tokens > 0
+        self._follow()
+
+    def of_tree(self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0) -> ConstrainedTree:
+        """A tree behind the committed tokens without what can't come, and with what can hardly be avoided.
+
+        No more is drafted than these nodes in all, and none deeper.
+        """
+        if not self._constraints:
+            return ConstrainedTree(proposed)
+        try:
+            self._follow()
+            if all(constraint.is_free(proposed.token_ids) for constraint in self._constraints):
+                return ConstrainedTree(proposed)
+            root_mask = self._mask([])
+        except ConstraintError as error:
+            nothing = mask_of((), self._sequence.vocab_size)[None]
+            return ConstrainedTree(DraftTree(), [], RowMasks(nothing, {0: str(error)}), len(proposed))
+        tree, num_proposed = DraftTree([*proposed.token_ids], [*proposed.parents]), len(proposed)
+        most = min(max_nodes, num_proposed + MAX_GUESSED)
+        looked = Looked(tree, proposed.children(), num_proposed, most, max_depth, {ROOT: root_mask})
+        self._visit(ROOT, [], looked)
+        return _kept(looked, self._sequence)
+
+    def _visit(self, parent: int, path: list[int], looked: Looked) -> None:
+        """Find the masks of all nodes below one; what may not come has none."""
+        looked.guess(parent, len(path), self._constraints[0])
+        mask = looked.masks[parent]
+        for token_id, node in looked.children.get(parent, {}).items():
+            if mask is not None and not allows(mask, token_id):
+                continue
+            below = [*path, token_id]
+            num_pushed = 0
+            try:
+                for constraint in self._constraints:
+                    constraint.push(token_id)
+                    num_pushed += 1
+                looked.masks[node] = self._mask(below)
+                self._visit(node, below, looked)
+            except ConstraintError:  # a draft less; where it comes nevertheless, the root will say so
+                looked.masks.pop(node, None)
+            finally:
+                for constraint in self._constraints[:num_pushed]:
+                    constraint.pop(1)
+
+    def _follow(self) -> None:
+        """Go on behind what has come to the sequence."""
+        for token_id in self._sequence.output_ids[self._num_seen :].tolist():
+            for constraint in self._constraints:
+                constraint.push(token_id)
+            self._num_seen += 1
+
+    def _mask(self, path: list[int]) -> np.ndarray | None:
+        """What all constraints have in common, without what bad words or `min_tokens` forbid there."""
+        found = [mask for constraint in self._constraints if (mask := constraint.mask()) is not None]
+        if not found:
+            return None
+        common: np.ndarray = np.bitwise_and.reduce(found)
+        banned = (*self._never, *masked_behind(self._sequence, path)) if self._may_ban else ()
+        return common & ~mask_of(banned, self._sequence.vocab_size) if banned else common
+
+
+def _kept(looked: Looked, sequence: Sequence) -> ConstrainedTree:
+    """The nodes that have a mask, in their order."""
+    whole, nodes = looked.tree, [node for node in range(len(looked.tree)) if node in looked.masks]
+    new = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
+    tree = DraftTree([whole.token_ids[node] for node in nodes], [new[whole.parents[node]] for node in nodes])
+    numbers = [node if node < looked.num_proposed else GUESSED for node in nodes]
+    num_left_out = looked.num_proposed - (len(numbers) - numbers.count(GUESSED))
+    rows = [looked.masks[node] for node in (ROOT, *nodes)]
+    if all(row is None for row in rows):
+        return ConstrainedTree(tree, numbers, None, num_left_out)
+    anything = np.full_like(next(row for row in rows if row is not None), 0xFFFFFFFF)
+    words = np.stack([anything if row is None else row for row in rows])
+    reason = "no token is left that may come" + (" beside bad words" if sequence.bad_word_ids else "")
+    dead = dict.fromkeys(np.flatnonzero(~words.any(1)).tolist(), reason)
+    return ConstrainedTree(tree, numbers, RowMasks(words, dead), num_left_out)
