@@ -12,6 +12,8 @@ from jobs.frozen import Strict
 from jobs.input.reasons import FieldError, shown
 
 Scalar = str | int | float | bool | None
+Utf8 = Annotated[str, Field(min_length=0)]
+"""A text that can be written: without any bound pydantic takes halves of characters, too."""
 
 # of a message; where they hold something, a plain text would leave out what was said
 TEXTLESS = (
@@ -36,9 +38,9 @@ class Message(Strict):
     """One message of a chat job. `parts` are the texts of a content that has several, `content` is all of them."""
 
     role: str = Field(min_length=1)
-    content: str
-    parts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
-    name: str | None = None
+    content: Utf8
+    parts: Annotated[tuple[Utf8, ...], BeforeValidator(as_tuple)] = ()
+    name: Utf8 | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -19,6 +19,8 @@ MAX_SLUG = 40
 LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices"}
 
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
+COMPLETIONS: JobUrl = "/v1/completions"
+CHAT: JobUrl = "/v1/chat/completions"
 
 
 CustomId = Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID)]
@@ -89,7 +91,8 @@ class JobRecord:
 
     `line_number` (from 1) counts the lines of all files that were submitted with it, in their order: of two jobs of one
     length the one with the lower number runs first. The order of the output is that of the run's tables of jobs.
-    `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file.
+    `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file. `prompt_keys` are
+    those of `jobs/shared_prompts.py`; a run of an older version has none.
     """
 
     job_id: str
@@ -97,6 +100,7 @@ class JobRecord:
     line_number: int
     num_prompt_tokens: int
     supersedes: str | None = None
+    prompt_keys: bytes = b""
 
     @property
     def max_length(self) -> int:

@@ -11,12 +11,14 @@ from jobs.frozen import Strict
 from jobs.logit_bias import LogitBias, bias_object, bias_pairs
 from jobs.repetition import RepetitionDetection
 from jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
+from jobs.structure import Structure, structure_of
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 128
+MAX_TOP_LOGPROBS = 20  # of OpenAI's chats
 MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count output tokens
 MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
 MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
@@ -31,6 +33,9 @@ LATER_FIELDS = (
     "include_stop_str_in_output",
     "bad_words",
     "repetition_detection",
+    "logprobs",
+    "structured_outputs",
+    "thinking_token_budget",
 )
 
 StopString = Annotated[str, Field(min_length=1)]
@@ -50,7 +55,9 @@ class SamplingParams(Strict):
     `stop_token_ids` are masked up to `min_tokens` output tokens (also where `ignore_eos` is set), and stop strings
     count behind those alone; `logit_bias` is added; then the repetition penalty; then `frequency_penalty` times a
     token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
-    top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on.
+    top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on. `logprobs`
+    asks for the log-probability of each token, and of so many of the likeliest at its place; None for nothing of it.
+    A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -72,6 +79,9 @@ class SamplingParams(Strict):
     include_stop_str_in_output: bool = False
     bad_words: tuple[BadWord, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
     repetition_detection: RepetitionDetection | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    structured_outputs: Structure | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
 
     @field_validator("temperature")
     @classmethod
@@ -106,16 +116,34 @@ class SamplingParams(Strict):
     def _tokens_with_bias(cls, value: object) -> object:
         return bias_pairs(value)
 
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _structure(cls, value: object) -> object:
+        return structure_of(value)
+
     @field_serializer("logit_bias")
     def _as_object(self, value: LogitBias) -> dict[str, float]:
         return bias_object(value)
+
+    @field_serializer("structured_outputs")
+    def _as_said(self, value: Structure | None) -> dict[str, Any] | None:
+        return None if value is None else value.as_said()
 
     @model_validator(mode="after")
     def _may_end(self) -> Self:
         most: int | None = self.max_tokens  # a line may leave it open
         if most is not None and self.min_tokens > most:
             raise ValueError(f"field 'min_tokens': found {self.min_tokens}, expected at most max_tokens, {most}")
+        if self.structured_outputs is not None:
+            self._ends_where_its_structure_does()
         return self
+
+    def _ends_where_its_structure_does(self) -> None:
+        for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+            if value:
+                found = "true" if value is True else value
+                expected = "expected no such field: its end is its own"
+                raise ValueError(f"field '{name}': found {found} with a structured output, {expected}")
 
     def identity(self) -> dict[str, Any]:
         """What of these parameters tells a job from another, as JSON: the same as before later fields were known."""

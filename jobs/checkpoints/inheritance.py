@@ -7,16 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from jobs.checkpoints.files import AttemptRecord, ClaimFile, ResumeFile, TimelineFile, dump_file
+from jobs.checkpoints.logprob_spans import encode_span, span_name
 from jobs.checkpoints.token_log import TokenLog, encode_tokens
+from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
 
 FOLDER = "checkpoints"
 
 
-def inherit(store: Store, job_id: str, earlier_id: str, attempts: Sequence[AttemptRecord], log: TokenLog) -> None:
+def inherit(
+    store: Store,
+    job_id: str,
+    earlier_id: str,
+    attempts: Sequence[AttemptRecord],
+    log: TokenLog,
+    logprobs: TokenLogprobs | None = None,
+) -> None:
     """Write what `job_id` begins with: the state kept of `earlier_id`, if any, then its attempts and `log`.
 
-    The next attempt goes on there as after a loss. Call it before the run knows the job; again does no harm.
+    `logprobs` are of all tokens of the log, where the job asks for them. The next attempt goes on there as after a
+    loss. Call it before the run knows the job; again does no harm.
     """
     _copy_state(store, job_id, earlier_id)
     for record in attempts:
@@ -31,6 +41,8 @@ def inherit(store: Store, job_id: str, earlier_id: str, attempts: Sequence[Attem
             timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
             store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline)))
         known = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
+        if is_last and logprobs is not None:
+            store.write(f"{folder}/{span_name(0, *reversed(log.progress))}", encode_span(log.token_ids, logprobs))
         store.write(f"{folder}/tokens.bin", encode_tokens(*known))
 
 

@@ -1,15 +1,18 @@
 """Token logs that outlive their jobs, so that these can go on with more tokens some day.
 
-tokens/<job_id>.bin    of a job that ended at its max_tokens; written before its result
+tokens/<job_id>.bin         of a job that ended at its max_tokens; written before its result
+tokens/<job_id>.logprobs    the log-probabilities of these tokens, where the job asked for them; written before both
 """
 
 from __future__ import annotations
 
+from jobs.checkpoints.logprob_spans import decode_span, encode_span
 from jobs.checkpoints.token_log import DamagedFileError, TokenLog, decode_log, encode_tokens
+from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
 
 FOLDER = "tokens"
-SUFFIX = ".bin"
+SUFFIX, LOGPROBS = ".bin", ".logprobs"
 
 
 class KeptLogs:
@@ -18,8 +21,10 @@ class KeptLogs:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def write(self, job_id: str, log: TokenLog) -> None:
+    def write(self, job_id: str, log: TokenLog, logprobs: TokenLogprobs | None = None) -> None:
         """Keep all that a job has generated, in place of an older log."""
+        if logprobs is not None:
+            self._store.write(_path(job_id, LOGPROBS), encode_span(log.token_ids, logprobs))
         self._store.write(_path(job_id), encode_tokens(*log))
 
     def read(self, job_id: str) -> TokenLog:
@@ -29,19 +34,31 @@ class KeptLogs:
             raise DamagedFileError("found no token log")
         return decode_log(data)
 
+    def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
+        """Those of all tokens of a kept log. Raises `DamagedFileError`, also where there are none of all of them."""
+        data = self._store.read(_path(job_id, LOGPROBS))
+        if data is None:
+            raise DamagedFileError("found no log-probabilities")
+        span = decode_span(data)
+        if span.num_agreeing(log.token_ids) < len(log.token_ids):
+            raise DamagedFileError("found log-probabilities of other tokens")
+        return span.logprobs
+
     def sizes(self) -> dict[str, int]:
-        """The jobs that have a log, with its bytes."""
-        sizes = self._store.sizes(FOLDER).items()
-        return {name.removesuffix(SUFFIX): size for name, size in sizes if name.endswith(SUFFIX) and size is not None}
+        """The jobs that have a log, with its bytes and those of log-probabilities."""
+        found = {name: size for name, size in self._store.sizes(FOLDER).items() if size is not None}
+        names = (name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
+        return {name: found[f"{name}{SUFFIX}"] + found.get(f"{name}{LOGPROBS}", 0) for name in names}
 
     def delete(self, job_id: str) -> None:
         """Remove a job's log; an absent one is fine."""
-        self._store.delete(_path(job_id))
+        for suffix in (SUFFIX, LOGPROBS):
+            self._store.delete(_path(job_id, suffix))
 
     def clear(self) -> None:
         """Remove all of them."""
         self._store.delete_folder(FOLDER)
 
 
-def _path(job_id: str) -> str:
-    return f"{FOLDER}/{job_id}{SUFFIX}"
+def _path(job_id: str, suffix: str = SUFFIX) -> str:
+    return f"{FOLDER}/{job_id}{suffix}"

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.checkpoints.logprob_spans import WrittenSpans
 from jobs.checkpoints.store import (
     CheckpointStore,
     DrafterEntry,
@@ -21,6 +22,7 @@ from jobs.checkpoints.store import (
     TokenLog,
 )
 from jobs.checkpoints.timeline import Timeline
+from jobs.logprobs import TokenLogprobs
 
 FileKind = Literal["tokens", "state"]
 WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its bytes
@@ -49,6 +51,8 @@ class PendingCheckpoint:
     segments: list[SegmentEntry]
     num_rewinds: int = 0  # of what is written from now on
     log: TokenLog | None = None
+    logprobs: TokenLogprobs | None = None  # of the log's tokens; None where the job asks for none
+    written: WrittenSpans = field(default_factory=WrittenSpans)  # of log-probabilities
     timeline: Timeline | None = None
     token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # of all positions of the state
     drafter_state: State = field(default_factory=dict)
@@ -71,19 +75,24 @@ class PendingCheckpoint:
     def has_state(self) -> bool:
         return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
 
-    def rewind(self, log: TokenLog, num_positions: int) -> None:
+    def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
         """Keep of the state what is in front of `num_positions`. The log is written first, then a manifest says so."""
-        self.log, self.num_rewinds = log, len(log.rewinds)
+        self.log, self.logprobs, self.num_rewinds = log, logprobs, len(log.rewinds)
+        self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
         self.token_ids = self.token_ids[: self.num_written_positions]
         self.drafter_state, self.drafter = {}, None
         self.is_manifest_due = True
 
     def take_tokens(self) -> WriteFile:
-        """What writes the token log, which then waits no longer; call it while there is one."""
+        """What writes the token log, which then waits no longer; call it while there is one.
+
+        Log-probabilities come in front of it: a log is worth as much as it has of them.
+        """
         log, self.log = self.log, None
+        logprobs, self.logprobs = self.logprobs, None
         assert log is not None
-        return lambda checkpoints: checkpoints.write_tokens(self.job_id, self.attempt, *log)
+        return partial(self._write_tokens, log, logprobs)
 
     def take_timeline(self) -> WriteFile:
         """What writes the timeline, which then waits no longer; call it while there is one."""
@@ -100,6 +109,11 @@ class PendingCheckpoint:
             return partial(self._write_segment, start, self.token_ids[start : start + max_positions])
         drafter_state, self.drafter_state = self.drafter_state, {}
         return partial(self._write_drafter, len(self.token_ids), drafter_state)
+
+    def _write_tokens(self, log: TokenLog, logprobs: TokenLogprobs | None, checkpoints: CheckpointStore) -> int:
+        if logprobs is None:
+            return checkpoints.write_tokens(self.job_id, self.attempt, *log)
+        return checkpoints.write_with_logprobs(self.job_id, self.attempt, log, logprobs, self.written)
 
     def _write_segment(self, start: int, token_ids: TokenIds, checkpoints: CheckpointStore) -> int:
         assert self.source is not None  # `CheckpointWriter.put_state` asks for it

@@ -4,6 +4,8 @@ Each attempt has its own folder, and a job ends with none:
 
 checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics
                                tokens.bin            all tokens generated so far, and the rewinds, replaced as a whole
+                               logprobs-<start>-<end>-<num_rewinds>.bin    of some tokens, for jobs that ask for them;
+                                                     written before the token log that has these
                                kv-<start>-<end>.arrow        keys and values of some positions, never changed
                                drafter-<num_positions>.arrow
                                manifest.json         names segments (of earlier attempts too) and drafter state with
@@ -34,10 +36,13 @@ from jobs.checkpoints.files import (
     parse_file,
     segment_name,
 )
+from jobs.checkpoints.logprob_files import LogprobFiles
+from jobs.checkpoints.logprob_spans import WrittenSpans
 from jobs.checkpoints.segments import Segment, decode_segment, encode_segment
 from jobs.checkpoints.state_file import State, decode_state, encode_state
 from jobs.checkpoints.timeline import Timeline
 from jobs.checkpoints.token_log import DamagedFileError, Rewind, TokenIds, TokenLog, decode_log, encode_tokens
+from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
 
 __all__ = [
@@ -54,6 +59,9 @@ __all__ = [
 ]
 
 
+_EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
+
+
 class CheckpointStore:
     """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a damaged file is skipped and
     named in a warning, once.
@@ -64,6 +72,7 @@ class CheckpointStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._files = CheckedFiles(store)
+        self._logprobs = LogprobFiles(store, self._files)
 
     def claim(self, job_id: str, worker_id: str, numerics: str = "") -> int:
         """Open the next attempt (1, 2, ...) of a job and return its number."""
@@ -107,7 +116,33 @@ class CheckpointStore:
 
     def read_log(self, job_id: str) -> TokenLog:
         """The log of all attempts that is furthest, empty if there is none."""
-        furthest = TokenLog(np.zeros(0, dtype=np.uint32))
+        return self._logs(job_id)[0]
+
+    def write_with_logprobs(
+        self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
+    ) -> int:
+        """As `write_tokens`, behind what of its tokens' log-probabilities is not `written` yet; these are of all."""
+        num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs)
+        num_bytes += self.write_tokens(job_id, attempt, *log)
+        self._logprobs.drop_replaced(_folder(job_id, attempt), written)
+        return num_bytes
+
+    def read_log_with_logprobs(self, job_id: str, num_top: int) -> tuple[TokenLog, TokenLogprobs]:
+        """The furthest log as far as its tokens have log-probabilities, with `num_top` others each, and these."""
+        folders = [_folder(job_id, attempt) for attempt in reversed(self._attempts(job_id))]
+        furthest, its_logprobs = _EMPTY, TokenLogprobs.empty(0, num_top)
+        for log in self._logs(job_id):
+            if log.progress <= furthest.progress:
+                break
+            logprobs = self._logprobs.read(folders, log.token_ids, num_top)
+            known = log.until(len(logprobs))
+            if known.progress > furthest.progress:
+                furthest, its_logprobs = known, logprobs
+        return furthest, its_logprobs
+
+    def _logs(self, job_id: str) -> list[TokenLog]:
+        """Those of all attempts, the furthest first, and an empty one."""
+        logs = [_EMPTY]
         attempts = self._attempts(job_id)
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
@@ -115,10 +150,9 @@ class CheckpointStore:
             # every attempt writes one, but the newest may have just begun
             if data is None and attempt == attempts[-1]:
                 continue
-            log = self._files.decoded(path, data, decode_log)
-            if log is not None and log.progress > furthest.progress:
-                furthest = log
-        return furthest
+            if (log := self._files.decoded(path, data, decode_log)) is not None:
+                logs.append(log)
+        return sorted(logs, key=lambda log: log.progress, reverse=True)
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
         """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""

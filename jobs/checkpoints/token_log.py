@@ -37,6 +37,13 @@ class TokenLog(NamedTuple):
         """The greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
         return len(self.rewinds), len(self.token_ids)
 
+    def until(self, num_tokens: int) -> TokenLog:
+        """What the job had when it last had these first tokens, and no more: of rewinds to behind them, none."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        numbers = (number for number, rewind in enumerate(self.rewinds, 1) if rewind.num_kept <= num_tokens)
+        return TokenLog(self.token_ids[:num_tokens], self.rewinds[: max(numbers, default=0)])
+
 
 class DamagedFileError(ValueError):
     """A file is torn, corrupt, or of a newer version; the text says what was found and what was expected."""

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.checkpoints.logprob_spans import WrittenSpans
 from jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
 from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
 from jobs.checkpoints.timeline import Timeline
 from jobs.checkpoints.token_log import Rewind
+from jobs.logprobs import TokenLogprobs
 
 __all__ = ["CheckpointWriter", "KVSource"]
 
@@ -53,21 +55,37 @@ class CheckpointWriter:
         source: KVSource | None = None,
         segments: Sequence[SegmentEntry] = (),
         num_rewinds: int = 0,
+        num_logprobs: int = 0,
     ) -> None:
-        """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state."""
+        """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state.
+
+        Of the first `num_logprobs` tokens the log-probabilities are in files of earlier attempts.
+        """
         with self._changed:
             if job_id in self._jobs:
                 raise ValueError(f"job {job_id} is open already")
-            self._jobs[job_id] = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds)
+            job = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds)
+            job.written = WrittenSpans(num_logprobs)
+            self._jobs[job_id] = job
 
-    def put_tokens(self, job_id: str, output_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> None:
-        """Have `output_ids` [num_tokens], all tokens generated so far, written as the job's token log. Copies."""
+    def put_tokens(
+        self,
+        job_id: str,
+        output_ids: TokenIds,
+        rewinds: tuple[Rewind, ...] = (),
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        """Have `output_ids` [num_tokens], all tokens generated so far, written as the job's token log. Copies these.
+
+        `logprobs`, where the job asks for them, are of all these tokens; they are not copied and must not change.
+        """
         log = TokenLog(np.array(output_ids, dtype=np.uint32), rewinds)
         with self._changed:
-            self._opened(job_id).log = log
+            job = self._opened(job_id)
+            job.log, job.logprobs = log, logprobs
             self._changed.notify_all()
 
-    def rewind(self, job_id: str, log: TokenLog, num_positions: int) -> None:
+    def rewind(self, job_id: str, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
         """As `put_tokens`, for one rewind more: of the state, what is not in front of `num_positions` is dropped.
 
         When this returns nothing reads those positions of the job's source any more.
@@ -76,7 +94,7 @@ class CheckpointWriter:
             job = self._opened(job_id)
             del self._jobs[job_id]  # so that its next file is not begun
             self._changed.wait_for(lambda: self._writing != job_id)
-            job.rewind(log, num_positions)
+            job.rewind(log, num_positions, logprobs)
             self._jobs[job_id] = job
             self._changed.notify_all()
 

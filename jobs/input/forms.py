@@ -6,14 +6,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
-from jobs.chat import Scalar, TemplateOptions, checked_kwargs
+from jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
 from jobs.frozen import Strict
 from jobs.input.reasons import FieldError, shown
 from jobs.job import CustomId, JobUrl, Messages
-from jobs.sampling import MAX_COUNT, SamplingParams
+from jobs.sampling import MAX_COUNT, MAX_TOP_LOGPROBS, SamplingParams
+from jobs.structure import Structure, format_of
 
 MAX_CHOICES = 128  # of a prompt
 MAX_PROMPTS = 2048  # of a line, and of prompts and choices together
+MAX_PRIORITY = 2**63 - 1  # and its negative, less one: vLLM's bounds
 
 LinePrompt = str | tuple[int, ...]
 """A text, or token ids."""
@@ -45,6 +47,17 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
     return tuple(value)
 
 
+def logprobs_of(value: object) -> int | bool | None:
+    """What `logprobs` may be in any form: a number in a completion, true or false in a chat. Raises FieldError."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise FieldError("", f"found {shown(value)}, expected {NUM_LOGPROBS}, or in a chat true")
+    return value
+
+
+NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+Logprobs = Annotated[int | bool | None, PlainValidator(logprobs_of)]
 Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
 TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
@@ -57,11 +70,30 @@ class LineFields(SamplingParams):
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
+    priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as in vLLM
+    logprobs: Logprobs = None  # what each form takes: `asked_logprobs`
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: Structure | None = None
 
     @field_validator("top_k", mode="before")
     @classmethod
     def _minus_one_is_off(cls, value: object) -> object:
         return 0 if type(value) is int and value == -1 else value
+
+    @field_validator("top_logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: object) -> object:
+        return None if value is False else value
+
+    @field_validator("thinking_token_budget", mode="before")
+    @classmethod
+    def _minus_one_is_no_budget(cls, value: object) -> object:
+        return None if type(value) is int and value == -1 else value
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _format(cls, value: object) -> object:
+        return format_of(value)
 
     @model_validator(mode="after")
     def _one_limit_and_no_choosing(self) -> Self:
@@ -69,14 +101,49 @@ class LineFields(SamplingParams):
             raise ValueError("fields 'max_tokens' and 'max_completion_tokens': found two limits, expected one")
         if self.best_of not in (None, self.n):
             raise FieldError("best_of", f"found {self.best_of}, not supported; expected {self.n}, as many as n")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("fields 'response_format' and 'structured_outputs': found both, expected at most one")
+        if self.response_format is not None:
+            self._ends_where_its_structure_does()
         return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be, whichever field says it."""
+        return self.structured_outputs if self.response_format is None else self.response_format
+
+    @property
+    def format_field(self) -> str | None:
+        """The field of `response_format` that says what the text must be; None where another one does, or none."""
+        if self.response_format is None:
+            return None
+        return "response_format.json_schema.schema" if self.response_format.kind == "json" else "response_format"
+
+
+def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
+    """How many of the likeliest tokens a line asks for beside each drawn one; None where it asks for nothing of it.
+
+    Raises FieldError where a chat asks as a completion does, or the other way round.
+    """
+    said, num_top = fields.logprobs, fields.top_logprobs
+    if is_chat and type(said) is int and said > 0:
+        raise FieldError("logprobs", f"found {said}, expected true or false, and that number as top_logprobs")
+    if is_chat and num_top and not said:
+        raise FieldError("top_logprobs", f"found {num_top}, and logprobs is not true; expected both or none")
+    if not is_chat and said is True:
+        raise FieldError("logprobs", f"found true, expected {NUM_LOGPROBS}: so many of the likeliest tokens")
+    if not is_chat and num_top:
+        raise FieldError("top_logprobs", f"found {num_top}, which is for chats; expected that number as logprobs")
+    if is_chat:
+        return num_top or 0 if said else None
+    return None if said is False else said
 
 
 class ChatFields(Strict):
     """What a chat template is told beside the messages."""
 
     chat_template_kwargs: TemplateKwargs = Field(default={})
-    reasoning_effort: str | None = None
+    reasoning_effort: Utf8 | None = None
     add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
     continue_final_message: bool = False
 
@@ -124,6 +191,7 @@ class ShortLine(ChatFields, LineFields):
         if self.messages is None and self.template is not None:
             [name, *_] = self.model_fields_set & ChatFields.model_fields.keys()
             raise FieldError(name, "found it with a prompt, which no chat template is for; expected it with messages")
+        asked_logprobs(self, is_chat=self.messages is not None)
         return self
 
 
@@ -146,8 +214,18 @@ class CompletionBody(LineFields):
 
     prompt: Prompts
 
+    @model_validator(mode="after")
+    def _asks_as_completions_do(self) -> Self:
+        asked_logprobs(self, is_chat=False)
+        return self
+
 
 class ChatBody(ChatFields, LineFields):
     """Body for `/v1/chat/completions`."""
 
     messages: Messages
+
+    @model_validator(mode="after")
+    def _asks_as_chats_do(self) -> Self:
+        asked_logprobs(self, is_chat=True)
+        return self

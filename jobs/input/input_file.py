@@ -29,7 +29,7 @@ class InputFileError(UserError):
 
 def shown_input(path: str) -> str:
     """What to call a job file in a message."""
-    return "standard input" if path == STANDARD_INPUT else path
+    return "standard input" if path == STANDARD_INPUT else path or "''"
 
 
 def odd_kind(mode: int) -> str | None:

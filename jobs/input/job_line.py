@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.chat import Message, TemplateOptions
 from jobs.input.forms import LinePrompt
-from jobs.job import Job
+from jobs.job import CHAT, COMPLETIONS, Job, JobUrl
 from jobs.repetition import RepetitionDetection
 from jobs.sampling import SamplingParams
 
@@ -25,7 +25,14 @@ class JobLine:
     sampling: Mapping[str, Any]  # all sampling fields but `max_tokens`, with a seed
     num_choices: int
     max_tokens: int | None  # None: the run's, or what the prompt leaves
+    priority: int = 0  # which job begins first: the lower one
     without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
+    format_field: str | None = None  # where `response_format` says a structure; None: nothing, or `structured_outputs`
+
+    @property
+    def url(self) -> JobUrl:
+        """What it would be sent to."""
+        return COMPLETIONS if self.messages is None else CHAT
 
     def jobs(self, max_tokens: Sequence[int], loop_guard: RepetitionDetection | None = None) -> list[Job]:
         """The jobs of the line: all choices of its first prompt, or of its messages, then those of the next prompt.
@@ -46,7 +53,7 @@ class JobLine:
         seed = choice_seed(sampling["seed"], choice_index)
         return Job(
             custom_id=self.custom_id,
-            url="/v1/completions" if self.messages is None else "/v1/chat/completions",
+            url=self.url,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=prompt if isinstance(prompt, tuple) else None,
             messages=self.messages,

@@ -17,16 +17,15 @@ from jobs.input.forms import (
     LineFields,
     LinePrompt,
     ShortLine,
+    asked_logprobs,
 )
 from jobs.input.job_line import JobLine
 from jobs.input.reasons import reasons, shown
 from jobs.input.request_fields import taken_apart
-from jobs.job import JobUrl
+from jobs.job import CHAT, COMPLETIONS, JobUrl
 from jobs.sampling import SamplingParams, derive_seed
 
 Form = TypeVar("Form", bound=BaseModel)
-COMPLETIONS: JobUrl = "/v1/completions"
-CHAT: JobUrl = "/v1/chat/completions"
 
 
 class LineError(ValueError):
@@ -97,6 +96,8 @@ def _job_line(
     run_seed: int,
 ) -> JobLine:
     sampling = {name: getattr(fields, name) for name in SamplingParams.model_fields if name != "max_tokens"}
+    sampling["logprobs"] = asked_logprobs(fields, is_chat=messages is not None)
+    sampling["structured_outputs"] = fields.structure
     if fields.seed is None:
         sampling["seed"] = derive_seed(run_seed, custom_id)
     if len(prompts) * fields.n > MAX_PROMPTS:
@@ -112,7 +113,9 @@ def _job_line(
         sampling=sampling,
         num_choices=fields.n,
         max_tokens=fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens,
+        priority=fields.priority,
         without_effect=without_effect,
+        format_field=fields.format_field,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import IO, Any
 
 from jobs.input.columns import FIELDS, Columns, with_text_id
@@ -16,7 +17,8 @@ from jobs.input.request_fields import is_of_others
 MAGIC = b"PAR1"
 NUM_ROWS_AT_ONCE = 256
 BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
-OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs")  # these may be JSON text
+# these may be JSON text
+OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs", "response_format", "structured_outputs")
 INDEX = re.compile(r"__index_level_\d+__")  # that pandas writes beside the columns
 
 Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
@@ -85,7 +87,9 @@ def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
             yield row
         except UnicodeDecodeError as error:
             yield LineError(f"not UTF-8: found 0x{error.object[error.start]:02x} in a text, expected UTF-8 text")
-        except (KeyError, ValueError, OverflowError) as error:
+        except KeyError:  # of a map, which alone is read strictly
+            yield LineError("found a key twice in a map, expected each once")
+        except (ValueError, OverflowError) as error:
             yield LineError(f"not readable: {' '.join(str(error).split())}")
 
 
@@ -113,12 +117,17 @@ def _value(name: str, value: Any, is_short: bool) -> Any:
         try:
             return parse_json(plain)
         except LineError as error:
-            raise LineError(f"field '{name}': {error}") from None
+            raise LineError(f"field '{name}': {str(error).replace('on the line', 'in the column')}") from None
     return plain
 
 
 def _plain(value: Any) -> Any:
-    """A whole float is the whole number that a table with gaps keeps so; bytes are text without its type."""
+    """A whole float is the whole number that a table with gaps keeps so; bytes are text without its type.
+
+    Databases write whole numbers and others as decimals.
+    """
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from tempfile import NamedTemporaryFile
 from typing import IO
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from jobs.input.input_file import STANDARD_INPUT, InputFileError, shown_input
 from jobs.storage.foreign_files import copy_foreign, matching_foreign
@@ -27,9 +27,9 @@ def found_files(said: Sequence[str]) -> list[str]:
     """
     found: dict[str, str] = {}
     for place in said:
+        _check_object(place)
         for file in _matching(place) if glob.has_magic(place) else [place]:
-            key = file if "://" in file or file == STANDARD_INPUT else os.path.abspath(file)
-            found.setdefault(key, file)
+            found.setdefault(_identity(file), file)
     return list(found.values())
 
 
@@ -62,6 +62,25 @@ def joined(folder_uri: str, path: str) -> str:
     """The URI of a path below a folder; what follows a '?' stays at the end."""
     place, mark, query = folder_uri.partition("?") if "://" in folder_uri else (folder_uri, "", "")
     return f"{place.rstrip('/')}/{path}{mark}{query}"
+
+
+def _check_object(place: str) -> None:
+    """Raise InputFileError for a URI of an object store that names no object."""
+    if _scheme(place) in OBJECT_STORES:
+        bucket, _, name = shown_uri(place).partition("://")[2].partition("/")
+        if not bucket or not name.rpartition("/")[2]:
+            found = f"found no {'file' if bucket else 'bucket'}"
+            raise InputFileError(
+                f"cannot read the job file {shown_uri(place)}: {found}, expected both, "
+                f"as in {_scheme(place)}://bucket/jobs.jsonl"
+            )
+
+
+def _identity(place: str) -> str:
+    """What is the same for all names of a file: behind symbolic links, and as a path where it is a file's URI."""
+    if _scheme(place) == "file":
+        return os.path.realpath(_path_of(place))
+    return place if "://" in place or place == STANDARD_INPUT else os.path.realpath(place)
 
 
 def _copy(place: str, name: str, target: IO[bytes]) -> None:
@@ -117,4 +136,4 @@ def _in_store(pattern: str) -> list[str]:
 
 
 def _scheme(uri: str) -> str:
-    return urlsplit(uri).scheme
+    return uri.partition("://")[0].lower() if "://" in uri else ""

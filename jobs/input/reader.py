@@ -18,7 +18,7 @@ from jobs.input.job_line import JobLine
 from jobs.input.lines import LineError, line_from_object, parse_object
 from jobs.input.parquet_rows import MAGIC, Row, parquet_rows
 from jobs.input.reasons import shown
-from jobs.job import MAX_CUSTOM_ID
+from jobs.job import MAX_CUSTOM_ID, JobUrl
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
@@ -49,11 +49,12 @@ class Reject:
 class JobReader:
     """What some files ask for, as one file: `jobs` and `rejects` with numbers that count on from file to file (from 1).
 
-    A line without a seed gets one from `run_seed` and its `custom_id`.
+    A line without a seed gets one from `run_seed` and its `custom_id`; one for another URL than `endpoint` is a reject.
     """
 
     run_seed: int
     columns: Columns = field(default_factory=Columns)
+    endpoint: JobUrl | None = None  # None: lines for any
     is_for_many: bool = False  # files: then places are named with theirs
     jobs: list[tuple[int, JobLine]] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
@@ -78,8 +79,12 @@ class JobReader:
         """Raise `InputFileError` if there was nothing but blank lines."""
         if not self.jobs and not self.rejects:
             _, name = self._files[0]
-            more = f" and {len(self._files) - 1} more files hold" if len(self._files) > 1 else " holds"
-            raise InputFileError(f"{name}{more} no jobs: found no line with text, expected one JSON object a line")
+            more = {1: " holds", 2: " and 1 more file hold"}.get(
+                len(self._files), f" and {len(self._files) - 1} more files hold"
+            )
+            raise InputFileError(
+                f"{name}{more} no jobs: found no row and no line with text, expected one JSON object a line, or Parquet"
+            )
 
     def placed(self, reject: Reject) -> Reject:
         """A reject whose number counts on over all files, with its file and its number there."""
@@ -92,6 +97,8 @@ class JobReader:
         if isinstance(values, LineError):
             raise values
         job = line_from_object(values, self.run_seed)
+        if self.endpoint not in (None, job.url):
+            raise LineError(f"field 'url': found a line for {job.url}, expected {self.endpoint}")
         first = self._first_lines.setdefault(job.custom_id, self._num_lines)
         if first != self._num_lines:
             place = self.placed(Reject(first, None, "")).place.removeprefix("line ")
@@ -161,9 +168,7 @@ def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
             _skip_rest(file, line)
             yield line_number, None
             continue
-        if line_number == 1:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        if stripped := line.strip():
+        if stripped := line.removeprefix(BYTE_ORDER_MARK).strip():  # also where files were joined
             yield line_number, stripped
 
 

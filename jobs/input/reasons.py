@@ -23,6 +23,7 @@ EXPECTED = {
     "tuple_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
+    "string_pattern_mismatch": "a text that is not blank",  # the one pattern that fields have
 }
 
 

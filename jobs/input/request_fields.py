@@ -11,7 +11,7 @@ from jobs.input.reasons import shown
 WITHOUT_EFFECT = frozenset(
     [
         *("user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls"),
-        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction", "priority", "request_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction", "request_id"),
         *(
             "session_id",
             "cache_salt",
@@ -33,15 +33,11 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "modalities": (["text"],),
     "web_search_options": (),
     "verbosity": ("medium",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "structural_tag": (),
-    "logprobs": (False, 0),
-    "top_logprobs": (False, 0),
     "prompt_logprobs": (False, 0),
     "logprob_token_ids": ([],),
     "echo": (False,),
@@ -55,7 +51,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
-    "thinking_token_budget": (-1,),
     "include_reasoning": (True,),
     "return_token_ids": (False,),
     "return_prompt_text": (False,),
@@ -65,6 +60,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "vllm_xargs": ({},),
+}
+RENAMED = {  # vLLM's older names
+    f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
 PLAIN_SPECIAL_TOKENS = {"/v1/completions": True, "/v1/chat/completions": False}  # `add_special_tokens` as it is here
 
@@ -99,6 +97,7 @@ def _neutral(name: str, url: str) -> tuple[Any, ...]:
 
 
 def _refusal(name: str, value: object, url: str) -> str:
+    if name in RENAMED:
+        return f"found {shown(value)}, an old name that is not supported; expected {RENAMED[name]}"
     neutral = " or ".join(shown(each) for each in _neutral(name, url)[:1])
-    yet = " yet" if name in ("logprobs", "top_logprobs", "response_format") else ""
-    return f"found {shown(value)}, not supported{yet}; expected {f'{neutral}, or ' if neutral else ''}no such field"
+    return f"found {shown(value)}, not supported; expected {f'{neutral}, or ' if neutral else ''}no such field"

@@ -59,15 +59,18 @@ def _choice(record: JobRecord, body: Line) -> dict[str, Any]:
     return dict(body["choices"][0], index=record.job.choice_index, **numbers)
 
 
-def _usage(bodies: Sequence[tuple[JobRecord, Line]]) -> dict[str, int]:
-    """The tokens of each distinct prompt once, and those of all completions."""
+def _usage(bodies: Sequence[tuple[JobRecord, Line]]) -> dict[str, Any]:
+    """The tokens of each distinct prompt once, and those of all completions, with those that were thought."""
     prompts = {(record.job.prompt, record.job.prompt_ids): body["usage"]["prompt_tokens"] for record, body in bodies}
     num_prompt_tokens = sum(prompts.values())
     num_completion_tokens = sum(body["usage"]["completion_tokens"] for _, body in bodies)
+    details = [body["usage"].get("completion_tokens_details") for _, body in bodies]
+    thought = [each["reasoning_tokens"] for each in details if each is not None]
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        **({"completion_tokens_details": {"reasoning_tokens": sum(thought)}} if thought else {}),
     }
 
 

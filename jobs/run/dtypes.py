@@ -8,3 +8,8 @@ Dtype = Literal["bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
 LinearName = Literal["cublas", "triton"]
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""What log-probabilities are of: the model's logits, or what is drawn from. The names are vLLM's."""
+ThinkingMarkers = tuple[str, str] | tuple[()] | None
+"""The texts around a thought, () where a model has none; None where each worker is to look for them."""

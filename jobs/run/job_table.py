@@ -3,7 +3,8 @@
 jobs.parquet                      of the first one
 jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
 
-A job that takes another one's place names it in the column `supersedes`, which other tables do not have.
+A job that takes another one's place names it in the column `supersedes`, which other tables do not have. A table whose
+prompts are all shorter than what has a key lacks the column `prompt_keys`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jobs.storage.store import Store
 
 FIRST = "jobs.parquet"
 LATER = "jobs"
+OPTIONAL = {"supersedes": None, "prompt_keys": b""}  # columns that a table may lack, and what its jobs have then
 
 
 def add(store: Store, records: Sequence[JobRecord]) -> None:
@@ -46,6 +48,8 @@ def to_parquet(records: Sequence[JobRecord]) -> bytes:
     }
     if any(record.supersedes for record in records):
         columns["supersedes"] = pa.array([record.supersedes for record in records], pa.string())
+    if any(record.prompt_keys for record in records):
+        columns["prompt_keys"] = pa.array([record.prompt_keys for record in records], pa.large_binary())
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue())
@@ -53,10 +57,10 @@ def to_parquet(records: Sequence[JobRecord]) -> bytes:
 
 def from_parquet(data: bytes) -> list[JobRecord]:
     """The jobs of `to_parquet`. Raises `ValueError` for anything else."""
-    rows = zip(*_columns(data, ["job_id", "job", "line_number", "num_prompt_tokens", "supersedes"]), strict=True)
+    names = ["job_id", "job", "line_number", "num_prompt_tokens", *OPTIONAL]
     return [
-        JobRecord(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens, supersedes)
-        for job_id, job, line_number, num_prompt_tokens, supersedes in rows
+        JobRecord(job_id, Job.model_validate_json(job), *others)
+        for job_id, job, *others in zip(*_columns(data, names), strict=True)
     ]
 
 
@@ -68,6 +72,17 @@ def job_ids(data: bytes) -> list[tuple[str, str | None]]:
     return list(zip(*_columns(data, ["job_id", "supersedes"]), strict=True))
 
 
+def names(data: bytes) -> list[tuple[str, str | None, str]]:
+    """As `job_ids`, each also with its `custom_id`. Raises `ValueError`."""
+    return list(zip(*_columns(data, ["job_id", "supersedes", "custom_id"]), strict=True))
+
+
+def custom_ids(data: bytes) -> list[str]:
+    """The names of the lines of the jobs of `to_parquet`, one for each job. Raises `ValueError`."""
+    [names] = _columns(data, ["custom_id"])
+    return names
+
+
 def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
     import pyarrow as pa
     from pyarrow import parquet
@@ -76,7 +91,7 @@ def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
         # without threads: pyarrow's may still be starting when `status` ends, and abort the process
         file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
         table = file.read(columns=names, use_threads=False)
-        without = {"supersedes"}.difference(table.column_names)
-        return [[None] * len(table) if name in without else table.column(name).to_pylist() for name in names]
+        without = OPTIONAL.keys() - set(table.column_names)
+        return [[OPTIONAL[name]] * len(table) if name in without else table.column(name).to_pylist() for name in names]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(str(error)) from None

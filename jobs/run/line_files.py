@@ -25,13 +25,17 @@ class LineFiles:
         self._folder = folder
         self._damaged = damaged
 
-    def job_ids(self) -> set[str]:
-        """The jobs that have a file with something in it."""
+    def sizes(self) -> dict[str, int]:
+        """The jobs that have a file with something in it, with its bytes."""
         sizes = {name: size for name, size in self._store.sizes(self._folder).items() if name.endswith(SUFFIX)}
         for name, size in sizes.items():
             if not size:
                 self._damaged[f"{self._folder}/{name}"] = NO_FILE if size is None else "found an empty file"
-        return {name.removesuffix(SUFFIX) for name, size in sizes.items() if size}
+        return {name.removesuffix(SUFFIX): size for name, size in sizes.items() if size}
+
+    def job_ids(self) -> set[str]:
+        """The jobs that have a file with something in it."""
+        return set(self.sizes())
 
     def path(self, job_id: str) -> str:
         return f"{self._folder}/{job_id}{SUFFIX}"
@@ -47,6 +51,10 @@ class LineFiles:
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
         return read_line(self._store, self.path(job_id), self._damaged)
+
+    def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
+        """The lines of jobs in that order, as `read` gives them."""
+        return read_lines(self._store, map(self.path, job_ids), self._damaged)
 
     def delete(self, job_id: str) -> None:
         self._store.delete(self.path(job_id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 
 def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
@@ -26,6 +26,6 @@ def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
     return found
 
 
-def newest_with(lineage: list[str], job_ids: set[str]) -> str | None:
+def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
     """The newest form of a job that is one of `job_ids`."""
     return next((job_id for job_id in reversed(lineage) if job_id in job_ids), None)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
 from jobs.input.json_lines import dump_line
+from jobs.run.output_line import plain, texts_of
 from jobs.storage.store import Store, StoreError
 
 NUM_ROWS_PER_GROUP = 64
+MAX_LETTERS_PER_GROUP = 32 * 2**20
 
-TEXT_COLUMNS = ("custom_id", "status", "text", "finish_reason", "error_code", "error_message")
+TEXT_COLUMNS = (
+    *("custom_id", "status", "text", "reasoning_content", "finish_reason", "logprobs"),
+    *("error_code", "error_message"),
+)
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
 
@@ -24,15 +29,12 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
     `check` is called when both are put together, and nothing is written yet.
     """
-    try:
-        with TemporaryFile() as jsonl, TemporaryFile() as table:
-            _put_together(jsonl, table, lines)
-            check()
-            for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
-                file.seek(0)
-                store.write_from(path, file)
-    except OSError as error:
-        raise _no_room(error) from None
+    with temporary_file() as jsonl, temporary_file() as table:
+        _put_together(jsonl, table, lines)
+        check()
+        for path, file in (("output.jsonl", jsonl), ("output.parquet", table)):
+            file.seek(0)
+            store.write_from(path, file)
 
 
 def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
@@ -46,8 +48,17 @@ def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
         shutil.copyfileobj(table, target)
 
 
+@contextmanager
+def temporary_file() -> Iterator[BinaryIO]:
+    """A file to put output together in. Raises `StoreError` where there is no room for it."""
+    try:
+        with TemporaryFile() as file:
+            yield file
+    except OSError as error:
+        raise _no_room(error) from None
+
+
 def _no_room(error: OSError) -> StoreError:
-    """What is told where a temporary file can't be written."""
     return StoreError(f"cannot put the output together in a temporary file: {error}; make room there")
 
 
@@ -80,10 +91,10 @@ def _rows(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _failure(line: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     return {
-        "custom_id": _text(line["custom_id"]),
+        "custom_id": plain(line["custom_id"]),
         "status": "cancelled" if error["code"] == "cancelled" else "failed",
-        "error_code": _text(error["code"]),
-        "error_message": _text(error["message"]),
+        "error_code": plain(error["code"]),
+        "error_message": plain(error["message"]),
     }
 
 
@@ -91,19 +102,13 @@ def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) 
     """The fixed columns, and every metric that is a number."""
     metrics = numbers["metrics"].items()
     return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
-        "custom_id": _text(line["custom_id"]),
+        "custom_id": plain(line["custom_id"]),
         "choice_index": choice.get("index", 0),
         "status": "finished",
-        "text": _text(choice["message"]["content"] if "message" in choice else choice["text"]),
-        "finish_reason": _text(choice["finish_reason"]),
+        **texts_of(choice),
         "prompt_tokens": numbers["usage"]["prompt_tokens"],
         "completion_tokens": numbers["usage"]["completion_tokens"],
     }
-
-
-def _text(text: str) -> str:
-    """Lone surrogates have no place in a table: an error may name a file whose name is not UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:
@@ -121,5 +126,19 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
     fields += [(name, pa.float64() if kind is float else pa.int64()) for name, kind in sorted(metric_types.items())]
     schema = pa.schema(fields)
     with parquet.ParquetWriter(target, schema) as writer:
-        while group := list(islice(rows, NUM_ROWS_PER_GROUP)):
+        for group in row_groups(rows, NUM_ROWS_PER_GROUP):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
+
+
+def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows that are written at once: so many at most, and fewer of long ones."""
+    group: list[dict[str, Any]] = []
+    num_letters = 0
+    for row in rows:
+        group.append(row)
+        num_letters += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(group) == max_rows or num_letters >= MAX_LETTERS_PER_GROUP:
+            yield group
+            group, num_letters = [], 0
+    if group:
+        yield group

@@ -19,12 +19,14 @@ class _Part(BaseModel):
 
 class _Message(_Part):
     content: str
+    reasoning_content: str | None = None
 
 
 class _Choice(_Part):
     finish_reason: str
     text: str | None = None
     message: _Message | None = None
+    logprobs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> Self:
@@ -72,15 +74,40 @@ def line_id(job_id: str) -> str:
     return f"batch_req_{job_id}"
 
 
+def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
+    """What a choice says, as columns of a table: log-probabilities are JSON, of which chats and others have their own.
+
+    None stands for what it does not have, as choices of runs that are older than the field.
+    """
+    message = choice.get("message") or {"content": choice.get("text")}
+    reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")
+    return {
+        "text": plain(message["content"]),
+        "reasoning_content": None if reasoning is None else plain(reasoning),
+        "finish_reason": plain(choice["finish_reason"]),
+        "logprobs": None if logprobs is None else json.dumps(logprobs),
+    }
+
+
+def plain(text: str) -> str:
+    """Lone surrogates have no place in a table: an error may name a file whose name is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def parse_line(data: bytes, job_id: str) -> dict[str, Any]:
     """A job's output line as it was written. Raises ValueError, in one line, for anything else."""
     if not data:
         raise ValueError("found an empty file")
+    if not data.strip(b"\0"):  # a power cut may leave a file with its length alone
+        raise ValueError("found zero bytes alone")
     try:
-        line: dict[str, Any] = json.loads(data, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
+        text = data.decode()
+        line: dict[str, Any] = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
         found = _Line.model_validate(line).id
     except ValidationError as error:
         raise ValueError(" ".join(reasons(error, _Line).split())) from None
+    except UnicodeDecodeError:
+        raise ValueError("found no UTF-8 text") from None
     except RecursionError:
         raise ValueError("found JSON that is nested too deeply") from None
     except ValueError as error:

@@ -9,7 +9,7 @@ from pydantic import Field
 from jobs.checkpoints.timeline import Moment
 from jobs.frozen import Frozen
 from jobs.repetition import LoopAction
-from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
+from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
 
 RUN_VERSION = 1
 
@@ -45,6 +45,8 @@ class RunManifest(Frozen):
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
     loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: they are not looked for
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the log-probabilities are of that jobs ask for
+    thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str
@@ -73,8 +75,11 @@ class Progress(Frozen):
     `running` holds the tokens of each running job by its `custom_id` (`custom_id[1]` is a line's second choice),
     `epoch` is the number of the driver's claim. In a driver's last beat, `running` holds the jobs that it had to leave
     without a whole checkpoint. `max_tokens` says how many tokens the running jobs may get, `num_tokens_left` how many
-    all unfinished jobs may get. `num_preemptions` (by reason), `num_resumes` (by kind), `mean_acceptance_length` and
-    `num_tokens_by_draft` (none, tree, chain) are of this driver's time.
+    all unfinished jobs may get. `num_total_tokens` (generated in all attempts, lost ones included) and `worker_seconds`
+    (that started workers were held) are over all drivers of the run, and `reached_limit` says where the last one was to
+    stop. `num_preemptions` (by reason), `num_resumes` (by kind), `mean_acceptance_length`, `num_tokens_by_draft` (none,
+    tree, chain), `num_read_tokens` (of prompts and replays) and `num_copied_tokens` (which did not have to be read) are
+    of this driver's time.
     """
 
     state: RunState
@@ -84,6 +89,9 @@ class Progress(Frozen):
     running: dict[str, int] = Field(default_factory=dict)
     max_tokens: dict[str, int] = Field(default_factory=dict)
     num_generated_tokens: int
+    num_total_tokens: int = 0
+    worker_seconds: float = 0.0
+    reached_limit: str | None = None
     num_tokens_left: int = 0
     tokens_per_second: float
     eta_seconds: float | None
@@ -93,6 +101,8 @@ class Progress(Frozen):
     num_resumes: dict[str, int] = Field(default_factory=dict)
     mean_acceptance_length: float | None = None  # tokens per draft; None before the first
     num_tokens_by_draft: dict[str, int] = Field(default_factory=dict)
+    num_read_tokens: int = 0
+    num_copied_tokens: int = 0
     num_rejects: int = 0  # lines of the newest job file
     driver_host: str
     driver_pid: int

@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,15 @@ from numpy.typing import NDArray
 
 from jobs.job import JobRecord
 from jobs.run.output_line import line_id
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What a model thought in an output: its text and its tokens, without markers, and the output's text without it."""
+
+    text: str
+    content: str
+    num_tokens: int
 
 
 def success_line(
@@ -24,24 +34,31 @@ def success_line(
     model: str,
     token_ids: NDArray[np.uint32],
     metrics: Mapping[str, Any],
+    logprobs: Mapping[str, Any] | None = None,
+    reasoning: Reasoning | None = None,
 ) -> dict[str, Any]:
     """The output line of a finished job; `token_ids` [num_completion_tokens] are the generated tokens.
 
+    `logprobs` are what the choice has of that name, where the job asks for them.
     A metric that is not finite becomes null: JSON has no NaN. `usage` follows from the record and `token_ids`.
+    `reasoning` is None for a model that does not think; a chat has it apart from what it says.
     """
     is_chat = record.job.messages is not None
     num_completion_tokens = len(token_ids)
     choice = {
         "index": record.job.choice_index,
-        **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
+        **({"message": _message(text, reasoning)} if is_chat else {"text": text}),
+        **({} if logprobs is None else {"logprobs": logprobs}),
         "finish_reason": finish_reason,
         "token_ids_sha256": tokens_sha256(token_ids),
     }
-    usage = {
+    usage: dict[str, Any] = {
         "prompt_tokens": record.num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": record.num_prompt_tokens + num_completion_tokens,
     }
+    if reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning.num_tokens}
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -52,6 +69,12 @@ def success_line(
         "metrics": {name: _finite(value) for name, value in metrics.items()},
     }
     return _line(record, {"status_code": 200, "request_id": run_id, "body": body}, None)
+
+
+def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
+    if reasoning is None:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "reasoning_content": reasoning.text, "content": reasoning.content}
 
 
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:

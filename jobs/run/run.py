@@ -40,7 +40,7 @@ class Run:
     def __init__(self, store: Store, manifest: RunManifest) -> None:
         self.store = store
         self.manifest = manifest
-        self.damaged: dict[str, str] = {}  # results, errors and rejects that were met and can't be used: path and why
+        self.damaged: dict[str, str] = {}  # files that were met and can't be used: path and why
         self._results = LineFiles(store, "results", self.damaged)
         self._errors = LineFiles(store, "errors", self.damaged)
 
@@ -88,10 +88,14 @@ class Run:
 
     def jobs(self) -> list[JobRecord]:
         """All jobs in input order, each in its newest form."""
+        records = self.all_jobs()
+        pairs = ((record.job_id, record.supersedes) for record in records.values())
+        return [records[ids[-1]] for ids in lineages(pairs)]
+
+    def all_jobs(self) -> dict[str, JobRecord]:
+        """All jobs by their ids, also those that others have superseded."""
         tables = (read_parsed(self.store, path, job_table.from_parquet) for path in job_table.paths(self.store))
-        records = [record for table in tables for record in table or []]
-        by_job_id = {record.job_id: record for record in records}
-        return [by_job_id[ids[-1]] for ids in lineages((record.job_id, record.supersedes) for record in records)]
+        return {record.job_id: record for table in tables for record in table or []}
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
@@ -101,6 +105,11 @@ class Run:
         """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
         tables = (read_parsed(self.store, path, job_table.job_ids) for path in job_table.paths(self.store))
         return lineages(pair for table in tables for pair in table or [])
+
+    def custom_ids(self) -> set[str]:
+        """The names of all lines that have jobs, without their prompts."""
+        tables = (read_parsed(self.store, path, job_table.custom_ids) for path in job_table.paths(self.store))
+        return {name for table in tables for name in table or []}
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
@@ -124,8 +133,13 @@ class Run:
 
     def ended(self) -> tuple[set[str], set[str]]:
         """The job ids with a result, and those with an error and no result: a late result makes up for an error."""
-        finished = self._results.job_ids()
-        return finished, self._errors.job_ids() - finished
+        finished, failed = self.ended_sizes()
+        return set(finished), failed
+
+    def ended_sizes(self) -> tuple[dict[str, int], set[str]]:
+        """As `ended`, with the bytes of each result."""
+        finished = self._results.sizes()
+        return finished, self._errors.job_ids().difference(finished)
 
     def result(self, job_id: str) -> dict[str, Any] | None:
         """The output line of a finished job, else None."""
@@ -137,8 +151,15 @@ class Run:
 
     def errors(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any]]:
         """The output lines of dead-lettered or cancelled jobs, in that order."""
-        lines = read_lines(self.store, map(self._errors.path, job_ids), self.damaged)
-        return (line for line in lines if line is not None)
+        return (line for line in self.error_lines(job_ids) if line is not None)
+
+    def error_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
+        """As `error`, of many jobs in that order."""
+        return self._errors.read_all(job_ids)
+
+    def result_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
+        """As `result`, of many jobs in that order."""
+        return self._results.read_all(job_ids)
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its output line, None while it has neither result nor error."""
@@ -171,7 +192,7 @@ class Run:
 
     def delete_leftovers(self) -> None:
         """Remove what killed writers have left half written; for who holds the run."""
-        for folder in ("", job_table.LATER, "results", "errors", "tokens"):
+        for folder in ("", job_table.LATER, "results", "errors", "tokens", "shards", "shards/data", "shard-plans"):
             self.store.delete_leftovers(folder)
         self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
 
@@ -186,10 +207,12 @@ class Run:
         self.store.write(PROGRESS, pretty(progress))
 
     def progress(self) -> Progress | None:
-        """The newest heartbeat; None before the first, and for a damaged one: the next is written over it."""
+        """The newest heartbeat; None before the first, and for a damaged one, which `damaged` names until the next."""
+        self.damaged.pop(PROGRESS, None)
         try:
             return read_model(self.store, PROGRESS, Progress)
         except RunError:
+            self.damaged[PROGRESS] = "found no heartbeat of a driver"
             return None
 
     def has_had_a_driver(self) -> bool:

@@ -48,6 +48,11 @@ class LocalFolder:
             return False
         return True
 
+    def write_new_from(self, path: str, source: BinaryIO) -> None:
+        if not self.exists(path):
+            with contextlib.suppress(FileExistsError):
+                self._put(path, lambda file: shutil.copyfileobj(source, file, COPY_BYTES), _link_new)
+
     def read(self, path: str) -> bytes | None:
         source = self.open(path)
         if source is None:

@@ -46,6 +46,10 @@ class ObjectFolder:
         self.write(path, data)
         return True
 
+    def write_new_from(self, path: str, source: BinaryIO) -> None:
+        if not self.exists(path):
+            self.write_from(path, source)
+
     def read(self, path: str) -> bytes | None:
         return READ_TRIES(self._read_once, path)
 

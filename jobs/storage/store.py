@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import builtins
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import IO, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from jobs.errors import UserError
 from jobs.storage.local_folder import COPY_BYTES, LocalFolder
@@ -63,6 +63,16 @@ class Store:
 
         self._try("write", path, write)
 
+    def write_new_from(self, path: str, source: BinaryIO) -> None:
+        """As `write_from`, but leave an existing file alone. On an object store, see `write_new`."""
+        start = source.tell()
+
+        def write() -> None:
+            source.seek(start)
+            self._folder.write_new_from(path, source)
+
+        self._try("write", path, write)
+
     def write_new(self, path: str, data: bytes) -> bool:
         """As `write`, but leave an existing file alone and return False. Two writers at once: one gets True.
 
@@ -87,13 +97,25 @@ class Store:
 
         Errors of `target` stay what they are. `StoreError` too when the file is replaced meanwhile on an object store.
         """
-        source = self._try("read", path, lambda: self._folder.open(path))
-        if source is None:
+        pieces = self.pieces(path)
+        if pieces is None:
             return False
+        for piece in pieces:
+            target.write(piece)
+        return True
+
+    def pieces(self, path: str) -> Generator[bytes, None, None] | None:
+        """The bytes of a file, a piece at a time; None when there is none.
+
+        `StoreError` too when the file is replaced meanwhile on an object store.
+        """
+        source = self._try("read", path, lambda: self._folder.open(path))
+        return None if source is None else self._read_on(path, source)
+
+    def _read_on(self, path: str, source: Any) -> Generator[bytes, None, None]:
         with closing(source):
             while piece := self._try("read", path, lambda: source.read(COPY_BYTES)):
-                target.write(piece)
-        return True
+                yield piece
 
     def exists(self, path: str) -> bool:
         """Whether there is a file (not a folder) at `path`."""

@@ -10,13 +10,18 @@ SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_T
 
 
 def local_path(uri: str) -> str | None:
-    """The absolute path of a local folder; None for an object store. Raises `ValueError` for any other scheme."""
+    """The absolute path of a local folder; None for an object store.
+
+    Raises `ValueError` for any other scheme, and for an object store without a bucket.
+    """
     if not uri or "\0" in uri:
         raise ValueError("expected a path, or a URI that starts with file://, s3:// or gs://")
     if "://" not in uri:
         return os.path.abspath(uri)
     parts = urlsplit(uri)
     if parts.scheme in OBJECT_STORES:
+        if not parts.netloc.rpartition("@")[2]:
+            raise ValueError(f"expected a bucket, as in {parts.scheme}://bucket/runs/my-run")
         return None
     if parts.scheme != "file":
         raise ValueError("expected a path, or a URI that starts with file://, s3:// or gs://")

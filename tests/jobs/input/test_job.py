@@ -50,6 +50,9 @@ LATER = {
     "include_stop_str_in_output": True,
     "bad_words": ["rose"],
     "repetition_detection": {"max_pattern_size": 20, "min_count": 4},
+    "logprobs": 0,
+    "structured_outputs": {"regex": "a+"},
+    "thinking_token_budget": 0,
 }
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,26 @@ def test_types_of_tables_are_those_of_lines(tmp_path: Path) -> None:
     assert (second.sampling["temperature"], second.sampling["seed"], second.max_tokens) == (1.0, 2, 6)
 
 
+def test_a_map_with_a_key_twice_is_a_reject_in_plain_words(tmp_path: Path) -> None:
+    maps = pa.array([[("17", 2.5), ("17", 2.5)], [("17", 2.5)]], pa.map_(pa.string(), pa.float64()))
+    columns = {"custom_id": ["a", "b"], "prompt": TEXTS[:2], "logit_bias": maps}
+    [line], [reject] = read(write(tmp_path / "jobs.parquet", columns))
+    assert (line.custom_id, reject.line_number) == ("b", 1)
+    assert reject.reason == "found a key twice in a map, expected each once"
+
+
+def test_decimals_are_the_numbers_that_they_are(tmp_path: Path) -> None:
+    columns = {
+        "custom_id": pa.array([7, 8], pa.decimal128(38, 0)),
+        "prompt": TEXTS[:2],
+        "max_tokens": pa.array([Decimal("5.00"), Decimal("5.50")]),
+        "temperature": pa.array([Decimal("0.80"), Decimal("1.00")]),
+    }
+    [line], [reject] = read(write(tmp_path / "jobs.parquet", columns))
+    assert (line.custom_id, line.max_tokens, line.sampling["temperature"]) == ("7", 5, 0.8)
+    assert reject.reason == "field 'max_tokens': found 5.5, expected a whole number"
+
+
 def test_a_struct_says_what_is_not_null_in_it(tmp_path: Path) -> None:
     bias = pa.array([{"17": 2.5, "18": None}, {"17": None, "18": -1.0}])
     columns = {"custom_id": ["a", "b"], "prompt": TEXTS[:2], "logit_bias": bias}
@@ -127,6 +148,7 @@ def test_wrong_values_are_rejects_with_the_number_of_their_row(tmp_path: Path) -
         assert reasons[4].endswith("(first in line 1), expected it once")
     lines, rejects = read(write(tmp_path / "jobs.parquet", {"custom_id": ["a"], "messages": ["{torn"]}))
     assert rejects[0].reason.startswith("field 'messages': not JSON")
+    assert rejects[0].reason.endswith("expected one object in the column")
 
 
 def test_rows_without_custom_ids_are_named_by_file_and_row_alone_or_among_others(tmp_path: Path) -> None:
@@ -152,7 +174,7 @@ def test_unknown_columns_are_refused_unless_columns_are_named_and_then_told_of(t
 
 def test_an_empty_table_and_an_empty_or_foreign_file_hold_no_jobs(tmp_path: Path) -> None:
     path = write(tmp_path / "jobs.parquet", {"prompt": pa.array([], pa.string())})
-    with pytest.raises(InputFileError, match="holds no jobs"):
+    with pytest.raises(InputFileError, match=r"holds no jobs: found no row and no line with text"):
         read_jobs(str(path), 1)
     for data, found in ((b"", "an empty file"), (b'{"a": 1}\n', "other first bytes than Parquet's")):
         path.write_bytes(data)

@@ -71,6 +71,9 @@ def test_a_pattern_s_files_are_sorted_each_is_read_once_and_a_name_that_looks_li
     assert found_files(["b.jsonl", "*.jsonl", str(folder / "a.jsonl")]) == ["b.jsonl", "a.jsonl", "c.jsonl"]
     (folder / "below").mkdir()
     write(folder / "below" / "d.jsonl", "d")
+    (folder / "link.jsonl").symlink_to("a.jsonl")
+    assert found_files(["link.jsonl", "[a]*", (folder / "a.jsonl").as_uri()]) == ["link.jsonl"]  # by any of its names
+    (folder / "link.jsonl").unlink()
     assert found_files(["**/d.jsonl", "b*"]) == ["below/d.jsonl", "b.jsonl"]  # a folder is no file
     write(folder / "[a].jsonl", "odd")
     assert names(read("[a].jsonl")) == ["odd"]
@@ -82,7 +85,16 @@ def test_a_pattern_without_files_and_an_absent_file_are_refused_in_one_line(fold
     assert refused("a.jsonl", "none-*.jsonl").startswith("no file matches none-*.jsonl: expected")
     assert refused(f"{folder.as_uri()}/x*").startswith(f"no file matches {folder.as_uri()}/x*")
     assert "none.jsonl: No such file" in refused("a.jsonl", "none.jsonl")
+    assert refused("").startswith("cannot read the job file '': No such file")
     assert "three slashes" in refused("file://host/a.jsonl")
+    for place, absent in (
+        ("s3://", "bucket"),
+        ("s3:///a.jsonl", "bucket"),
+        ("s3://bucket", "file"),
+        ("gs://b/", "file"),
+    ):
+        said = f"{place}: found no {absent}, expected both, as in {place[:2]}://bucket/jobs.jsonl"
+        assert refused(place) == f"cannot read the job file {said}"
 
 
 def test_an_empty_file_among_others_is_fine_and_empty_files_alone_are_not(folder: Path) -> None:
@@ -90,7 +102,7 @@ def test_an_empty_file_among_others_is_fine_and_empty_files_alone_are_not(folder
     (folder / "empty-2.jsonl").touch()
     found = read("empty-1.jsonl", "a.jsonl", "empty-2.jsonl", "c.jsonl")
     assert [found.placed(reject).place for reject in found.rejects] == ["c.jsonl:2", "c.jsonl:3"]
-    assert refused("empty-*.jsonl").startswith("empty-1.jsonl and 1 more files hold no jobs")
+    assert refused("empty-*.jsonl").startswith("empty-1.jsonl and 1 more file hold no jobs")
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

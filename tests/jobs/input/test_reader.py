@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.input.reader import MAX_LINE_BYTES, InputFileError, read_jobs
+from jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFileError, read_jobs
 from jobs.job import Job, JobRecord
 from jobs.run import job_table
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
@@ -78,7 +78,11 @@ def test_a_file_of_bad_lines_without_end_is_refused_at_some_point(
 def test_bom_crlf_and_blank_lines_are_fine_and_line_numbers_count_all_lines(tmp_path: Path) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_bytes(
-        b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n\r\n  \t\r\n" + json.dumps(CHAT).encode() + b"\r\n"
+        b"\xef\xbb\xbf"
+        + json.dumps(GOOD).encode()
+        + b"\r\n\r\n  \t\r\n\xef\xbb\xbf"
+        + json.dumps(CHAT).encode()
+        + b"\r\n"
     )
     jobs, rejects = read_jobs(str(path), 1)
     assert [(number, job.custom_id) for number, job in jobs] == [(1, "good"), (4, "talk")]
@@ -136,6 +140,7 @@ FIELDS = st.sampled_from(
     [
         *("custom_id", "prompt", "messages", "max_tokens", "temperature", "seed", "stop", "method", "url", "body"),
         *("model", "max_completion_tokens", "n", "best_of", "top_k", "user", "stream", "tools", "logprobs", "echo"),
+        *("top_logprobs", "structured_outputs", "response_format", "thinking_token_budget"),
         *("chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
     ]
 )
@@ -171,7 +176,7 @@ def test_whatever_a_file_holds_every_line_with_text_is_a_job_or_a_reject(tmp_pat
     lines = [line.replace(b"\n", b"") for line in lines] + [json.dumps(GOOD | {"custom_id": "last one"}).encode()]
     found, rejects = read_lines(tmp_path, b"", *lines)
     assert found[-1].custom_id == "last one"
-    assert len(found) + len(rejects) == sum(bool(line.strip()) for line in lines)
+    assert len(found) + len(rejects) == sum(bool(line.removeprefix(BYTE_ORDER_MARK).strip()) for line in lines)
     assert all("\n" not in reject.reason and reject.reason.isprintable() for reject in rejects)
     jobs = [job for line in found for job in line.jobs([OPEN_LIMIT] * max(1, len(line.prompts)))]
     assert len({job.job_id("m") for job in jobs}) == len(jobs)
@@ -181,6 +186,14 @@ def test_whatever_a_file_holds_every_line_with_text_is_a_job_or_a_reject(tmp_pat
 TEXT = st.text(min_size=1, max_size=5)
 CONTENTS = TEXT | st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=3)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+STRUCTURES = st.one_of(
+    st.fixed_dictionaries({"json": st.dictionaries(TEXT, SCALARS)}),
+    st.fixed_dictionaries({"json": st.dictionaries(TEXT, SCALARS).map(json.dumps)}),
+    st.fixed_dictionaries({"regex": TEXT}),
+    st.fixed_dictionaries({"grammar": TEXT}),
+    st.fixed_dictionaries({"choice": st.lists(TEXT, min_size=1, max_size=4)}),
+    st.sampled_from([{}, {"json_object": True}]),
+)
 GOOD_FIELDS = st.fixed_dictionaries(
     {"n": st.integers(1, 4)},
     optional={
@@ -190,12 +203,16 @@ GOOD_FIELDS = st.fixed_dictionaries(
         "user": JSON_VALUES,
         "stream": st.booleans(),
         "tools": st.none() | st.just([]),
-        "logprobs": st.sampled_from([None, False, 0]),
+        "response_format": st.none() | st.just({"type": "text"}),
+        "structured_outputs": st.none() | STRUCTURES,
+        "thinking_token_budget": st.none() | st.integers(-1, 99),
     },
 )
 GOOD_PROMPTS = st.fixed_dictionaries(
-    {"prompt": TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(st.integers(0, 9), min_size=1, max_size=3)}
+    {"prompt": TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(st.integers(0, 9), min_size=1, max_size=3)},
+    optional={"logprobs": st.none() | st.just(False) | st.integers(0, 20)},
 )
+CHAT_LOGPROBS = st.fixed_dictionaries({"logprobs": st.just(True)}, optional={"top_logprobs": st.integers(0, 20)})
 GOOD_CHATS = st.fixed_dictionaries(
     {
         "messages": st.lists(
@@ -208,10 +225,11 @@ GOOD_CHATS = st.fixed_dictionaries(
         "continue_final_message": st.booleans(),
     },
 )
+ASKING_CHATS = st.builds(lambda chat, asked: chat | asked, GOOD_CHATS, CHAT_LOGPROBS)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(fields=GOOD_FIELDS, text=GOOD_PROMPTS | GOOD_CHATS)
+@given(fields=GOOD_FIELDS, text=GOOD_PROMPTS | GOOD_CHATS | ASKING_CHATS)
 def test_a_good_line_is_the_same_jobs_in_both_forms_and_they_come_back_from_a_run_s_table(
     tmp_path: Path, fields: dict[str, Any], text: dict[str, Any]
 ) -> None:
@@ -220,6 +238,8 @@ def test_a_good_line_is_the_same_jobs_in_both_forms_and_they_come_back_from_a_ru
     (long,), more_rejects = read_lines(tmp_path, batch(fields | text, url))
     assert (rejects, more_rejects) == ([], [])
     assert short == long
+    asked = text.get("top_logprobs", 0) if text.get("logprobs") is True else text.get("logprobs")
+    assert short.sampling["logprobs"] == (None if asked is False else asked)
     num_prompts = max(1, len(short.prompts))
     jobs = short.jobs([OPEN_LIMIT] * num_prompts)
     assert len({job.job_id("m") for job in jobs}) == len(jobs) == num_prompts * fields["n"]

@@ -16,6 +16,18 @@ BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHATTING}
 BOTH = tuple(BODIES)
 ONE, CHATS = BOTH[:1], BOTH[1:]
 
+FORMATS: list[Any] = [
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
+    None,
+]
+STRUCTURES: list[Any] = [
+    *({"json": each} for each in ({"type": "integer"}, '{"type": "integer"}', {})),
+    *({"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'root ::= "a"'}, {"json_object": True}),
+    *({}, None, {"json": None, "regex": "a", "json_object": False, "disable_fallback": False}),
+]
+
 TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
     *((BOTH, "max_tokens", value) for value in (7, None)),
     *((BOTH, "max_completion_tokens", value) for value in (5, None)),
@@ -26,8 +38,15 @@ TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
     *((BOTH, "ignore_eos", value) for value in (True, False)),
     *((BOTH, "n", value) for value in (1, 3, 128, None)),
     *((BOTH, "best_of", value) for value in (1, None)),
+    *((BOTH, "priority", value) for value in (0, -7, 2**63 - 1, None)),
     (BOTH, "model", "some-model"),
+    *((BOTH, "response_format", value) for value in FORMATS),
+    *((BOTH, "structured_outputs", value) for value in STRUCTURES),
+    *((BOTH, "thinking_token_budget", value) for value in (0, 5, -1, None)),
     *((ONE, "prompt", value) for value in ("a", [1, 2], ["a", "b"], [[1, 2], [3]])),
+    *((ONE, "logprobs", value) for value in (5, 0, False, None)),
+    *((CHATS, "logprobs", value) for value in (True, False, 0, None)),
+    *((BOTH, "top_logprobs", value) for value in (0, False, None)),
     (CHATS, "chat_template_kwargs", {"enable_thinking": False}),
     (CHATS, "reasoning_effort", "low"),
     *((CHATS, "add_generation_prompt", value) for value in (True, False)),
@@ -45,7 +64,6 @@ WITHOUT_EFFECT: list[tuple[str, Any]] = [
     ("prompt_cache_retention", "24h"),
     ("safety_identifier", "a"),
     ("prediction", {"type": "content", "content": "a"}),
-    ("priority", 1),
     ("request_id", "a"),
     ("session_id", "a"),
     ("cache_salt", "a"),
@@ -69,16 +87,11 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("modalities", ["text", "audio"], ["text"]),
     ("web_search_options", {}, None),
     ("verbosity", "low", "medium"),
-    ("response_format", {"type": "json_object"}, {"type": "text"}),
-    ("structured_outputs", {"json": {}}, None),
     ("guided_json", {}, None),
     ("guided_regex", "a", None),
     ("guided_choice", ["a"], None),
     ("guided_grammar", "a", None),
     ("structural_tag", "a", None),
-    ("logprobs", True, False),
-    ("logprobs", 5, 0),
-    ("top_logprobs", 1, 0),
     ("prompt_logprobs", 1, 0),
     ("logprob_token_ids", [1], []),
     ("echo", True, False),
@@ -92,7 +105,6 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("truncate_prompt_tokens", 5, None),
     ("allowed_token_ids", [1], None),
     ("logits_processors", ["a"], []),
-    ("thinking_token_budget", 5, -1),
     ("include_reasoning", False, True),
     ("return_token_ids", True, False),
     ("return_prompt_text", True, False),
@@ -164,9 +176,9 @@ def test_special_tokens_are_added_to_texts_and_not_behind_templates(tmp_path: Pa
 
 
 def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
-    _, (reject,) = read_lines(tmp_path, CHAT | {"tools": [1], "logprobs": True, "user": "a"})
+    _, (reject,) = read_lines(tmp_path, CHAT | {"tools": [1], "echo": True, "user": "a"})
     assert "field 'tools': found [1], not supported" in reject.reason
-    assert "field 'logprobs': found true, not supported yet; expected false, or no such field" in reject.reason
+    assert "field 'echo': found true, not supported; expected false, or no such field" in reject.reason
 
 
 # lines of the shapes that batch guides show, with models and texts of our own

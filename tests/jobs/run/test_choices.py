@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from jobs.input.job_line import JobLine
 from jobs.job import JobRecord
-from jobs.run.results import error_line, success_line
+from jobs.run.results import Reasoning, error_line, success_line
 from jobs.run.run import Run
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
@@ -71,6 +71,17 @@ def test_all_choices_are_one_line_in_its_place_once_all_have_ended(run: Run) -> 
     assert [each["metrics"] for each in body["choices"]] == [{"num_drafts": number} for number in range(3)]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3 + 4 + 5, "total_tokens": 3 + 12}
     assert not {"metrics", "failed_choices"} & body.keys()
+
+
+def test_what_was_thought_is_counted_over_all_choices(run: Run) -> None:
+    choices = records_of("abc", n=2)
+    run.add_jobs(choices)
+    for record in choices:
+        ids, thought = np.arange(5, dtype=np.uint32), Reasoning("hm", "so", 2 + record.job.choice_index)
+        line = success_line(record, "run-1", "hm so", "length", model="m", token_ids=ids, metrics={}, reasoning=thought)
+        assert run.write_result(record.job_id, line)
+    ((line),) = output(run)
+    assert line["response"]["body"]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 + 3}
 
 
 def test_each_distinct_prompt_is_counted_once(run: Run) -> None:

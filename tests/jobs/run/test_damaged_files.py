@@ -82,9 +82,9 @@ def run(tmp_path: Path, records: list[JobRecord]) -> Run:
     return run
 
 
-def invoke(*args: str) -> Result:
+def invoke(*args: str, exit_code: int = 0) -> Result:
     result = CliRunner().invoke(main, list(args))
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result
 
 
@@ -99,10 +99,11 @@ def test_a_damaged_line_is_named_and_kept_and_its_job_alone_runs_again(
     DAMAGES[damage](path)
     found = path.read_bytes() if damage in CONTENTS else None
     told = f"{folder}/{record.job_id}.json in {run.store.uri} is damaged, "
-    results = invoke("results", run.store.uri)
+    results = invoke("results", run.store.uri, exit_code=1)
     assert len(results.stdout.splitlines()) == 2
     assert results.stderr.count("\n") == 1
     assert told in results.stderr
+    assert f"job {record.job.custom_id} runs again with: swiftbatch resume" in results.stderr
     assert told in invoke("report", run.store.uri, "--output", str(tmp_path / "report.html")).stderr
     status = invoke("status", run.store.uri)
     assert "no driver runs it" in status.stdout
@@ -144,6 +145,13 @@ def test_damaged_rejects_are_told_of_and_refuse_no_command(run: Run, damage: str
     if damage in CONTENTS:
         run.write_rejects([Reject(1, "x", "odd")])
         assert Run.open(run.store.uri).rejects() == [Reject(1, "x", "odd")]
+
+
+def test_a_result_of_zeros_alone_is_called_so(run: Run, records: list[JobRecord]) -> None:
+    run.store.write(f"results/{records[0].job_id}.json", bytes(900))
+    assert "is damaged, found zero bytes alone: " in invoke("results", run.store.uri, exit_code=1).stderr
+    run.store.write(f"results/{records[0].job_id}.json", b"{}\0\0")
+    assert "is damaged, found no JSON: Extra data" in invoke("results", run.store.uri, exit_code=1).stderr
 
 
 def test_a_line_that_is_damaged_again_keeps_the_first_one_too(run: Run, records: list[JobRecord]) -> None:

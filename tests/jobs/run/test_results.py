@@ -11,7 +11,7 @@ import numpy as np
 
 from jobs.input.json_lines import dump_line
 from jobs.job import Job, JobRecord
-from jobs.run.results import error_line, success_line
+from jobs.run.results import Reasoning, error_line, success_line
 from jobs.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=5, seed=1)
@@ -70,6 +70,21 @@ def test_a_chat_job_gets_a_message_of_the_assistant() -> None:
     assert body["id"] == "chatcmpl-a-1"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "upon"}
     assert "text" not in body["choices"][0]
+
+
+def test_what_was_thought_stands_beside_what_a_chat_says_and_in_the_text_of_a_completion() -> None:
+    reasoning, ids = Reasoning("hm", "so", 1), np.array([7, 8], dtype=np.uint32)
+    choices = []
+    for job in (CHAT, COMPLETION):
+        record = JobRecord("a-1", job, 4, 3)
+        line = success_line(
+            record, "run-1", "hm</think>so", "stop", model="m", token_ids=ids, metrics={}, reasoning=reasoning
+        )
+        body = line["response"]["body"]
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+        choices.append(body["choices"][0])
+    assert choices[0]["message"] == {"role": "assistant", "reasoning_content": "hm", "content": "so"}
+    assert choices[1]["text"] == "hm</think>so"
 
 
 def test_a_metric_that_is_no_finite_number_is_null_and_does_not_lose_the_result() -> None:

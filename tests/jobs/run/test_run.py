@@ -44,6 +44,8 @@ RUN_JSON = """{
   "seed": 7,
   "max_tokens": null,
   "loop_guard": null,
+  "logprobs_mode": "raw_logprobs",
+  "thinking_markers": null,
   "versions": {
     "torch": "2.13.0"
   },
@@ -62,6 +64,9 @@ PROGRESS_JSON = """{
   "running": {},
   "max_tokens": {},
   "num_generated_tokens": 10,
+  "num_total_tokens": 0,
+  "worker_seconds": 0.0,
+  "reached_limit": null,
   "num_tokens_left": 0,
   "tokens_per_second": 2.5,
   "eta_seconds": null,
@@ -85,6 +90,8 @@ PROGRESS_JSON = """{
   "num_resumes": {},
   "mean_acceptance_length": null,
   "num_tokens_by_draft": {},
+  "num_read_tokens": 0,
+  "num_copied_tokens": 0,
   "num_rejects": 0,
   "driver_host": "here",
   "driver_pid": 11,

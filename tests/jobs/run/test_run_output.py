@@ -63,7 +63,27 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
     assert set(rows[0]) == {
         *("custom_id", "status", "text", "finish_reason", "error_code", "error_message"),
         *("choice_index", "prompt_tokens", "completion_tokens", "num_drafts", "speed"),
+        *("reasoning_content", "logprobs"),
     }
+    assert all(row["reasoning_content"] is None and row["logprobs"] is None for row in rows)
+
+
+def test_a_table_has_what_a_chat_thought_and_its_log_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.run.output.MAX_LETTERS_PER_GROUP", 50)  # long rows are written one by one
+    logprobs = {"content": [{"token": "\ud83d", "logprob": -0.5}], "refusal": None}
+    message = {"role": "assistant", "reasoning_content": "well\udce9", "content": "Yes"}
+    records = [make_record(name) for name in "ab"]
+    run.add_jobs(records)
+    for record in records:
+        line = finished_line(record.job.custom_id, "", {})
+        line["response"]["body"]["choices"] = [{"message": message, "logprobs": logprobs, "finish_reason": "stop"}]
+        run.write_result(record.job_id, line)
+    run.write_output()
+    rows = read_table(run.store)
+    assert [(row["text"], row["reasoning_content"]) for row in rows] == [("Yes", "well\\udce9")] * 2
+    assert json.loads(rows[0]["logprobs"])["content"][0]["logprob"] == -0.5
+    table = parquet.ParquetFile(io.BytesIO(run.store.read("output.parquet") or b""))
+    assert table.num_row_groups == 2
 
 
 def test_output_of_a_run_without_results_is_empty_and_readable(run: Run) -> None:

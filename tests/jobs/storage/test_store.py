@@ -168,7 +168,7 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     assert Store(str(tmp_path / "my run")).read("a") == b"x"
 
 
-@pytest.mark.parametrize("uri", ["", "ftp://host/run", "file://run", "a\0b"])
+@pytest.mark.parametrize("uri", ["", "ftp://host/run", "file://run", "a\0b", "s3://", "gs:///run"])
 def test_a_uri_of_another_kind_is_refused_with_what_is_expected(uri: str) -> None:
     with pytest.raises(StoreError, match=r"cannot use .* as a folder: expected"):
         Store(uri)

@@ -1,0 +1,119 @@
+"""Log-probabilities of some consecutive output tokens as bytes, and which of them a job writes next.
+
+A header with checksums, the token ids, their log-probabilities, and ids and log-probabilities of the likeliest tokens
+at each place; 4 bytes a number, little-endian. What stands there follows from the tokens up to each place: bytes that
+name these can be trusted, whatever was rewound since, and by whichever attempt they were written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jobs.checkpoints.token_log import DamagedFileError, TokenIds
+from jobs.logprobs import TokenLogprobs
+
+MAGIC = b"SWLOGPRB"
+VERSION = 1
+HEADER = struct.Struct("<8sIIII32s")  # magic, version, first token, tokens, likeliest, SHA-256 of tokens in front
+CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
+
+
+class LogprobSpan(NamedTuple):
+    """The log-probabilities of the output tokens from `start` on."""
+
+    start: int
+    digest_before: bytes  # of the tokens in front of them
+    token_ids: TokenIds  # [num_tokens]
+    logprobs: TokenLogprobs
+
+    def num_agreeing(self, token_ids: TokenIds) -> int:
+        """How many of its tokens are those of an output at their places; none where the tokens in front differ."""
+        if self.start > len(token_ids) or self.digest_before != _digest(token_ids[: self.start]):
+            return 0
+        theirs = token_ids[self.start : self.start + len(self.token_ids)]
+        differs = self.token_ids[: len(theirs)] != theirs
+        return int(differs.argmax()) if differs.any() else len(theirs)
+
+
+def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, start: int = 0) -> bytes:
+    """The bytes of what an output has from `start` on: both are of all its tokens."""
+    part = logprobs.part(start, len(token_ids))
+    arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
+    types = ("<u4", "<f4", "<i4", "<f4")
+    payload = b"".join(np.asarray(array, dtype).tobytes() for array, dtype in zip(arrays, types, strict=True))
+    header = HEADER.pack(MAGIC, VERSION, start, len(part), part.num_top, _digest(token_ids[:start]))
+    return header + CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) + payload
+
+
+def decode_span(data: bytes) -> LogprobSpan:
+    """What `encode_span` was given, in read-only memory. Raises `DamagedFileError`, never gives wrong numbers."""
+    if len(data) < HEADER.size + CHECKSUM.size:
+        raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
+    magic, version, start, num_tokens, num_top, before = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise DamagedFileError("found no log-probabilities: expected it to start with its magic word")
+    if version != VERSION:
+        raise DamagedFileError(f"found version {version}, expected {VERSION}")
+    header, payload = data[: HEADER.size], memoryview(data)[HEADER.size + CHECKSUM.size :]
+    if len(payload) != 8 * num_tokens * (1 + num_top):
+        raise DamagedFileError(f"found {len(payload)} bytes, expected {8 * num_tokens * (1 + num_top)}")
+    if CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) != data[HEADER.size : HEADER.size + CHECKSUM.size]:
+        raise DamagedFileError("found log-probabilities that do not match their checksum")
+    numbers = np.frombuffer(payload, dtype="<u4").astype(np.uint32, copy=False)
+    ids, own, top_ids, top = np.split(numbers, np.cumsum([num_tokens, num_tokens, num_tokens * num_top]))
+    shape = (num_tokens, num_top)
+    found = TokenLogprobs(
+        own.view(np.float32), top_ids.view(np.int32).reshape(shape), top.view(np.float32).reshape(shape)
+    )
+    return LogprobSpan(start, before, ids, found)
+
+
+@dataclass
+class WrittenSpans:
+    """Which files of an attempt hold which tokens' log-probabilities.
+
+    A file takes those in that are no larger than it would be: few files stay, and a number is written few times. Those
+    whose place it has taken are dropped once the token log is written that belongs to it: an older log needs them.
+    """
+
+    num_before: int = 0  # tokens whose log-probabilities earlier attempts have written
+    files: list[tuple[int, int, str]] = field(default_factory=list)  # first token, end, name; one behind the other
+    replaced: list[str] = field(default_factory=list)  # names of files that are to be dropped
+
+    @property
+    def end(self) -> int:
+        return self.files[-1][1] if self.files else self.num_before
+
+    def start_of_next(self, num_tokens: int) -> int:
+        """Where a file up to `num_tokens` begins."""
+        start = self.end
+        for first, end, _ in reversed(self.files):
+            if end - first > num_tokens - start:
+                break
+            start = first
+        return start
+
+    def add(self, start: int, num_tokens: int, name: str) -> None:
+        """A file from `start` up to `num_tokens` is there."""
+        self.replaced += [other for first, _, other in self.files if first >= start]
+        self.files = [entry for entry in self.files if entry[0] < start] + [(start, num_tokens, name)]
+
+    def rewind(self, num_tokens: int) -> None:
+        """Only the first tokens stay: what files have of them is as good as before."""
+        self.num_before = min(self.num_before, num_tokens)
+        self.files = [(first, min(end, num_tokens), name) for first, end, name in self.files if first < num_tokens]
+
+
+def span_name(start: int, end: int, num_rewinds: int) -> str:
+    """The name of a file; none is ever written twice with other content."""
+    return f"logprobs-{start}-{end}-{num_rewinds}.bin"
+
+
+def _digest(token_ids: TokenIds) -> bytes:
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()

@@ -1,0 +1,34 @@
+"""Which jobs of a run begin first: the priorities of lines, by `custom_id`, as the newest submission has them.
+
+priorities.json    those that are not 0, where there are any
+
+They decide no token, so they are no part of a job and may change while it is not running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import TypeAdapter
+
+from jobs.run.run_files import RunError, read_parsed
+from jobs.storage.store import Store
+
+FILE = "priorities.json"
+PRIORITIES = TypeAdapter(dict[str, int])
+
+
+def priorities_of(store: Store) -> dict[str, int]:
+    """The priorities that are not 0; none where the file is damaged: the jobs are the same in any order."""
+    try:
+        return read_parsed(store, FILE, PRIORITIES.validate_json) or {}
+    except RunError:
+        return {}
+
+
+def set_priorities(store: Store, priorities: Mapping[str, int]) -> None:
+    """Give the lines of a submission their priorities, 0 among them; those of other lines stay."""
+    before = priorities_of(store)
+    now = {custom_id: priority for custom_id, priority in {**before, **priorities}.items() if priority}
+    if now != before:
+        store.write(FILE, PRIORITIES.dump_json(now, indent=1) + b"\n")

@@ -1,0 +1,80 @@
+"""Which lines each shard holds. A plan is written before its shard, so that any later driver makes the same one of it.
+
+shard-plans/<number:05d>-<epoch:04d>.json    never changed; of one number, the plan of the newest epoch counts
+
+A driver writes its plan first, then looks whether it still holds the run, then writes the shard. A driver that comes
+later claims the run first, and looks for plans then: so it sees every plan whose shard may ever be written, and repeats
+it in its own name before it writes that shard.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+from pydantic import Field
+
+from jobs.frozen import Frozen
+from jobs.run.records import RUN_VERSION
+from jobs.run.run_files import NUM_READERS, read_model
+from jobs.storage.store import Store
+
+FOLDER = "shard-plans"
+NAME = re.compile(r"([0-9]{5,})-([0-9]{4,})\.json")
+
+LineKey = tuple[tuple[str, str | None], ...]
+
+
+class Failure(Frozen):
+    """Why a job has no result. The plan keeps it, since a job that is tried again loses its error."""
+
+    code: str
+    message: str
+
+
+class PlannedLine(Frozen):
+    """An input line as it ended: the job behind each choice, and what failed of them.
+
+    `revision` is 0 when the line first ended, 1 when it ended anew, after `extend` or `resume --retry-failed`.
+    """
+
+    custom_id: str
+    revision: int = Field(default=0, ge=0)
+    jobs: tuple[str, ...]
+    failures: dict[str, Failure] = Field(default={})
+
+    @property
+    def key(self) -> LineKey:
+        """How the line ended: each job, with the code of its error if it has no result."""
+        codes = {job_id: failure.code for job_id, failure in self.failures.items()}
+        return tuple((job_id, codes.get(job_id)) for job_id in self.jobs)
+
+
+class Plan(Frozen):
+    """The lines of one shard, in its order."""
+
+    version: int = RUN_VERSION
+    lines: tuple[PlannedLine, ...]
+
+
+class Plans:
+    """The plans of a run, as the driver of an epoch sees and writes them."""
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self._store = store
+        self._epoch = epoch
+
+    def read(self) -> dict[int, Plan]:
+        """The plan of each number. Raises RunError for a damaged one, StoreError."""
+        newest: dict[int, tuple[int, str]] = {}
+        for name in self._store.list(FOLDER):
+            if (found := NAME.fullmatch(name)) and int(found[2]) <= self._epoch:
+                newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            plans = pool.map(lambda each: read_model(self._store, f"{FOLDER}/{each[1]}", Plan), newest.values())
+            return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
+
+    def write(self, number: int, plan: Plan) -> None:
+        """Write a plan in this driver's name, or repeat it there. Raises StoreError."""
+        path = f"{FOLDER}/{number:05d}-{self._epoch:04d}.json"
+        self._store.write_new(path, plan.model_dump_json().encode() + b"\n")

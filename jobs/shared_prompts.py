@@ -1,0 +1,53 @@
+"""Which jobs have prompts that begin alike, by keys of their tokens: whoever compares them needs no tokens."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+KEY_TOKENS = 64  # from one key to the next
+KEY_BYTES = 4
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """What a prompt has in common with others."""
+
+    group: int | None = None  # of prompts that are alike for half of their length at least
+    num_tokens: int = 0  # first ones that another prompt begins with as well, in multiples of `KEY_TOKENS`
+
+
+NOT_SHARED = SharedPrompt()
+
+
+def prompt_keys(token_ids: Sequence[int]) -> bytes:
+    """A key of every `KEY_TOKENS` tokens, from the first on. Two that differ may have one key: keys are no proof."""
+    blocks = np.asarray(token_ids, dtype="<u4")[: len(token_ids) // KEY_TOKENS * KEY_TOKENS].reshape(-1, KEY_TOKENS)
+    return np.array([zlib.crc32(block.tobytes()) for block in blocks], dtype="<u4").tobytes()
+
+
+def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:
+    """What each of some prompts shares with the others, by their `prompt_keys`."""
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # those that are most alike become neighbours
+    pairs = [(_num_alike(keys[one], keys[other]), one, other) for one, other in pairwise(order)]
+    found = [NOT_SHARED] * len(keys)
+    for number, (num_keys, *pair) in enumerate(pairs):
+        is_half = 2 * num_keys * KEY_BYTES >= max(len(keys[place]) for place in pair) > 0
+        known = found[pair[0]].group
+        group = (number if known is None else known) if is_half else None
+        for place in pair:
+            own = found[place]
+            most = max(own.num_tokens, num_keys * KEY_TOKENS)
+            found[place] = SharedPrompt(own.group if group is None else group, most)
+    return found
+
+
+def _num_alike(one: bytes, other: bytes) -> int:
+    """Keys from the first on that are the same."""
+    num_bytes = min(len(one), len(other))
+    differs = np.frombuffer(one[:num_bytes], "<u4") != np.frombuffer(other[:num_bytes], "<u4")
+    return int(differs.argmax()) if differs.any() else len(differs)

@@ -1,0 +1,145 @@
+"""Structured output: what a job's text must be, as `response_format` or `structured_outputs` of a line say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jobs.frozen import Strict
+from jobs.input.reasons import FieldError, shown
+
+MAX_SCHEMA = 200_000  # characters
+MAX_TEXT = 20_000  # characters of a regular expression, of a grammar
+MAX_CHOICE_TEXT = 100_000  # characters of all choices
+MAX_CHOICES = 2_000
+SCHEMA_NAMES = ("name", "schema", "description", "strict")  # of OpenAI's `json_schema`
+FORMATS = ("text", "json_object", "json_schema")
+
+Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
+KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
+# of vLLM's `structured_outputs`, each with the values that ask for nothing
+OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "structural_tag": (None,),
+    "whitespace_pattern": (None,),
+    "disable_fallback": (None, False),
+    "disable_any_whitespace": (None, False),
+    "disable_additional_properties": (None, False),
+}
+
+
+class Structure(Strict):
+    """One kind of text. `text` is a JSON schema or a list of choices as JSON, a regular expression, a grammar, or "".
+
+    A schema is kept as it is written: the order of its properties is that of the output.
+    """
+
+    kind: Kind
+    text: str = Field(default="", max_length=MAX_SCHEMA)
+
+    def as_said(self) -> dict[str, Any]:
+        """The object that a line would have; a schema in it is text, so that it keeps its order."""
+        if self.kind == "json_object":
+            return {self.kind: True}
+        return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
+
+
+def structure_of(value: object) -> Structure | None:
+    """What `structured_outputs` asks for; None for nothing. Raises FieldError. A `Structure` comes out as it is."""
+    if value is None or isinstance(value, Structure):
+        return value
+    if not isinstance(value, Mapping):
+        raise FieldError("", f"found {shown(value)}, expected an object")
+    for name in value.keys() - set(KINDS):
+        if name not in OTHER_OPTIONS:
+            raise FieldError("", f"found {shown(name)}, expected one of: {', '.join(KINDS)}")
+        if value[name] not in OTHER_OPTIONS[name]:
+            raise FieldError(name, f"found {shown(value[name])}, not supported; expected no such field")
+    said = [kind for kind in KINDS if value.get(kind) is not None and (kind, value[kind]) != ("json_object", False)]
+    if len(said) > 1:
+        raise FieldError("", f"found {' and '.join(said)}, expected one of them")
+    return Structure(kind=said[0], text=_text_of(said[0], value[said[0]])) if said else None
+
+
+def format_of(value: object) -> Structure | None:
+    """What OpenAI's `response_format` asks for; None for any text. Raises FieldError."""
+    if value is None or isinstance(value, Structure):
+        return value
+    if not isinstance(value, Mapping):
+        raise FieldError("", f"found {shown(value)}, expected an object")
+    kind = value.get("type")
+    if kind not in FORMATS:
+        raise FieldError("type", f"found {shown(kind)}, expected one of: {', '.join(FORMATS)}")
+    unknown = sorted(value.keys() - {"type", *(["json_schema"] if kind == "json_schema" else [])})
+    if unknown:
+        raise FieldError(str(unknown[0]), f"found it with the type {shown(kind)}, expected no such field")
+    if kind != "json_schema":
+        return Structure(kind="json_object") if kind == "json_object" else None
+    schema = value.get("json_schema")
+    if not isinstance(schema, Mapping) or "schema" not in schema or not schema.keys() <= set(SCHEMA_NAMES):
+        raise FieldError("json_schema", f"found {shown(schema)}, expected an object with name and schema")
+    if not isinstance(schema["schema"], Mapping):
+        raise FieldError("json_schema.schema", f"found {shown(schema['schema'])}, expected an object")
+    return Structure(kind="json", text=_json(schema["schema"], MAX_SCHEMA, "json_schema.schema"))
+
+
+def _text_of(kind: Kind, value: object) -> str:
+    if kind == "json":
+        return _schema(value)
+    if kind == "json_object":
+        if value is not True:
+            raise FieldError(kind, f"found {shown(value)}, expected true or false")
+        return ""
+    if kind == "choice":
+        return _choices(value)
+    if not isinstance(value, str) or not value:
+        raise FieldError(kind, f"found {shown(value)}, expected a string with at least 1 character")
+    _check_writable(value, kind)
+    return _within(MAX_TEXT, value, kind)
+
+
+def _schema(value: object) -> str:
+    """A schema, which may be given as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise FieldError("json", f"found {shown(value)}, expected a JSON schema") from None
+    if not isinstance(value, Mapping):
+        raise FieldError("json", f"found {shown(value)}, expected an object, or one as text")
+    return _json(value, MAX_SCHEMA, "json")
+
+
+def _choices(value: object) -> str:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise FieldError("choice", f"found {shown(value)}, expected a list of texts")
+    if len(value) > MAX_CHOICES:
+        raise FieldError("choice", f"found {len(value)} texts, expected at most {MAX_CHOICES}")
+    return _json(list(dict.fromkeys(value)), MAX_CHOICE_TEXT, "choice")
+
+
+def _within(most: int, text: str, name: str) -> str:
+    if len(text) > most:
+        raise FieldError(name, f"found {len(text)} characters, expected at most {most}")
+    return text
+
+
+def _json(value: object, most: int, name: str) -> str:
+    """As it is kept."""
+    try:
+        written = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        text = json.dumps(value, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        raise FieldError(name, f"found {shown(value)}, expected JSON that other programs can read") from None
+    _check_writable(written, name)
+    return _within(most, text, name)
+
+
+def _check_writable(text: str, name: str) -> None:
+    """Half of a surrogate pair is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FieldError(name, f"found {shown(text)}, expected text that can be written as UTF-8") from None

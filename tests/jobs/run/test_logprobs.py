@@ -1,0 +1,167 @@
+"""Log-probabilities in OpenAI's two forms: what stands in a choice, for tokens of every kind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+
+from jobs.chat import Message
+from jobs.input.json_lines import dump_line
+from jobs.job import Job, JobRecord
+from jobs.logprobs import NO_TOKEN, TokenLogprobs
+from jobs.run.logprobs import UNLIKELY, shown_logprobs, text_offsets
+from jobs.run.results import success_line
+from jobs.sampling import SamplingParams
+
+END = "</s>"
+BYTES = [b"Hi", b" there", b"\xe2", b"\x80\x93", "na\u00efve".encode(), b"\xff", b"Hi", END.encode(), b""]
+SPECIAL = {7}
+SAMPLING = SamplingParams(max_tokens=9, seed=1, logprobs=2)
+COMPLETION = Job(custom_id="a", url="/v1/completions", prompt="Once", sampling=SAMPLING)
+CHAT = Job(
+    custom_id="a",
+    url="/v1/chat/completions",
+    messages=(Message(role="user", content="Hello"),),
+    sampling=SAMPLING,
+)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class CompletionLogprobs(Strict):
+    """As OpenAI's reference has it for completions."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TopLogprob(Strict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Strict):
+    """As OpenAI's reference has it for chats."""
+
+    content: list[TokenLogprob] | None
+    refusal: list[TokenLogprob] | None
+
+
+class Texts:
+    """A tokenizer of a few tokens."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return BYTES[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in SPECIAL
+
+
+def text_of(token_ids: list[int]) -> str:
+    return b"".join(BYTES[each] for each in token_ids if each not in SPECIAL).decode(errors="replace")
+
+
+def logprobs_of(token_ids: list[int], rows: list[list[tuple[int, float]]], own: list[float]) -> TokenLogprobs:
+    found = TokenLogprobs.empty(len(token_ids), 2)
+    for place, row in enumerate(rows):
+        found.top_ids[place] = [token_id for token_id, _ in row]
+        found.top_logprobs[place] = [value for _, value in row]
+    found.logprobs[:] = own
+    return found
+
+
+def shown(job: Job, token_ids: list[int], logprobs: TokenLogprobs) -> dict[str, Any]:
+    record, ids = JobRecord("a-1", job, 1, 3), np.array(token_ids, np.uint32)
+    found = shown_logprobs(job, ids, logprobs, text_of(token_ids), Texts())
+    line = success_line(record, "r", "text", "length", model="m", token_ids=ids, metrics={}, logprobs=found)
+    choice = json.loads(dump_line(line))["response"]["body"]["choices"][0]
+    return dict(choice["logprobs"])
+
+
+IDS = [0, 2, 3, 7]
+ROWS = [[(0, -0.5), (1, -1.5)], [(5, -0.25), (0, -3.0)], [(6, -1.0), (0, -2.0)], [(7, 0.0), (NO_TOKEN, -np.inf)]]
+FOUND = logprobs_of(IDS, ROWS, [-0.5, -4.0, -np.inf, 0.0])
+
+
+def test_a_completion_has_openai_s_four_lists_with_the_drawn_token_among_the_likeliest() -> None:
+    found = shown(COMPLETION, IDS, FOUND)
+    CompletionLogprobs.model_validate(found)
+    assert found == {
+        "tokens": ["Hi", "bytes:\\xe2", "bytes:\\x80\\x93", END],
+        "token_logprobs": [-0.5, -4.0, UNLIKELY, 0.0],
+        "top_logprobs": [
+            {"Hi": -0.5, " there": -1.5},
+            {"bytes:\\xe2": -4.0, "bytes:\\xff": -0.25, "Hi": -3.0},
+            {"bytes:\\x80\\x93": UNLIKELY, "Hi": -1.0},  # two tokens that read alike: the likelier
+            {END: 0.0},
+        ],
+        "text_offset": [0, 2, 2, 3],
+    }
+    assert list(found["top_logprobs"][1]) == ["bytes:\\xe2", "bytes:\\xff", "Hi"]
+
+
+def test_a_chat_has_a_list_of_tokens_with_their_bytes_and_the_likeliest_alone() -> None:
+    found = shown(CHAT, IDS, FOUND)
+    parsed = ChatLogprobs.model_validate(found)
+    assert parsed.content is not None
+    first, second, third, last = found["content"]
+    assert first == {
+        "token": "Hi",
+        "logprob": -0.5,
+        "bytes": [72, 105],
+        "top_logprobs": [
+            {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]},
+            {"token": " there", "logprob": -1.5, "bytes": list(b" there")},
+        ],
+    }
+    assert (second["token"], second["bytes"], third["bytes"]) == ("\\xe2", [0xE2], [0x80, 0x93])
+    assert [top["token"] for top in second["top_logprobs"]] == ["\\xff", "Hi"]
+    assert (third["logprob"], last["token"], last["top_logprobs"]) == (
+        UNLIKELY,
+        END,
+        [{"token": END, "logprob": 0.0, "bytes": list(END.encode())}],
+    )
+
+
+def test_no_number_of_likeliest_gives_those_of_the_tokens_alone() -> None:
+    none = TokenLogprobs(np.array([-1.0], np.float32), np.empty((1, 0), np.int32), np.empty((1, 0), np.float32))
+    assert shown(COMPLETION, [0], none)["top_logprobs"] == [{"Hi": -1.0}]
+    assert shown(CHAT, [0], none)["content"][0]["top_logprobs"] == []
+
+
+def test_numbers_are_written_as_the_float32_that_they_are() -> None:
+    value = np.float32(-2.103829860687256)
+    found = logprobs_of([0], [[(0, float(value)), (1, -3.0)]], [float(value)])
+    assert np.float32(shown(COMPLETION, [0], found)["token_logprobs"][0]) == value
+
+
+@given(token_ids=st.lists(st.integers(0, len(BYTES) - 1), max_size=12))
+def test_offsets_lead_to_the_characters_of_the_text(token_ids: list[int]) -> None:
+    text, offsets = text_of(token_ids), text_offsets(token_ids, text_of(token_ids), Texts())
+    for place, (token_id, offset) in enumerate(zip(token_ids, offsets, strict=True)):
+        before = text_of([each for each in token_ids[:place] if each not in (2, 3, 5)])
+        if not {2, 3, 5} & {*token_ids[: place + 1]} and token_id not in SPECIAL:
+            assert offset == len(before)
+            assert text[offset:].startswith(BYTES[token_id].decode())
+    assert offsets == sorted(offsets)
+    assert all(offset <= len(text) for offset in offsets)
+
+
+def test_a_space_that_texts_begin_without_moves_all_offsets_and_a_cut_text_none() -> None:
+    assert text_offsets([1, 0, 1], "thereHi there", Texts()) == [0, 5, 7]
+    assert text_offsets([1, 0, 1], " there", Texts()) == [0, 6, 8]
+    assert text_offsets([1, 0], "", Texts()) == [0, 6]
