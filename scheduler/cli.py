@@ -16,7 +16,8 @@ from scheduler.commands.chaos import chaos
 from scheduler.commands.doctor import doctor
 from scheduler.commands.ended.extend import extend
 from scheduler.commands.ended.prune import prune
-from scheduler.commands.nightly import nightly
+from scheduler.commands.folders.nightly import nightly
+from scheduler.commands.folders.serve import serve
 from scheduler.commands.report import report
 from scheduler.commands.results import results
 from scheduler.commands.resume import resume
@@ -30,6 +31,7 @@ from scheduler.process.streams import Lines
 
 USER_ERROR = 2
 MAX_LINE = 4000  # characters of an error
+SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
@@ -44,8 +46,9 @@ class OneLineErrors(click.Group):
             sys.stdout.flush()
         except click.ClickException as error:
             _fail(error.format_message())
-        except (click.Abort, KeyboardInterrupt):
-            Lines(sys.stderr).write("interrupted")
+        except (click.Abort, KeyboardInterrupt) as error:
+            hint = (error.__cause__ or error).args  # click has an abort of its own
+            Lines(sys.stderr).write(printable("; ".join(["interrupted", *hint])))
             sys.exit(INTERRUPTED)
         except Exception as error:
             if _is_output_error(error):
@@ -57,7 +60,7 @@ class OneLineErrors(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.group(cls=OneLineErrors, context_settings=SETTINGS)
 @click.version_option(package_name="swiftbatch")
 def main() -> None:
     """Run many long text generation jobs and get exactly the tokens that plain sampling would give.
@@ -70,7 +73,7 @@ def main() -> None:
     """
 
 
-OF_RUNS = (submit, nightly, status, tail, results, report, resume, extend, cancel, prune)
+OF_RUNS = (submit, nightly, serve, status, tail, results, report, resume, extend, cancel, prune)
 for command in (*OF_RUNS, doctor, train, bench, chaos):
     main.add_command(command)
 

@@ -96,7 +96,6 @@ def _embedded_ray() -> EmbeddedRay:
 
 def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, left: threading.Event) -> None:
     """Have Ray up in this process, until `left`. Raises ClusterError, and KeyboardInterrupt."""
-    import ray
 
     def init() -> None:
         if embedded is None:
@@ -115,7 +114,7 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
             "Ray takes names in UTF-8 alone, and one in this command or of the folder it was given in is none; "
             "rename that folder or file"
         ) from None
-    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises whatever it likes: also a bare Exception, where a node takes long
         where = f"no Ray cluster answers at {address}" if embedded is None else "an embedded Ray does not start"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logs = "" if embedded is None else f"; its logs are in {embedded.keep_logs()}"
@@ -187,7 +186,11 @@ def _end_without_ray(code: int) -> None:
 
 
 def _silence_ray() -> None:
-    """From here on stderr is Python's alone: Ray's threads write to its descriptor, even behind our last line."""
+    """From here on stderr is Python's alone: Ray's threads write to its descriptor, even behind our last line.
+
+    Those that are Python's, too, fail when Ray has gone, and that is no news.
+    """
+    threading.excepthook = lambda _failed: None
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

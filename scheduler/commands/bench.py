@@ -1,4 +1,4 @@
-"""The command `bench`: decode, auto, kernels, agreement, checkpoints, long, gpu; ablations have a file of their own."""
+"""The command `bench`: its benchmarks, one function each; ablations have a file of their own."""
 
 from __future__ import annotations
 
@@ -103,6 +103,32 @@ def auto(**options: Any) -> None:
     from worker.bench.auto.records import render
 
     show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
+
+
+@bench.command()
+@MODEL
+@click.option("--engine", default="autoregressive", help="Any; without drafts a field's own cost is seen best.")
+@click.option("--position", type=int, default=2048, help="Tokens in the cache.")
+@click.option("--tokens", "num_tokens", type=int, default=2000, help="To generate with each field.")
+@click.option("--rounds", "num_rounds", type=int, default=50, help="Of which the median counts.")
+@click.option("--temperature", type=float, default=1.0)
+@MIN_P
+@SEED
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
+@JSON
+@COMPUTING
+def fields(**options: Any) -> None:
+    """Time what each field of a job line costs on one stream: penalties, biases, guards, log-probabilities, structures.
+
+    All generate in turn, each its own text, beside one whose line says nothing.
+
+    \b
+    Example:
+      swiftbatch bench fields --tokens 4000 --json fields.json
+    """
+    from worker.bench.fields.fields import FieldBenchOptions, render, run_field_bench
+
+    show(render(run_field_bench(checked(FieldBenchOptions, options), say)))
 
 
 @bench.command()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
 from scheduler.commands.model_options import all_of, filled
+from scheduler.commands.options.grouping import options_of
+from scheduler.commands.options.limits import LIMITS
+from scheduler.commands.options.webhook import OUTPUT
+from scheduler.limits.limits import Limits
 from scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from worker.config import CheckpointKind, CheckpointSettings, Computation
+from worker.drafters.catalogue import ENGINES
 from worker.memory.plan import MOST_SLOTS
-
-if TYPE_CHECKING:
-    from scheduler.display.display import OutputMode
 
 MAX_SECONDS = 1_000_000_000  # 31 years
 
@@ -46,116 +48,112 @@ class CountOrAuto(click.ParamType[int | None]):
             self.fail(f"found {value}, expected auto, or a whole number from 1 on", param, ctx)
 
 
+worker_option, checkpoint_option = map(options_of, ("Workers", "Checkpoints"))
+
+ENGINE = worker_option(
+    "--engine",
+    type=click.Choice(list(ENGINES)),
+    metavar="ENGINE",
+    help="Changes speed, not output. [default: the run's, else auto]",
+)
 WORKERS = (
-    click.option("--workers", "num_workers", type=COUNT, default=Settings.num_workers, help="Worker processes."),
-    click.option(
+    worker_option(
+        "--workers", "num_workers", type=COUNT, metavar="N", default=Settings.num_workers, help="Worker processes."
+    ),
+    worker_option(
         "--slots",
         "num_slots",
         type=CountOrAuto(),
         default=Settings.num_slots,
-        show_default="auto",
-        metavar="auto|INTEGER",
-        help=f"Jobs at a time per worker; auto: as many as its memory has room for, {MOST_SLOTS} at most.",
+        show_default=False,
+        metavar="N|auto",
+        help=f"Jobs at a time per worker. [default: what fits, {MOST_SLOTS} at most]",
     ),
-    click.option(
+    worker_option(
         "--draft-model",
         type=click.Path(exists=True, file_okay=False),
-        help="Folder with the engine's trained parts. [default: the run's, else `parts` in the model's]",
+        metavar="DIR",
+        help="The engine's trained parts. [default: the run's, else the model's]",
     ),
-    click.option(
+    worker_option(
         "--kv-offload",
         type=click.Path(),
         callback=filled,
         metavar="DIR",
-        help="Keep caches in files there (GPU: in pinned memory), not on the device. [default: the run's, else off]",
+        help="Caches in files there (GPU: pinned). [default: the run's, else off]",
     ),
-    click.option("--address", help="A running Ray cluster, as HOST:PORT. [default: an embedded Ray]"),
-    click.option(
+    worker_option("--address", metavar="HOST:PORT", help="A running Ray cluster. [default: an embedded Ray]"),
+    worker_option(
         "--max-attempts",
         type=COUNT,
+        metavar="N",
         default=Settings.max_attempts,
-        help="Attempts in a row without progress before a job is given up.",
+        help="In a row without progress, until a job is given up.",
     ),
-    click.option(
+    worker_option(
         "--worker-timeout",
         type=SECONDS,
-        help="Seconds without a report after which a worker is replaced. "
-        f"[default: {WORKER_TIMEOUT:g}, or {STORE_SLACK_SECONDS:g} more than store retries]",
-    ),
-    click.option(
-        "--metrics-port",
-        type=click.IntRange(0, 65535),
-        help="Serve metrics; here the driver's, and at /sd where to find the workers' (0: any port).",
+        metavar="S",
+        help=f"Silence that ends one. [default: {WORKER_TIMEOUT:g}, or store retries + {STORE_SLACK_SECONDS:g}]",
     ),
 )
 CHECKPOINTS = (
-    click.option(
+    checkpoint_option(
         "--checkpoint",
         type=click.Choice(get_args(CheckpointKind)),
         default=CheckpointSettings.checkpoint,
-        help="`state` also keeps the caches: more to write, and a long job resumes in seconds.",
+        help="`state` keeps caches, too, to resume in seconds.",
     ),
-    click.option(
+    checkpoint_option(
         "--checkpoint-tokens",
         type=COUNT,
+        metavar="N",
         default=CheckpointSettings.checkpoint_tokens,
         help="New tokens of a job between two checkpoints.",
     ),
-    click.option(
+    checkpoint_option(
         "--checkpoint-seconds",
         type=SECONDS,
+        metavar="S",
         default=CheckpointSettings.checkpoint_seconds,
-        help="Work that a killed worker costs at most; longer spares an object store.",
+        help="Work that a killed worker costs at most.",
     ),
-    click.option(
+    checkpoint_option(
         "--grace-seconds",
         type=Seconds(0),
+        metavar="S",
         default=CheckpointSettings.grace_seconds,
-        help="Time to write checkpoints in after SIGTERM, Ctrl-C or a drain notice.",
+        help="For the last ones, at SIGTERM, Ctrl-C and limits.",
     ),
-    click.option(
+    checkpoint_option(
         "--keep-state",
         is_flag=True,
         default=CheckpointSettings.keep_state,
-        help="Keep the caches of jobs that ended at their max_tokens: `extend` then goes on at once.",
+        help="Keep caches of jobs that end at max_tokens, for `extend`.",
     ),
-    click.option(
+    checkpoint_option(
         "--store-retry-seconds",
         type=Seconds(0),
+        metavar="S",
         default=CheckpointSettings.store_retry_seconds,
-        help="How long a failing store is tried again before the run stops.",
+        help="How long a failing store is tried again.",
     ),
 )
-OUTPUT = (
-    click.option(
-        "--takeover",
-        "may_take_over",
-        is_flag=True,
-        help="Go on although a driver holds the run, if it has not been heard of for a while.",
-    ),
-    click.option("--quiet", is_flag=True, help="Show only errors, and at the end one line."),
-    click.option(
-        "--json",
-        "as_json",
-        is_flag=True,
-        help="Show events as JSON, one object a line; scheduler/display/EVENTS.md says which.",
-    ),
+TAKEOVER = options_of("The run")(
+    "--takeover",
+    "may_take_over",
+    is_flag=True,
+    help="Go on although a driver holds it that has long been silent.",
 )
 
-launch_options = all_of(*WORKERS, *CHECKPOINTS, *OUTPUT)
-"""What `submit` and `resume` share."""
-
-
-def output_mode(quiet: bool, as_json: bool) -> OutputMode:
-    """How a command shows what it does. Raises click.UsageError."""
-    if quiet and as_json:
-        raise click.UsageError("--quiet and --json: expected at most one of them")
-    return "quiet" if quiet else "json" if as_json else "auto"
+launch_options = all_of(TAKEOVER, *WORKERS, *LIMITS, *CHECKPOINTS, *OUTPUT)
+"""What all commands that run jobs share."""
 
 
 def make_settings(**options: Any) -> Settings:
     """The values of these options, and of those of `submit` or `resume` alone, by the names of the fields they set."""
     named = {field.name: options.pop(field.name, None) for field in fields(Computation)}
     checkpoints = {field.name: options.pop(field.name) for field in fields(CheckpointSettings)}
+    limits = Limits(**{field.name: options.pop(field.name, None) for field in fields(Limits)})
     said = {name: value for name, value in named.items() if value is not None}
-    return Settings(said, CheckpointSettings(**checkpoints), **options)
+    return Settings(said, CheckpointSettings(**checkpoints), limits=limits, **options)

@@ -1,4 +1,4 @@
-"""What `submit` and `resume` do alike: run what is unfinished, and say how the run stands."""
+"""What commands that run jobs do alike: run what is unfinished, and say how the run stands."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from scheduler.runs.settings import Settings
 
 SOME_FAILED = 1
+LIMIT_REACHED = 3  # 2 is what a command ends with that can't go on
 
 
 def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display) -> Outcome:
@@ -30,12 +31,19 @@ def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display
 
 def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
     """Tell how the run stands, and exit with what that means."""
-    from scheduler.display.events import RunEnded
+    from scheduler.display.end_events import RunEnded
 
     place = run.store.shown_uri
     outputs = (f"{place}/output.jsonl", f"{place}/output.parquet")
-    display.note(RunEnded(place, outcome.state, outcome.jobs, outputs))
+    code = _exit_code(outcome, num_rejects)
+    display.note(RunEnded(place, outcome.state, outcome.jobs, outputs, outcome.reached_limit, code, outcome.num_tokens))
+    if code:
+        click.get_current_context().exit(code)
+
+
+def _exit_code(outcome: Outcome, num_rejects: int) -> int:
+    if outcome.reached_limit is not None:
+        return LIMIT_REACHED
     if outcome.state == "interrupted":
-        click.get_current_context().exit(INTERRUPTED)
-    if outcome.num_without_result or num_rejects:
-        click.get_current_context().exit(SOME_FAILED)
+        return INTERRUPTED
+    return SOME_FAILED if outcome.num_without_result or num_rejects else 0

@@ -25,7 +25,7 @@ MAX_THREADS = 1024  # more than cores are slower, and millions end the process
 DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
 ATTENTION_HELP = "GPU: what attends to prefixes."
-LINEAR_HELP = "GPU: what multiplies; `doctor` says where cublas will not do."
+LINEAR_HELP = "GPU: what multiplies; `doctor` says which."
 THREAD_COUNT = click.IntRange(1, MAX_THREADS)
 
 

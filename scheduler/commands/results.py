@@ -6,6 +6,8 @@ import sys
 
 import click
 
+from scheduler.commands.launching import SOME_FAILED
+
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
@@ -13,6 +15,8 @@ import click
 @click.option("--output", type=click.Path(dir_okay=False), help="File to write. [default: stdout]")
 def results(run_uri: str, kind: str, output: str | None) -> None:
     """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.
+
+    Damaged ones are left out and named on stderr; the exit code is then 1.
 
     \b
     Example:
@@ -38,5 +42,8 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         if output is None:  # a reader that has seen enough, as in `| head`
             raise
         raise click.FileError(output, error.strerror) from None
-    for problem in damage_lines(run):
+    damage = damage_lines(run)
+    for problem in damage:
         click.echo(problem, err=True)
+    if damage:
+        click.get_current_context().exit(SOME_FAILED)

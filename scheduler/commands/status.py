@@ -57,7 +57,8 @@ def _show_run(run: Run) -> None:
 
 
 def _show_status(run: Run, progress: Progress) -> None:
-    from scheduler.display.summary import counted, numerics_lines, summary_line, worker_line
+    from jobs.shards.shards import DATA, FOLDER
+    from scheduler.display.summary import counted, numerics_lines, printable, summary_line, worker_line
     from scheduler.runs.kept import kept_of
 
     _show_run(run)
@@ -68,6 +69,8 @@ def _show_status(run: Run, progress: Progress) -> None:
         click.echo(f"  {worker_line(worker, progress.running)}")
     for line in numerics_lines(progress):
         click.echo(f"  {line}")
+    if num_shards := len(run.store.list(DATA)):
+        click.echo(f"shards: {num_shards:,} so far, all final, in {printable(run.store.shown_uri)}/{FOLDER}")
     if kept := str(kept_of(run)):
         click.echo(f"kept for `swiftbatch extend`: {kept}; `swiftbatch prune` drops it")
     _show_what_next(run, progress)
@@ -78,9 +81,11 @@ def _show_what_next(run: Run, progress: Progress) -> None:
     from scheduler.runs.watching import silent_driver
 
     place = printable(run.store.shown_uri)
+    if progress.state == "interrupted" and progress.reached_limit is not None:
+        click.echo(f"stopped at {printable(progress.reached_limit)}")
     if progress.state == "interrupted" and (silence := silent_driver(run)) is not None:
         click.echo(f"{silence}; if it is surely dead: swiftbatch resume {place} --takeover")
     elif progress.state == "interrupted":
         click.echo(f"no driver runs it; go on with: swiftbatch resume {place}")
-    elif progress.state != "running":
+    elif progress.state != "running" and progress.driver_host:
         click.echo(f"took {duration(progress.updated - progress.started)} since the last start")

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from jobs.job import JobUrl
 from jobs.repetition import LoopAction
-from scheduler.commands.launch_options import launch_options, make_settings, output_mode
+from jobs.run.dtypes import LogprobsMode
+from scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from scheduler.commands.launching import end, launch_shown
 from scheduler.commands.model_options import (
     ATTENTION_HELP,
@@ -19,6 +21,8 @@ from scheduler.commands.model_options import (
     THREAD_COUNT,
     filled,
 )
+from scheduler.commands.options.grouping import GroupedCommand, options_of
+from scheduler.commands.options.webhook import shown
 from worker.config import Computation
 from worker.drafters.catalogue import ENGINES
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
     from jobs.input.columns import Columns
     from jobs.input.reader import Reject
+    from jobs.shards.settings import ShardSettings
     from scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
@@ -34,10 +39,24 @@ ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.i
 
 def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     """A name that is text: Ray, which keeps the command's words, takes no other, and would say so when all is there."""
+    if not _is_utf8(value):
+        raise click.BadParameter(f"found {value!a}, expected a name in UTF-8")
+    return value
+
+
+def _is_utf8(text: str) -> bool:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise click.BadParameter(f"found {value!a}, expected a name in UTF-8") from None
+        return False
+    return True
+
+
+def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:
+    """Two texts that can be kept. Raises click.BadParameter."""
+    for text in value or ():
+        if not text or not _is_utf8(text):
+            raise click.BadParameter(f"found {text!a}, expected two texts in UTF-8 that are not empty")
     return value
 
 
@@ -50,77 +69,111 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
         raise click.BadParameter(str(error)) from None
 
 
-@click.command(epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
+def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
+    from jobs.shards.settings import ShardSettings
+
+    try:
+        return ShardSettings.parse(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+run_option, token_option = map(options_of, ("The run", "What decides the tokens, kept in the run"))
+
+
+@click.command(cls=GroupedCommand, epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
 @click.argument("jobs", type=click.Path(), nargs=-1, required=True)
-@click.option(
-    "--run", "run_uri", required=True, callback=_text, help="Folder of the run: a path, s3:// or gs://. Made if absent."
+@run_option(
+    "--run", "run_uri", metavar="RUN", required=True, callback=_text, help="Its folder: a path, s3:// or gs://."
 )
-@click.option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
-@click.option(
-    "--engine", type=click.Choice(list(ENGINES)), help=f"Changes speed, not output. [default: {Computation.engine}]"
-)
-@click.option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
-@click.option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
-@click.option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
-@click.option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
-@click.option("--threads", "num_threads", type=THREAD_COUNT, help="CPU threads per worker. [default: cores / workers]")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    help=f"For jobs without a seed of their own. [default: {Computation.seed}]",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1, 2**31 - 1),
-    help="For jobs without max_tokens of their own. [default: all that the model's positions leave behind a prompt]",
-)
-@click.option(
+@run_option(
     "--column",
     "columns",
     multiple=True,
     metavar="FIELD=COLUMN",
     callback=_columns,
-    help="The column, or the name in JSON lines, that is a field, as in prompt=text. May be given several times.",
+    help="The column that is a field, as in prompt=text. Repeatable.",
 )
-@click.option(
+@run_option(
+    "--output-shards",
+    "shards",
+    metavar="FORMAT",
+    callback=_shards,
+    help="Rows for `datasets` while jobs end: parquet, or jsonl:500.",
+)
+@run_option(
+    "--endpoint", type=click.Choice(get_args(JobUrl)), metavar="URL", help="Refuse lines that are for another one."
+)
+@run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
+@token_option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
+@token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
+@token_option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
+@token_option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
+@token_option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
+@token_option(
+    "--threads", "num_threads", type=THREAD_COUNT, metavar="N", help="Per worker, on CPUs. [default: cores / workers]"
+)
+@token_option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    help=f"Of lines without one. [default: {Computation.seed}]",
+)
+@token_option(
+    "--max-tokens",
+    type=click.IntRange(1, 2**31 - 1),
+    metavar="N",
+    help="Of lines without any. [default: what the model's positions leave]",
+)
+@token_option(
     "--loop-guard",
     type=click.Choice(get_args(LoopAction)),
-    help="What becomes of an output that is a loop, for jobs without repetition_detection. [default: it goes on]",
+    help="At loops, of lines that say nothing of them. [default: go on]",
 )
-@click.option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
+@token_option(
+    "--logprobs-mode",
+    type=click.Choice(get_args(LogprobsMode)),
+    metavar="MODE",
+    help=f"raw_logprobs or processed_logprobs. [default: {Computation.logprobs_mode}]",
+)
+@token_option(
+    "--thinking-markers",
+    nargs=2,
+    metavar="A B",
+    callback=_markers,
+    help="Around thoughts, as '<think>' '</think>'. [default: the model's]",
+)
+@ENGINE
 @launch_options
 def submit(
     jobs: tuple[str, ...],
     run_uri: str,
     columns: Columns,
+    endpoint: JobUrl | None,
     strict: bool,
     may_take_over: bool,
-    quiet: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
-    """Run the jobs of one file or several and wait for them. The same files again run only what is missing.
+    """Run the jobs of one file or several, and wait. The same files again run what is missing.
 
-    JOBS are files with one JSON object a line: `custom_id`, `prompt` (or `messages`) and sampling fields as
-    `max_tokens`, or an OpenAI Batch line; or Parquet files with such columns. Each may be compressed (gzip, zstd), a
-    pipe, `-` for standard input, a pattern as 'part-*.jsonl', or behind s3://, gs://, file:// and hf://datasets/.
+    JOBS are files of JSON objects, one a line (short form or OpenAI Batch), or of Parquet: paths, patterns as
+    'part-*.jsonl.gz', `-` for standard input, s3://, gs://, file:// and hf://datasets/.
 
     \b
-    Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted,
-    2 wrong usage or input, or the run had to stop: then `swiftbatch resume` goes on.
+    Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted, 3 stopped at a limit,
+    2 wrong usage or input, or the run had to stop. After 2, 3 and 130 `swiftbatch resume` goes on.
 
     \b
     Example:
       swiftbatch submit jobs.jsonl --run my-run --workers 2
       swiftbatch submit 'part-*.parquet' --run my-run --column prompt=text
     """
-    from scheduler.display.display import open_display
     from scheduler.display.events import FieldsWithoutEffect
     from scheduler.runs.submission import submission
 
-    mode, settings = output_mode(quiet, as_json), make_settings(**options)
-    submitting = submission(jobs, run_uri, settings, strict, may_take_over, columns)
-    with open_display(mode) as display, submitting as submitted:
+    showing, settings = shown(options), make_settings(**options)
+    submitting = submission(jobs, run_uri, settings, strict, may_take_over, columns, endpoint)
+    with showing as display, submitting as submitted:
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))

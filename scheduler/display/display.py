@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from jobs.run.run import Progress
-from scheduler.display.events import Event, RunEnded
+from scheduler.display.end_events import RunEnded
+from scheduler.display.events import Event
 from scheduler.display.summary import summary_line
 from scheduler.process.streams import Lines
 

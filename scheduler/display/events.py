@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from scheduler.display.summary import counted, job_counts, printable
+from scheduler.display.summary import counted, printable
 
 NUM_REJECTS_SHOWN = 5
 
@@ -75,10 +75,12 @@ class FieldsWithoutEffect(Event):
 class RunOpened(Event):
     """The run folder `run` holds `num_jobs` jobs of this submission, or of the run that is resumed."""
 
-    text: ClassVar[str] = "{num_jobs} jobs in {run}"
     run: str
     run_id: str
     num_jobs: int
+
+    def __str__(self) -> str:
+        return f"{counted(self.num_jobs, 'job')} in {printable(self.run)}"
 
 
 @dataclass(frozen=True)
@@ -168,24 +170,3 @@ class DriverSilent(Event):
 
     def __str__(self) -> str:
         return f"no word from the driver, process {self.pid} on {self.host}, for {time.time() - self.updated:.0f} s"
-
-
-@dataclass(frozen=True)
-class RunEnded(Event):
-    """The command is about to end: how the run stands, jobs by state, and where the results are."""
-
-    run: str
-    state: str
-    jobs: dict[str, int]
-    outputs: tuple[str, str]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def lines(self) -> list[str]:
-        first, run = f"run {self.state}; jobs: {job_counts(self.jobs)}", printable(self.run)
-        if self.state == "interrupted":
-            return [first, f"nothing is lost; go on with: swiftbatch resume {run}"]
-        again = f"to run failed and cancelled jobs again: swiftbatch resume {run} --retry-failed"
-        has_failed = self.jobs.get("failed") or self.jobs.get("cancelled")
-        return [first, *([again] if has_failed else []), f"results: {' and '.join(map(printable, self.outputs))}"]

@@ -79,6 +79,20 @@ class JobsExtended(Event):
 
 
 @dataclass(frozen=True)
+class JobsLongAlready(Event):
+    """Named jobs that `extend` has nothing to do for: they may have `max_tokens` or more already."""
+
+    custom_ids: tuple[str, ...]
+    max_tokens: int
+
+    def __str__(self) -> str:
+        num_more = len(self.custom_ids) - NUM_REJECTS_SHOWN
+        names = [printable(name) for name in self.custom_ids[:NUM_REJECTS_SHOWN]]
+        more = [f"and {counted(num_more, 'more job')}"] if num_more > 0 else []
+        return f"may have {self.max_tokens:,} tokens already: {', '.join([*names, *more])}"
+
+
+@dataclass(frozen=True)
 class JobNotExtended(Event):
     """`extend` leaves a job as it is; it is the `number`th of `num_refused` (from 1)."""
 

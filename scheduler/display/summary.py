@@ -15,6 +15,8 @@ SUBMIT_AGAIN = "submit the job file again"
 def summary_line(progress: Progress) -> str:
     """One line: jobs by state, tokens, speed, time left, and what was done so that nothing is lost."""
     line = f"{progress.state}; jobs: {job_counts(progress.jobs)}; {progress.num_generated_tokens:,} tokens"
+    if progress.num_copied_tokens:
+        line += f", {progress.num_read_tokens:,} read and {progress.num_copied_tokens:,} shared"
     if progress.state != "running":
         return line
     line += f", {speed_of(progress)}"
@@ -88,12 +90,20 @@ def counted(number: int, noun: str) -> str:
 
 def damage_lines(run: Run) -> list[str]:
     """A line for each file that was met and can't be used, and what makes up for it."""
-    from jobs.run.run import REJECTS
+    from jobs.run.run import PROGRESS, REJECTS
 
     place = run.store.shown_uri
-    resume = f"its job runs again with: swiftbatch resume {place}"
+    is_of_jobs = bool(run.damaged.keys() - {PROGRESS, REJECTS})
+    names = {job_id: record.job.name for job_id, record in run.all_jobs().items()} if is_of_jobs else {}
+    resume = f"swiftbatch resume {place}"
+    remedies = {REJECTS: SUBMIT_AGAIN, PROGRESS: f"it is written anew with: {resume}"}
+
+    def remedy(path: str) -> str:
+        job_id = path.rpartition("/")[2].removesuffix(".json")
+        return f"job {printable(names.get(job_id, job_id))} runs again with: {resume}"
+
     return [
-        f"{path} in {place} is damaged, {printable(problem)}: {SUBMIT_AGAIN if path == REJECTS else resume}"
+        f"{path} in {place} is damaged, {printable(problem)}: {remedies.get(path) or remedy(path)}"
         for path, problem in sorted(run.damaged.items())
     ]
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from jobs.checkpoints.store import CheckpointStore
 from jobs.job import JobRecord
+from jobs.run.priorities import priorities_of
 from jobs.run.results import error_line
 from jobs.run.run import Run
+from jobs.shared_prompts import shared_prompts
 from scheduler.driver.job_queue import JobQueue
 
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
@@ -24,14 +26,19 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))
     checkpoints = CheckpointStore(run.store)
+    priorities = priorities_of(run.store)
+    waiting: list[tuple[JobRecord, int]] = []
     for record, line in run.output_lines():
         if line is None:
             num_logged = len(checkpoints.read_tokens(record.job_id)) if record.job_id in with_checkpoint else 0
-            queue.add(record, max(num_logged, reported.get(record.job.name, 0)))
+            waiting.append((record, max(num_logged, reported.get(record.job.name, 0))))
         elif line["error"] is None:
             queue.add_ended("finished", num_completion_tokens(line))
         else:
             queue.add_ended(_state_of_failure(line), 0)
+    prompts = shared_prompts([record.prompt_keys for record, _ in waiting])
+    for (record, num_tokens), prompt in zip(waiting, prompts, strict=True):
+        queue.add(record, num_tokens, priorities.get(record.job.custom_id, 0), prompt)
     return queue
 
 

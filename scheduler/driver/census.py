@@ -28,6 +28,7 @@ class Census:
         num_held = counters.workers["ready"] + counters.workers["draining"]  # those that start may wait for a node
         seconds = 0.0 if self._last is None else num_held * (now - self._last)
         counters.worker_seconds[device] = counters.worker_seconds.get(device, 0.0) + seconds
+        self._context.spent.worker_seconds += seconds
         self._last = now
         speed = fleet.speed.tokens_per_second(now)
         counters.eta_seconds = round(queue.num_tokens_left / speed, 1) if speed > 0 else None
@@ -36,6 +37,8 @@ class Census:
             "jobs": counters.jobs,
             "max_tokens": {record.job.name: record.job.sampling.max_tokens for record, _ in queue.running()},
             "num_generated_tokens": queue.num_generated_tokens,
+            "num_total_tokens": self._context.spent.num_tokens,
+            "worker_seconds": round(self._context.spent.worker_seconds, 3),
             "num_tokens_left": queue.num_tokens_left,
             "tokens_per_second": round(speed, 2),
             "eta_seconds": counters.eta_seconds,
@@ -46,6 +49,8 @@ class Census:
             "num_resumes": totals.num_resumes,
             "mean_acceptance_length": round(totals.mean_acceptance_length, 3) if totals.num_steps else None,
             "num_tokens_by_draft": totals.num_tokens_by_draft,
+            "num_read_tokens": totals.num_read_tokens,
+            "num_copied_tokens": totals.num_copied_tokens,
         }
 
     def _status(self, worker: Worker, info: WorkerInfo, now: float) -> WorkerStatus:

@@ -9,6 +9,7 @@ from metrics.driver_counters import DriverCounters
 from scheduler.display.display import Display
 from scheduler.driver.fleet import Fleet
 from scheduler.driver.job_queue import JobQueue
+from scheduler.limits.limits import Limits, Spending
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,5 @@ class Context:
     num_workers: int
     num_slots: int | None  # jobs that a worker runs at a time; None for as many as it has room for
     grace_seconds: float  # that a worker has to write its checkpoints before it ends
+    limits: Limits
+    spent: Spending

@@ -67,9 +67,10 @@ class Dispatcher:
         """New jobs for a worker, until it has its share of the jobs or no room for more."""
         assignments: list[Assignment] = []
         held = self._queue.held_by(worker.id)
-        while len(held) < share and self._slots.has_room(worker, held):
-            if (record := self._queue.take(worker.id, now)) is None:
+        while len(held) < share and (record := self._queue.first_for(worker.id, now)) is not None:
+            if not self._slots.has_room(worker, held, record):
                 break
+            self._queue.take(worker.id, now)
             assignments.append(self._assignment(record, worker))
             held = self._queue.held_by(worker.id)
         return tuple(assignments)
@@ -80,7 +81,7 @@ class Dispatcher:
         attempt = self._checkpoints.claim(record.job_id, worker.id, numerics)
         num_tokens = self._queue.num_reported_tokens(record.job_id)
         self._context.display.note(JobStarted(record.job.name, worker.id, attempt, num_tokens))
-        return Assignment(record, attempt, num_tokens)
+        return Assignment(record, attempt, num_tokens, self._queue.num_shared_tokens(record.job_id))
 
     def _num_left_to_move(self, record: JobRecord) -> int:
         """Tokens that a job has left, 0 where that is too few for the move to pay."""

@@ -13,6 +13,7 @@ from jobs.run.records import RunState
 from jobs.run.run import Run, RunError
 from jobs.storage.store import Store, StoreError
 from scheduler.cluster.watch import ClusterLostError
+from scheduler.display.end_events import LimitReached
 from scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from scheduler.driver.census import Census
 from scheduler.driver.context import Context
@@ -21,6 +22,7 @@ from scheduler.driver.fleet import Event, Lost
 from scheduler.driver.hold import Hold
 from scheduler.driver.intake import Intake
 from scheduler.driver.settlement import Settlement
+from scheduler.driver.shards.sharding import Sharding
 from worker.model.files import ModelError
 
 WAIT_SECONDS = 0.2
@@ -43,14 +45,16 @@ class Driver:
         self._intake = Intake(context, self._settlement)
         self._dispatcher = Dispatcher(context)
         self._census = Census(context)
+        self._sharding = Sharding(context.run, hold.epoch, context.display)
         self._is_stopping = False
+        self.reached_limit: str | None = None  # why the run was left unfinished, as a text for people
 
     def request_stop(self) -> None:
         """Ask the loop to end soon, with all checkpoints written; safe in a signal handler."""
         self._is_stopping = True
 
     def run(self) -> RunState:
-        """Run until no job is left, or until asked to stop; the output files are written before the last beat.
+        """Run until no job is left, or until asked to stop or at a limit; the output files are written before the end.
 
         Raises DriverError, RunTakenError, ClusterLostError, ModelError where a worker can't load the model, and
         StoreError when the store has failed for good.
@@ -61,10 +65,11 @@ class Driver:
             self._beat("running")
             epoch = self._hold.epoch
             self._context.display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
-            while self._queue.num_unfinished and not self._is_stopping:
+            while self._queue.num_unfinished and not self._is_to_stop():
                 self._step()
             if self._queue.num_unfinished:
-                self._context.display.note(RunStopping())
+                self._census.take(time.monotonic())  # counts the workers' time while they are there
+                self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
             state = self._write_output()
         except ClusterLostError:
@@ -76,15 +81,23 @@ class Driver:
             raise
         finally:
             self._fleet.stop()
+            self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
                 self._beat(state)
         return state
+
+    def _is_to_stop(self) -> bool:
+        """Whether a user or a limit wants the run to end; a user's wish comes first."""
+        if not self._is_stopping:
+            self.reached_limit = self._context.limits.reached(self._context.spent, time.time())
+        return self._is_stopping or self.reached_limit is not None
 
     def _step(self) -> None:
         now = time.monotonic()
         if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
             self._settlement.take_cancel_requests()
+            self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)
         for worker, seconds in self._fleet.leaving():
             self._context.display.note(WorkerStopping(worker.id, "node_drained"))
             worker.begin_drain("node_drained", min(self._context.grace_seconds, seconds))
@@ -120,16 +133,18 @@ class Driver:
                 raise DriverError(f"no worker starts, {MAX_FAILED_STARTS} tries: {event.message}")
 
     def _write_output(self) -> RunState:
-        """Write the output files, while nobody else may; returns how the run stands."""
+        """Write the output files and the last shards, while nobody else may; returns how the run stands."""
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():
+            self._sharding.finish(is_end=state != "interrupted")
             self._run.write_output(self._hold.epoch.check)
         return state
 
     def _end_state(self) -> RunState:
         if self._queue.num_unfinished:
             return "interrupted"
+        self.reached_limit = None  # what was left has finished meanwhile
         is_whole_run, _ = self._run.cancel_requests()
         self._run.clear_cancel()
         return "cancelled" if is_whole_run else "finished"
@@ -141,4 +156,5 @@ class Driver:
         if state != "running":
             self._queue.stop_running()
         figures = self._census.take(time.monotonic())
-        self._context.display.update(self._hold.beat(state=state, running=at_risk, **figures))
+        limit = None if state == "running" else self.reached_limit
+        self._context.display.update(self._hold.beat(state=state, running=at_risk, reached_limit=limit, **figures))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jobs.run.records import ProcessKey, RunState
 from jobs.run.run import Progress, Run
 from jobs.storage.store import Store
-from scheduler.driver.backlog import count_jobs
+from scheduler.driver.backlog import count_jobs, num_completion_tokens
 from scheduler.process.identity import is_gone
 
 BEAT_SECONDS = 1.0
@@ -19,7 +19,7 @@ STALE_SECONDS_OBJECT_STORE = 30.0
 AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # of a beat
 KEPT = (  # of the beat of a driver that is no more
     *("driver_host", "driver_pid", "driver_process", "epoch", "started", "updated"),
-    *("running", "num_generated_tokens", "num_rejects"),
+    *("running", "num_generated_tokens", "num_total_tokens", "worker_seconds", "reached_limit", "num_rejects"),
 )
 
 Liveness = Literal["alive", "silent", "gone"]
@@ -50,7 +50,7 @@ def current_progress(run: Run) -> Progress:
     """What `status` shows: the newest beat, or what the folder says where no driver is alive, or has yet counted."""
     progress = run.progress()
     if progress is None:
-        return _not_yet_run(run)
+        return _without_beat(run)
     if liveness(run, progress) == "alive":
         return progress if progress.jobs else with_counts(run, progress)
     if progress.state == "running":
@@ -71,14 +71,16 @@ def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progre
     return Progress(state=state, jobs=jobs, **kept, **AT_REST)
 
 
-def _not_yet_run(run: Run) -> Progress:
-    created = run.manifest.created
+def _without_beat(run: Run) -> Progress:
+    """What the folder alone says: of a run that was never run, or whose beat is damaged."""
+    created, jobs, was_run = run.manifest.created, count_jobs(run), run.has_had_a_driver()
+    lines = run.result_lines(run.ended()[0]) if was_run else ()
     return Progress(
-        state="interrupted",
+        state="interrupted" if jobs["pending"] or not was_run else "finished",
         updated=created,
         started=created,
-        jobs=count_jobs(run),
-        num_generated_tokens=0,
+        jobs=jobs,
+        num_generated_tokens=sum(num_completion_tokens(line) for line in lines if line is not None),
         driver_host="",
         driver_pid=0,
         **AT_REST,

@@ -20,6 +20,8 @@ from scheduler.driver.backlog import count_jobs
 from scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
 from scheduler.driver.takeover import Epoch
 
+KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # of the last driver's beat
+
 
 class Hold:
     """The hold on one run, until its block ends."""
@@ -34,9 +36,9 @@ class Hold:
         run.delete_leftovers()
         if forgets_cancel:
             run.clear_cancel()  # before others see who is to be asked
-        before = run.progress()  # nothing is counted yet; what the last driver knew of its running jobs stays known
-        running, num_tokens = ({}, 0) if before is None else (before.running, before.num_generated_tokens)
-        self.beat(state="running", jobs={}, running=running, num_generated_tokens=num_tokens, **AT_REST)
+        self.before = run.progress()  # nothing is counted yet; what the last driver knew stays known
+        known = {} if self.before is None else {name: getattr(self.before, name) for name in KNOWN}
+        self.beat(state="running", jobs={}, **{"num_generated_tokens": 0} | known, **AT_REST)
         self._begin_beating()
 
     def __enter__(self) -> Self:
@@ -73,12 +75,16 @@ class Hold:
         self._newest = beat
         return beat
 
-    def end(self, state: RunState) -> None:
-        """Say that nobody is at work any more, and how the run stands. Raises RunTakenError, StoreError."""
+    def end(self, state: RunState, num_tokens: int | None = None, reached_limit: str | None = None) -> None:
+        """Say that nobody is at work any more, and how the run stands. Raises RunTakenError, StoreError.
+
+        `num_tokens` are those of all jobs, where they were counted.
+        """
         self.stop_beating()
         self.epoch.check()
         run = self.epoch.run
-        changes = {"updated": time.time(), "num_rejects": len(run.rejects())}
+        changes: dict[str, Any] = {"num_rejects": len(run.rejects()), "reached_limit": reached_limit}
+        changes |= {"updated": time.time()} | ({} if num_tokens is None else {"num_generated_tokens": num_tokens})
         newest = stopped(self._newest.model_copy(update=changes), state, count_jobs(run))
         run.write_progress(newest)
         self._newest = newest

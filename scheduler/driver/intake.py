@@ -17,6 +17,7 @@ class Intake:
     def __init__(self, context: Context, settlement: Settlement) -> None:
         self._queue, self._fleet = context.queue, context.fleet
         self._counters, self._display = context.counters, context.display
+        self._spent = context.spent
         self._settlement = settlement
         self._lost_ids: set[str] = set()
 
@@ -42,6 +43,7 @@ class Intake:
     def _take_in_report(self, worker: Worker, report: WorkReport) -> None:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
+        self._spent.num_tokens += report.num_generated_tokens
         for progress in (*report.progress, *report.released):
             self._queue.progress(progress.job_id, progress.num_generated_tokens)
         for progress in report.finished:

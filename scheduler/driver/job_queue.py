@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 from jobs.job import JobRecord
+from jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
 
 FIRST_RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 60.0
+NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
 
 class JobQueue:
-    """The jobs of a run that are still to do, longest first, and counts of the others.
+    """The jobs of a run that are still to do, by priority and then the longest first, and counts of the others.
 
     A job is given up after `max_attempts` attempts in a row that were lost without progress. A long job that is
     preempted often but moves on each time is never given up; one that kills its workers at the same token is.
@@ -29,11 +31,14 @@ class JobQueue:
         self._unfinished: dict[str, UnfinishedJob] = {}
         self._running: dict[str, UnfinishedJob] = {}
         self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
+        self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs()
 
-    def add(self, record: JobRecord, num_generated_tokens: int = 0) -> None:
+    def add(
+        self, record: JobRecord, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
+    ) -> None:
         """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
-        job = UnfinishedJob(record, num_generated_tokens, num_generated_tokens)
+        job = UnfinishedJob(record, num_generated_tokens, num_generated_tokens, priority, prompt)
         self._unfinished[record.job_id] = job
         self.num_generated_tokens += num_generated_tokens
         self.num_tokens_left += job.num_left
@@ -44,14 +49,26 @@ class JobQueue:
         self._num_ended[state] += 1
         self.num_generated_tokens += num_generated_tokens
 
-    def take(self, worker_id: str, now: float) -> JobRecord | None:
-        """Give a worker the longest job that may run now beside those it has, or None."""
-        held = self._held[worker_id]
-        if any(self._running[job_id].runs_alone for job_id in held):
+    def first_for(self, worker_id: str, now: float) -> JobRecord | None:
+        """The job that `take` would give a worker, or None."""
+        if self._has_loner(worker_id):
             return None
-        job = self._waiting.take(bool(held), now)
+        job = self._waiting.first(bool(self._held[worker_id]), now, self._groups[worker_id])
+        return None if job is None else job.record
+
+    def take(self, worker_id: str, now: float) -> JobRecord | None:
+        """Give a worker the first job that may run now beside those it has, or None.
+
+        Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
+        """
+        if self._has_loner(worker_id):
+            return None
+        held, groups = self._held[worker_id], self._groups[worker_id]
+        job = self._waiting.take(bool(held), now, groups)
         if job is None:
             return None
+        if job.prompt.group is not None and job.prompt.group not in groups:
+            groups.append(job.prompt.group)
         job.worker_id = worker_id
         held.add(job.record.job_id)
         self._running[job.record.job_id] = job
@@ -112,6 +129,10 @@ class JobQueue:
         """The tokens that a job had when it was last heard of."""
         return self._unfinished[job_id].num_generated_tokens
 
+    def num_shared_tokens(self, job_id: str) -> int:
+        """First tokens of a job's prompt that other jobs have as well."""
+        return self._unfinished[job_id].prompt.num_tokens
+
     def unfinished(self) -> list[str]:
         """Ids of all jobs still to do."""
         return list(self._unfinished)
@@ -127,6 +148,9 @@ class JobQueue:
     def counts(self) -> dict[str, int]:
         num_running = len(self._running)
         return {"pending": len(self._unfinished) - num_running, "running": num_running, **self._num_ended}
+
+    def _has_loner(self, worker_id: str) -> bool:
+        return any(self._running[job_id].runs_alone for job_id in self._held[worker_id])
 
     def _has_progressed(self, job: UnfinishedJob) -> bool:
         needed = max(1, int(PROGRESS_SHARE * job.record.job.sampling.max_tokens))

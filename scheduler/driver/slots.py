@@ -21,16 +21,16 @@ class Slots:
         self._num_slots = num_slots
         self._fleet = fleet
 
-    def has_room(self, worker: Worker, held: list[JobRecord]) -> bool:
-        """Whether a worker that has the jobs `held` takes another one that is no longer than the longest of them."""
+    def has_room(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
+        """Whether a worker that has the jobs `held` takes another one, and has room for one as long as any of them."""
         most = worker.info.num_slots if worker.info else None  # a GPU's, made when it started
         if self._num_slots is not None or most is not None:
             return len(held) < min(number for number in (self._num_slots, most) if number is not None)
-        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held))
+        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held, record))
 
-    def _fits_one_more(self, worker: Worker, held: list[JobRecord]) -> bool:
-        lengths = [record.max_length for record in held]
-        return sum(lengths) + max(lengths) <= self._num_positions(worker)
+    def _fits_one_more(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
+        lengths = [each.max_length for each in held]
+        return sum(lengths) + max(record.max_length, *lengths) <= self._num_positions(worker)
 
     def _num_positions(self, worker: Worker) -> float:
         """The worker's share of its machine's memory; who is still to start may come to the same machine."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from jobs.job import JobRecord
+from jobs.shared_prompts import NOT_SHARED, SharedPrompt
+
+LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
 
 
 @dataclass(eq=False)
@@ -14,6 +20,8 @@ class UnfinishedJob:
     record: JobRecord
     num_generated_tokens: int  # as last reported
     num_tokens_at_last_loss: int  # the most it ever had when an attempt was lost
+    priority: int = 0  # the lower one comes first
+    prompt: SharedPrompt = NOT_SHARED
     num_strikes: int = 0  # attempts lost in a row without progress
     runs_alone: bool = False
     not_before: float = 0.0
@@ -24,18 +32,41 @@ class UnfinishedJob:
     def num_left(self) -> int:
         return max(0, self.record.job.sampling.max_tokens - self.num_generated_tokens)
 
+    def may_precede(self, first: UnfinishedJob) -> bool:
+        """Whether it may go before the one that comes first, for the sake of its prompt."""
+        is_as_long = self.record.max_length >= LEAST_LENGTH * first.record.max_length
+        return is_as_long and self.priority == first.priority
+
+
+class Place(NamedTuple):
+    """Where a job stands; two of them never compare by the job, since no two tickets are equal."""
+
+    priority: int
+    negative_length: int
+    line_number: int
+    ticket: int
+    job: UnfinishedJob
+
+
+Heap = list[Place]
+
 
 class WaitingJobs:
-    """The longest job first, equals in file order, and none before its time.
+    """The lowest priority first, then the longest job, equals in file order, and none before its time.
 
-    A place is given up by taking away the job's ticket: the entry in the heap is skipped when it comes up.
+    Among jobs of about the longest's length, a worker gets one whose prompt is like those it has had; else one whose
+    prompt is like none that was begun, so that workers share no prompts while there are others.
+    A place is given up by taking away the job's ticket: the entry in a heap is skipped when it comes up.
     """
 
     def __init__(self) -> None:
         self._tickets = count()
         self._delayed: list[tuple[float, int, UnfinishedJob]] = []
-        self._sociable: list[tuple[int, int, int, UnfinishedJob]] = []
-        self._loners: list[tuple[int, int, int, UnfinishedJob]] = []
+        self._sociable: Heap = []
+        self._loners: Heap = []
+        self._groups: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by the group of their prompts
+        self._fresh: Heap = []  # those of no group, and of groups that were not begun
+        self._begun: set[int] = set()
 
     def put(self, job: UnfinishedJob) -> None:
         """Let a job wait, at least until its `not_before`; call it again when `runs_alone` has changed."""
@@ -46,23 +77,51 @@ class WaitingJobs:
         """Forget a job, waiting or not."""
         job.ticket = None
 
-    def take(self, has_neighbours: bool, now: float) -> UnfinishedJob | None:
-        """Take the longest job that may run now, or None; one that runs alone is passed over beside neighbours."""
+    def first(self, has_neighbours: bool, now: float, groups: Iterable[int] = ()) -> UnfinishedJob | None:
+        """The job that may run now and comes first, or one of its priority, about as long, that suits a worker better.
+
+        None if none; one that runs alone is passed over beside neighbours. `groups` are those of the worker's prompts.
+        """
         self._admit(now)
-        heaps = [self._sociable] if has_neighbours else [self._sociable, self._loners]
-        for heap in heaps:
-            while heap and heap[0][2] != heap[0][3].ticket:
-                heappop(heap)
-        heaps = [heap for heap in heaps if heap]
-        if not heaps:
+        first = _first([self._sociable] if has_neighbours else [self._sociable, self._loners])
+        if first is None or first.runs_alone:
+            return first
+        while self._fresh and self._fresh[0].job.prompt.group in self._begun:
+            heappop(self._fresh)
+        own = [self._groups[group] for group in groups if group in self._groups]
+        better = [job for job in (_first(own), _first([self._fresh])) if job and job.may_precede(first)]
+        return better[0] if better else first
+
+    def take(self, has_neighbours: bool, now: float, groups: Iterable[int] = ()) -> UnfinishedJob | None:
+        """As `first`; it waits no longer."""
+        job = self.first(has_neighbours, now, groups)
+        if job is None:
             return None
-        *_, job = heappop(min(heaps, key=lambda heap: heap[0]))
         job.ticket = None
+        if (group := job.prompt.group) is not None:
+            self._begun.add(group)
+            if _first([self._groups[group]]) is None:
+                del self._groups[group]
         return job
 
     def _admit(self, now: float) -> None:
-        """Let those whose time has come into the order by length."""
+        """Let those whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
             _, ticket, job = heappop(self._delayed)
-            heap = self._loners if job.runs_alone else self._sociable
-            heappush(heap, (-job.record.max_length, job.record.line_number, ticket, job))
+            place = Place(job.priority, -job.record.max_length, job.record.line_number, ticket, job)
+            heappush(self._loners if job.runs_alone else self._sociable, place)
+            if job.runs_alone:
+                continue
+            if job.prompt.group is not None:
+                heappush(self._groups[job.prompt.group], place)
+            if job.prompt.group not in self._begun:
+                heappush(self._fresh, place)
+
+
+def _first(heaps: list[Heap]) -> UnfinishedJob | None:
+    """The first job that still waits in some heaps, whose passed places are dropped."""
+    for heap in heaps:
+        while heap and heap[0].ticket != heap[0].job.ticket:
+            heappop(heap)
+    heads = [heap[0] for heap in heaps if heap]
+    return min(heads).job if heads else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 INTERRUPTED = 130
 SAME_SECONDS = 1.0  # a closed terminal, `timeout` and service managers tell the same thing twice
 LOOK_SECONDS = 0.05
+AGAIN_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -35,7 +37,19 @@ def interrupt_on_signals() -> None:
         _handle(_unless_same(lambda _number, _frame: os._exit(INTERRUPTED)))
         raise KeyboardInterrupt
 
+    unheard = sys.unraisablehook
+
+    def tell_again(told: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised in a destructor or in a callback, an import's among them."""
+        if told.exc_type is not KeyboardInterrupt:
+            unheard(told)
+            return
+        _handle(interrupt)
+        signal.signal(signal.SIGALRM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+
     _handle(interrupt)
+    sys.unraisablehook = tell_again
 
 
 def end_on_signals() -> None:

@@ -10,6 +10,7 @@ from jobs.run.run import Run, RunError
 from scheduler.driver.backlog import cancel_job, count_jobs
 from scheduler.driver.heartbeat import STALE_SECONDS, liveness
 from scheduler.driver.hold import Hold
+from scheduler.driver.shards.sharding import finish_shards
 from scheduler.driver.takeover import RunTakenError, has_begun
 
 POLL_SECONDS = 0.1
@@ -45,8 +46,10 @@ def _cancel(run: Run, hold: Hold, chosen: Sequence[JobRecord], *, is_whole_run: 
     run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
     for record in unfinished:
         cancel_job(run, record)
+    is_end = not count_jobs(run)["pending"]
+    finish_shards(run, hold.epoch, is_end)
     run.write_output(hold.epoch.check)
-    if count_jobs(run)["pending"]:
+    if not is_end:
         hold.end("interrupted")
     else:
         hold.end("cancelled" if is_whole_run else "finished")

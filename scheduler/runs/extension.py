@@ -11,6 +11,7 @@ from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.store import AttemptRecord, CheckpointStore
 from jobs.checkpoints.token_log import DamagedFileError, TokenLog
 from jobs.job import JobRecord
+from jobs.logprobs import TokenLogprobs
 from jobs.run.results import tokens_sha256
 from metrics.report.attempts import parsed_history
 from scheduler.driver.hold import Hold
@@ -26,11 +27,15 @@ class NotExtendedError(ValueError):
 
 @dataclass
 class Extension:
-    """The jobs that go on, in their longer form, the tokens they have, and those that do not, by name with a reason."""
+    """The jobs that go on, in their longer form, the tokens they have, and those that do not, by name with a reason.
+
+    `already` are the named ones that may have as many tokens as it is.
+    """
 
     records: list[JobRecord] = field(default_factory=list)
     num_tokens: int = 0
     refused: list[tuple[str, str]] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
 
 
 def extend_jobs(
@@ -49,16 +54,19 @@ def extend_jobs(
             continue
         try:
             if not _is_due(record, line, max_tokens, is_named=bool(custom_ids)):
+                if custom_ids and record.job.sampling.max_tokens >= max_tokens:
+                    found.already.append(record.job.name)
                 continue
             assert line is not None  # `_is_due` has looked
             log = _kept_log(kept, record, line)
+            logprobs = _kept_logprobs(kept, record, log)
             longer = _longer(record, max_tokens, files)
             if room is not None:
                 room.refuse_too_long(longer.max_length)
         except (NotExtendedError, KVRoomError) as error:
             found.refused.append((record.job.name, str(error)))
             continue
-        inherit(run.store, longer.job_id, record.job_id, _history(line), log)
+        inherit(run.store, longer.job_id, record.job_id, _history(line), log, logprobs)
         found.records.append(longer)
         found.num_tokens += len(log.token_ids)
     hold.epoch.check()
@@ -107,6 +115,16 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
     if tokens_sha256(log.token_ids) != line["response"]["body"]["choices"][0].get("token_ids_sha256"):
         raise NotExtendedError("the kept token log is not that of its result")
     return log
+
+
+def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
+    """Those of all its tokens, where the job asks for them. Raises NotExtendedError."""
+    if record.job.sampling.logprobs is None:
+        return None
+    try:
+        return kept.read_logprobs(record.job_id, log)
+    except DamagedFileError as error:
+        raise NotExtendedError(f"the log-probabilities of its tokens are not kept: {error}") from None
 
 
 def _longer(record: JobRecord, max_tokens: int, files: ModelFiles) -> JobRecord:

@@ -12,6 +12,7 @@ from jobs.input.columns import Columns
 from jobs.input.input_file import odd_kind
 from jobs.input.places import at_hand, found_files
 from jobs.input.reader import JobReader
+from jobs.job import JobUrl
 from jobs.storage.store import Store
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -40,10 +41,10 @@ def digest_of(folder: Store, path: str) -> str:
         return hashlib.file_digest(copy, "sha256").hexdigest()
 
 
-def read_job_files(said: Sequence[str], run_seed: int, columns: Columns) -> JobReader:
+def read_job_files(said: Sequence[str], run_seed: int, columns: Columns, endpoint: JobUrl | None = None) -> JobReader:
     """What job files ask for, in the order of `found_files`. Raises InputFileError, StoreError."""
     files = found_files(said)
-    reader = JobReader(run_seed, columns, is_for_many=len(files) > 1)
+    reader = JobReader(run_seed, columns, endpoint, is_for_many=len(files) > 1)
     for file in files:
         with at_hand(file) as (path, name):
             reader.read(path, name)

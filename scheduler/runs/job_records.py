@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jobs.input.job_line import JobLine
 from jobs.input.reader import Reject
 from jobs.job import JobRecord
 from jobs.repetition import RepetitionDetection
+from jobs.sampling import SamplingParams
+from jobs.shared_prompts import prompt_keys
 from worker.caches.room import KVRoom, KVRoomError
+from worker.constraints.definitions import StructureError
 from worker.model.files import ModelFiles
 from worker.model.text import TextCodec
 
 
 @dataclass(frozen=True)
 class MadeRecords:
-    """The jobs of some lines, the lines that are none, and the fields without effect: how many good lines have each."""
+    """The jobs of some lines, the lines that are none, and the fields without effect: how many good lines have each.
+
+    `priorities` are by `custom_id`, but for those that are 0.
+    """
 
     records: list[JobRecord] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
+    priorities: dict[str, int] = field(default_factory=dict)
     without_effect: Counter[str] = field(default_factory=Counter)
 
 
 def make_records(
     lines: Sequence[tuple[int, JobLine]],
     files: ModelFiles,
+    codec: TextCodec,
     max_tokens: int | None = None,
     room: KVRoom | None = None,
     loop_guard: RepetitionDetection | None = None,
@@ -37,37 +44,52 @@ def make_records(
     So is one that names a token which the model does not have. `max_tokens` are those of a line that leaves them open,
     None for all that the model's positions leave; `loop_guard` is for a line that says nothing of loops.
     """
-    codec, made = TextCodec(files), MadeRecords()
+    made = MadeRecords()
     for line_number, line in lines:
         try:
-            sizes = _sizes(line, codec, max_tokens, files)
-            _refuse_unfit_sampling(line.sampling, min(limit for _, limit in sizes), codec, files.vocab_size)
+            prompts = _prompts(line, codec, max_tokens, files)
+            _refuse_unfit_sampling(line, min(prompt.limit for prompt in prompts), codec, files.vocab_size)
             if room is not None:
-                room.refuse_too_long(max(map(sum, sizes)))
+                room.refuse_too_long(max(prompt.num_tokens + prompt.limit for prompt in prompts))
         except (ValueError, KVRoomError) as error:
             made.rejects.append(Reject(line_number, line.custom_id, str(error)))
             continue
-        for job in line.jobs([limit for _, limit in sizes], loop_guard):
-            num_prompt_tokens, _ = sizes[job.choice_index // line.num_choices]
-            made.records.append(JobRecord(job.job_id(files.fingerprint), job, line_number, num_prompt_tokens))
+        for job in line.jobs([prompt.limit for prompt in prompts], loop_guard):
+            prompt = prompts[job.choice_index // line.num_choices]
+            job_id = job.job_id(files.fingerprint)
+            made.records.append(JobRecord(job_id, job, line_number, prompt.num_tokens, prompt_keys=prompt.keys))
+        if line.priority:
+            made.priorities[line.custom_id] = line.priority
         made.without_effect.update(_without_effect(line, codec))
     return made
 
 
-def _sizes(line: JobLine, codec: TextCodec, max_tokens: int | None, files: ModelFiles) -> list[tuple[int, int]]:
-    """The tokens of each prompt, or of the messages, and how many may come behind. Raises ValueError."""
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt as tokens."""
+
+    num_tokens: int
+    limit: int  # tokens that may come behind it
+    keys: bytes
+
+
+def _prompts(line: JobLine, codec: TextCodec, max_tokens: int | None, files: ModelFiles) -> list[_Prompt]:
+    """Each prompt of a line, or its messages. Raises ValueError."""
+
+    def measured(token_ids: list[int]) -> _Prompt:
+        limit = _limit(line, len(token_ids), max_tokens, files)
+        return _Prompt(len(token_ids), limit, prompt_keys(token_ids))
+
     if line.messages is not None:
-        num_tokens = len(codec.encode_chat(line.messages, line.template))
-        return [(num_tokens, _limit(line, num_tokens, max_tokens, files))]
-    sizes = []
+        return [measured(codec.encode_chat(line.messages, line.template))]
+    prompts = []
     for number, prompt in enumerate(line.prompts, start=1):
         try:
-            num_tokens = len(codec.encode_prompt(prompt))
-            sizes.append((num_tokens, _limit(line, num_tokens, max_tokens, files)))
+            prompts.append(measured(codec.encode_prompt(prompt)))
         except ValueError as error:
             which = f" (prompt {number} of {len(line.prompts)})" if len(line.prompts) > 1 else ""
             raise ValueError(f"{error}{which}") from None
-    return sizes
+    return prompts
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
@@ -89,13 +111,18 @@ def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files:
     return line.max_tokens
 
 
-def _refuse_unfit_sampling(sampling: Mapping[str, Any], limit: int, codec: TextCodec, vocab_size: int) -> None:
+def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_size: int) -> None:
     """Raise ValueError for fields that only the model and the tokens which may come can tell to be wrong."""
+    sampling = line.sampling
     if sampling["min_tokens"] > limit:
         raise ValueError(
             f"field 'min_tokens': found {sampling['min_tokens']}, expected at most the {limit} that may come"
         )
     codec.bad_word_ids(sampling["bad_words"])
+    try:
+        codec.rules(SamplingParams(**sampling, max_tokens=limit))
+    except StructureError as error:
+        raise (ValueError(f"field '{line.format_field}': {error.reason}") if line.format_field else error) from None
     named = {"logit_bias": [token for token, _ in sampling["logit_bias"]], "stop_token_ids": sampling["stop_token_ids"]}
     for field_name, token_ids in named.items():
         if token_ids and token_ids[-1] >= vocab_size:

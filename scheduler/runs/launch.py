@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -16,6 +17,7 @@ from scheduler.cluster.actors import WorkerSpec
 from scheduler.cluster.cluster import Cluster, ClusterError, connect
 from scheduler.cluster.watch import ClusterLostError
 from scheduler.display.display import Display
+from scheduler.display.end_events import LimitReached, ShardWritten
 from scheduler.display.job_events import LineDamaged
 from scheduler.driver.backlog import count_jobs, load_queue
 from scheduler.driver.context import Context
@@ -24,6 +26,8 @@ from scheduler.driver.endpoint import served_metrics
 from scheduler.driver.fleet import Fleet
 from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
+from scheduler.driver.shards.sharding import finish_shards
+from scheduler.limits.limits import Spending
 from scheduler.process.interruption import held
 from scheduler.runs.manifest import computation_of, with_absolute_folders
 from scheduler.runs.settings import Settings
@@ -38,6 +42,8 @@ class Outcome:
 
     state: RunState
     jobs: dict[str, int]
+    num_tokens: int  # that its jobs have
+    reached_limit: str | None = None  # why it is unfinished, as a text for people
 
     @property
     def num_without_result(self) -> int:
@@ -59,27 +65,35 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
         queue = load_queue(run, settings.max_attempts)
         for path, problem, kept in run.set_damaged_aside(queue.unfinished()):
             display.note(LineDamaged(path, problem, kept))
-        state: RunState = "finished"
-        if queue.num_unfinished:
+        spent = Spending.so_far(hold.before, queue.num_generated_tokens)
+        reached = settings.limits.reached(spent, time.time()) if queue.num_unfinished else None
+        if queue.num_unfinished and reached is None:
             config = _engine_config(run.manifest, settings)
             with connect(settings.address, settings.num_workers) as cluster:
-                state = _drive(run, hold, queue, config, settings, cluster, display, counters)
+                state, reached = _drive(run, hold, queue, spent, config, settings, cluster, display, counters)
         else:
+            state = "finished" if reached is None else "interrupted"
+            if reached is not None:
+                display.note(LimitReached(reached))
+            for shard in finish_shards(run, hold.epoch, is_end=reached is None):
+                display.note(ShardWritten(shard.path, shard.num_rows))
             run.write_output(hold.epoch.check)
-            hold.end(state)
-        return Outcome(state, count_jobs(run))
+            hold.end(state, queue.num_generated_tokens, reached)
+        return Outcome(state, count_jobs(run), queue.num_generated_tokens, reached)
 
 
 def _drive(
     run: Run,
     hold: Hold,
     queue: JobQueue,
+    spent: Spending,
     config: EngineConfig,
     settings: Settings,
     cluster: Cluster,
     display: Display,
     counters: DriverCounters,
-) -> RunState:
+) -> tuple[RunState, str | None]:
+    """How the run stands then, and the limit that it has reached, if any."""
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     spec = WorkerSpec(
@@ -99,12 +113,14 @@ def _drive(
             num_workers=settings.num_workers,
             num_slots=settings.num_slots,
             grace_seconds=settings.checkpoints.grace_seconds,
+            limits=settings.limits,
+            spent=spent,
         )
         if settings.metrics_port is not None:
             stack.enter_context(served_metrics(context, config, settings.metrics_port))
         driver = Driver(context, hold)
         stack.enter_context(held(driver.request_stop))
-        return driver.run()
+        return driver.run(), driver.reached_limit
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
@@ -122,11 +138,13 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
 @contextlib.contextmanager
 def _told_how_to_go_on(run: Run) -> Iterator[None]:
     """Add to what ends the run early that it can go on."""
+    hint = f"nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
     try:
         yield
     except (ClusterLostError, DriverError, StoreError) as error:
-        hint = f"nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
         raise DriverError(f"{error}; {hint}") from error
+    except KeyboardInterrupt:  # before the driver hears signals, or at a second one
+        raise KeyboardInterrupt(hint) from None
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:

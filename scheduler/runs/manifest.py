@@ -19,6 +19,7 @@ from worker.exactness.verdicts import known_verdict, verdict_key
 from worker.kernels.choice import CudaKernels
 from worker.kernels.variants import chosen_numerics
 from worker.model.files import ModelError, ModelFiles, locate_model
+from worker.model.text import TextCodec
 from worker.target.hardware import cpu_capability, hardware_of, has_cuda
 
 FOLDERS = ("draft_model", "kv_offload")
@@ -37,7 +38,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
         found = _place(value) if name == "model" else value
         if name not in FOLDERS and found != getattr(manifest, name):
             kept = getattr(manifest, name)
-            shown = f"without {name}" if kept is None else f"with {name} {kept}"
+            shown = f"without {name}" if kept in (None, ()) else f"with {name} {kept}"
             raise RunError(
                 f"the run at {shown_uri(run_uri)} was made {shown}, found {found}; "
                 "leave the option away, or use another run folder"
@@ -76,6 +77,17 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
             "exactness": known_verdict(key),
         }
     )
+
+
+def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
+    """The manifest with the markers between which the model thinks, none too: those named, else those that were found.
+
+    Files and fingerprints would not do: another version of swiftbatch may know more pairs, or transformers read a
+    template otherwise, and a text that begins behind a thought would be another one.
+    """
+    if manifest.thinking_markers is not None:
+        return manifest
+    return manifest.model_copy(update={"thinking_markers": () if codec.markers is None else codec.markers.texts})
 
 
 def refuse_changed_model(run: Run) -> None:
@@ -126,7 +138,7 @@ def _place(model: str) -> str:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in ("swiftbatch", "torch", "transformers", "ray"):
+    for name in ("swiftbatch", "torch", "transformers", "ray", "llguidance"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # run from a checkout

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from scheduler.limits.limits import Limits
 from worker.config import CheckpointSettings
 
 if TYPE_CHECKING:
+    from jobs.shards.settings import ShardSettings
     from jobs.storage.retries import Retries
 
 START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
@@ -28,6 +30,8 @@ class Settings:
     max_attempts: int = 5
     worker_timeout: float | None = None  # seconds without a report; None for the default
     metrics_port: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    shards: ShardSettings | None = None  # of a submission, kept in the run; None: as the run has it
 
     @property
     def patience(self) -> float:

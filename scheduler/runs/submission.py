@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 from jobs.errors import UserError
 from jobs.input.columns import Columns
 from jobs.input.reader import Reject
-from jobs.job import JobRecord
+from jobs.job import JobRecord, JobUrl
 from jobs.repetition import loop_guard
+from jobs.run.priorities import set_priorities
 from jobs.run.run import Run, RunError, RunManifest
+from jobs.shards.settings import ask_for_shards
 from scheduler.driver.hold import Hold
 from scheduler.runs.job_files import read_job_files
 from scheduler.runs.job_records import make_records
-from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
+from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
 from scheduler.runs.settings import Settings
 from worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
 from worker.model.files import ModelFiles, locate_model
+from worker.model.text import TextCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,22 +63,25 @@ def submission(
     is_strict: bool = False,
     may_take_over: bool = False,
     columns: Columns = NO_COLUMNS,
+    endpoint: JobUrl | None = None,
 ) -> Iterator[Submission]:
     """Add the jobs of one file or of several to the run at `run_uri`, which is made if there is none.
 
     `jobs` are paths, URIs or patterns, see `found_files`; the jobs are those of the first file, then of the next.
+    With an `endpoint`, lines for another one are rejects.
     The run is held from before the first change in its folder until the block ends. Raises InputFileError, KVRoomError
     (for the folder of `--kv-offload`), StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
     said = [jobs] if isinstance(jobs, str) else jobs
-    lines = read_job_files(said, manifest.seed, columns)
+    lines = read_job_files(said, manifest.seed, columns, endpoint)
     files = locate_model(manifest.model)
-    manifest = with_model(manifest, files)
+    codec = TextCodec(files, manifest.thinking_markers)
+    manifest = with_markers(with_model(manifest, files), codec)
     guard = loop_guard(manifest.loop_guard)
     room = kv_room(manifest, files, settings)
-    made = make_records(lines.jobs, files, manifest.max_tokens, room, guard)
+    made = make_records(lines.jobs, files, codec, manifest.max_tokens, room, guard)
     rejects = sorted([*lines.rejects, *made.rejects], key=lambda reject: reject.line_number)
     if rejects and is_strict:
         raise StrictError(said[0], [lines.placed(reject) for reject in rejects])
@@ -84,9 +90,12 @@ def submission(
         run = planned.made()
         if run.manifest.run_id != manifest.run_id:
             raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
+        if settings.shards is not None:
+            ask_for_shards(run.store, settings.shards)
         records, changed = _without_changed(run, made.records)
         rejects = sorted([*rejects, *changed], key=lambda reject: reject.line_number)
         rejects = [lines.placed(reject) for reject in rejects]
+        set_priorities(run.store, {r.job.custom_id: made.priorities.get(r.job.custom_id, 0) for r in records})
         run.add_jobs(records)
         run.write_rejects(rejects)
         yield Submission(run, hold, records, rejects, dict(made.without_effect))

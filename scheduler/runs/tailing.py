@@ -63,4 +63,6 @@ def _result_text(run: Run, job_id: str) -> str | None:
     if line is None:
         return None
     choice = line["response"]["body"]["choices"][0]
-    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+    if "message" not in choice:
+        return str(choice["text"])
+    return str(choice["message"].get("reasoning_content", "") + choice["message"]["content"])

@@ -6,30 +6,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.commands.launch_options import launch_options, make_settings, output_mode
+from scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from scheduler.commands.launching import end, launch_shown
-from worker.drafters.catalogue import ENGINES
+from scheduler.commands.options.grouping import GroupedCommand, options_of
+from scheduler.commands.options.webhook import shown
 
 if TYPE_CHECKING:
     from scheduler.display.display import Display
     from scheduler.runs.extension import Extension
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("run_uri", metavar="RUN")
 @click.argument("custom_ids", metavar="[JOB]...", nargs=-1)
-@click.option(
-    "--max-tokens", type=click.IntRange(1, 2**31 - 1), required=True, help="The most tokens that a job then has in all."
+@options_of("The run")(
+    "--max-tokens",
+    type=click.IntRange(1, 2**31 - 1),
+    metavar="N",
+    required=True,
+    help="The most tokens that a job then has in all.",
 )
-@click.option("--engine", type=click.Choice(list(ENGINES)), help="Another engine, same output. [default: the run's]")
+@ENGINE
 @launch_options
 def extend(
     run_uri: str,
     custom_ids: tuple[str, ...],
     max_tokens: int,
     may_take_over: bool,
-    quiet: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Have jobs that ended at their max_tokens go on to more: the jobs named by `custom_id`, or all of them.
@@ -42,7 +45,6 @@ def extend(
       swiftbatch extend my-run --max-tokens 600 story-7
     """
     from jobs.run.run import Run
-    from scheduler.display.display import open_display
     from scheduler.driver.hold import Hold
     from scheduler.driver.takeover import refuse_if_taken
     from scheduler.runs.cancellation import find_jobs
@@ -51,7 +53,7 @@ def extend(
     from scheduler.runs.submission import kv_room
     from worker.model.files import locate_model
 
-    mode, settings = output_mode(quiet, as_json), make_settings(**options)
+    showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
     refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
     for custom_id in custom_ids:
@@ -59,7 +61,7 @@ def extend(
     refuse_changed_model(run)
     files = locate_model(run.manifest.model)
     room = kv_room(run.manifest, files, settings)
-    with open_display(mode) as display, Hold(run, may_take_over, forgets_cancel=True) as hold:
+    with showing as display, Hold(run, may_take_over, forgets_cancel=True) as hold:
         extension = extend_jobs(hold, max_tokens, custom_ids, files, room)
         _tell(display, extension, max_tokens)
         outcome = launch_shown(hold, len(run.job_ids()), settings, display)
@@ -67,9 +69,11 @@ def extend(
 
 
 def _tell(display: Display, extension: Extension, max_tokens: int) -> None:
-    from scheduler.display.job_events import JobNotExtended, JobsExtended
+    from scheduler.display.job_events import JobNotExtended, JobsExtended, JobsLongAlready
 
     num_refused = len(extension.refused)
     for number, (name, reason) in enumerate(extension.refused, start=1):
         display.note(JobNotExtended(name, reason, number, num_refused))
+    if extension.already:
+        display.note(JobsLongAlready(tuple(extension.already), max_tokens))
     display.note(JobsExtended(len(extension.records), extension.num_tokens, max_tokens))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -79,4 +81,37 @@ def test_names_that_ray_cannot_take_are_told_of_and_leave_nothing(place: Path, m
 def test_a_limit_on_the_length_of_files_is_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10_240, resource.RLIM_INFINITY))
     with pytest.raises(ClusterError, match=r"none is to be longer than 10,240; raise the limit"), connect(None, 1):
+        pass
+
+
+LOST_LISTENER = """
+import threading
+from scheduler.cluster.cluster import _silence_ray
+
+def listen() -> None:
+    raise ConnectionError("recvmsg: Connection reset by peer")
+
+_silence_ray()
+listener = threading.Thread(target=listen)
+listener.start()
+listener.join()
+"""
+
+
+def test_threads_of_a_ray_that_has_gone_say_nothing_behind_the_last_line() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LOST_LISTENER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_whatever_ray_raises_while_it_starts_becomes_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise Exception("The current node timed out during startup.\nmore")  # Ray's own words, and its own class
+
+    monkeypatch.setattr(cluster, "_start", start)
+    with (
+        pytest.raises(ClusterError, match=r"an embedded Ray does not start: The .* startup[.]; its logs are in /tmp"),
+        connect(address=None, num_workers=1),
+    ):
         pass

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from jobs.run.run import Run
+from scheduler.cli import main
 from tests import ROOT
 from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, refusal
 
 
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
-    runs = {"submit", "nightly", "status", "tail", "results", "report", "resume", "extend", "cancel", "prune"}
+    runs = {"submit", "nightly", "serve", "status", "tail", "results", "report", "resume", "extend", "cancel", "prune"}
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {
-        f"bench {name}" for name in ("decode", "auto", "kernels", "agreement", "checkpoints", "long", "gpu")
+        f"bench {name}" for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu")
     } | ablations
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
     assert names == runs | benches | trainings | {"doctor", "chaos"}
@@ -38,6 +40,20 @@ def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
         return
     assert tuple(words[: len(path)]) == path
     command.make_parser(click.Context(command)).parse_args(words[len(path) :])  # its options exist
+
+
+@pytest.mark.parametrize("command", ["submit", "nightly", "serve", "resume", "extend"])
+def test_help_is_a_screen_and_a_half_with_each_option_on_a_line_under_a_heading(command: str) -> None:
+    width = 100 - 2  # as click has it on a terminal of 100 columns
+    lines = CliRunner().invoke(main, [command, "--help"], terminal_width=width).output.splitlines()
+    assert len(lines) <= 75
+    options = COMMANDS["swiftbatch", command].params
+    shown = [line for line in lines if line.startswith(("  -", "      "))]
+    assert sum(line.startswith("  -") for line in shown) == 1 + sum(isinstance(o, click.Option) for o in options)
+    assert [line for line in shown if line.startswith("      ") and not line.strip().startswith("swiftbatch")] == []
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "The run:"
+    assert len(headings) >= 5
 
 
 @pytest.mark.parametrize("args", [["--help"], ["submit", "--help"], ["status", "RUN"], ["status", "RUN", "--json"]])
@@ -76,6 +92,8 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["submit", "JOBS", "--run", ""], "cannot use '' as a folder"),
         (["submit", "JOBS", "--run", "a\udcff"], r"found 'a\udcff', expected a name in UTF-8"),
         (["submit", "JOBS", "--run", "R", "--slots", "many"], "found many, expected auto, or a whole number from 1 on"),
+        (["submit", "JOBS", "--run", "R", "--thinking-markers", "<a>"], "requires 2 arguments"),
+        (["submit", "JOBS", "--run", "R", "--thinking-markers", "<a>", ""], "found '', expected two texts in UTF-8"),
         (["submit", "", "--run", "R"], "cannot read the job file"),
         (["resume", "R", "--checkpoint-seconds", "nan"], "found nan, expected at most 1,000,000,000 seconds"),
         (["resume", "R", "--store-retry-seconds", "inf"], "found inf, expected at most 1,000,000,000 seconds"),
@@ -87,8 +105,19 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["doctor", "--device", "cpu", "--attention", "flash"], "--attention flash: a choice of kernels on a GPU"),
         (["submit", "JOBS", "--run", "R", "--colour", "red"], "No such option"),
         (["submit", "JOBS", "--run", "R", "--metrics-port", "70000"], "--metrics-port"),
+        (["resume", "R", "--deadline", "soon"], "found 'soon', expected a duration as 90m or 1d12h"),
+        (["resume", "R", "--max-total-tokens", "0"], "not in the range"),
+        (["resume", "R", "--max-worker-hours", "0"], "not in the range"),
+        (["resume", "R", "--max-worker-hours", "nan"], "found nan, expected at most 1,000,000,000 hours"),
+        (["resume", "R", "--webhook", "ftp://host/x"], "does not begin with http:// or https://"),
+        (["resume", "R", "--webhook", "http://me:pw@host/"], "found a user or a password in the address"),
+        (["resume", "R", "--webhook-jobs"], "--webhook-jobs: expected --webhook with it"),
+        (["resume", "R", "--quiet", "--json"], "--quiet and --json: expected at most one of them"),
         (["extend", "R"], "Missing option '--max-tokens'"),
         (["extend", "R", "--max-tokens", "0"], "not in the range"),
+        (["serve"], "Missing option '--runs'"),
+        (["serve", "--runs", "R", "--port", "70000"], "--port"),
+        (["serve", "--runs", "R", "--host", "0.0.0.0"], "--host 0.0.0.0: expected --api-keys FILE with it"),
         (["launch"], "No such command"),
         (["bench", "decode", "--engines", "warp"], "expected some of"),
         (["bench", "decode", "--positions", "many"], "positions"),

@@ -10,12 +10,15 @@ import pytest
 from pydantic import BaseModel
 
 from scheduler.chaos.options import ChaosOptions
+from scheduler.limits.limits import Limits
 from scheduler.runs.settings import Settings
+from scheduler.serve.options import ServeOptions
 from tests.scheduler.commands.command_parts import COMMANDS
 from worker.bench.agreement.agreement import AgreementOptions
 from worker.bench.auto.auto import AutoBenchOptions
 from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
 from worker.bench.decode.decode import DecodeBenchOptions
+from worker.bench.fields.fields import FieldBenchOptions
 from worker.bench.gpu.options import GPUBenchOptions
 from worker.bench.griffin.ablation import GriffinAblationOptions
 from worker.bench.kernels.kernels import KernelBenchOptions
@@ -40,16 +43,18 @@ def defaults(*models: type) -> dict[str, Any]:
     return found
 
 
-LAUNCH = defaults(Computation, CheckpointSettings, Settings)
+LAUNCH = defaults(Computation, CheckpointSettings, Settings, Limits)
 FIELDS = {
     "submit": LAUNCH,
     "nightly": LAUNCH,
+    "serve": LAUNCH | defaults(ServeOptions),
     "resume": LAUNCH,
     "extend": LAUNCH,
     "doctor": defaults(Computation),
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
     "bench auto": defaults(AutoBenchOptions),
+    "bench fields": defaults(FieldBenchOptions),
     "bench kernels": defaults(KernelBenchOptions),
     "bench agreement": defaults(AgreementOptions),
     "bench checkpoints": defaults(CheckpointBenchOptions),

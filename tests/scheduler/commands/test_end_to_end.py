@@ -174,6 +174,33 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
     assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(run).values()) > 0
 
 
+@pytest.mark.slow
+def test_limits_and_a_killed_driver_between_them_change_no_token(
+    submit_args: list[str], undisturbed: dict[str, tuple[str, str, int]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    first = run_command(*submit_args, "--run", str(run), "--slots", "2", "--max-total-tokens", "100")
+    assert first.returncode == 3, first.stdout + first.stderr
+    assert f"to go on, with larger limits or none: swiftbatch resume {run}" in first.stdout
+    before = Run.open(str(run)).progress()
+    assert before is not None
+    assert before.num_total_tokens == before.num_generated_tokens >= 100
+    with started("resume", str(run), "--max-total-tokens", "100000", "--deadline", "1h", *OFTEN) as process:
+        wait_until(lambda: workers(run) and status(run)["num_total_tokens"] > before.num_total_tokens)
+        process.kill()
+        process.wait()
+    both = run_command("resume", str(run), "--max-total-tokens", "100", "--max-worker-hours", "0.000001")
+    assert both.returncode == 3
+    assert "stopping at --max-total-tokens 100 (" in both.stdout
+    assert " and --max-worker-hours 1e-06 (" in both.stdout
+    assert "starting workers" not in both.stdout
+    last = run_command("resume", str(run), "--deadline", "1h")
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert outputs(run) == undisturbed
+    total = status(run)["num_total_tokens"]
+    assert total >= sum(num_tokens for *_, num_tokens in undisturbed.values())
+
+
 def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], tmp_path: Path) -> None:
     run, jobs_file = tmp_path / "run", tmp_path / "jobs.jsonl"
     short = {"prompt": "fox", "max_tokens": 20}

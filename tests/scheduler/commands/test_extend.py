@@ -27,7 +27,7 @@ POSITIONS = 4096  # of the tiny model
 def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is unfinished ends at once, at its `max_tokens`."""
 
-    def finish_all(run: Run, hold: Hold, queue: JobQueue, *_: object) -> str:
+    def finish_all(run: Run, hold: Hold, queue: JobQueue, *_: object) -> tuple[str, None]:
         for job_id in queue.unfinished():
             record = queue.record(job_id)
             assert record is not None
@@ -35,7 +35,7 @@ def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             CheckpointStore(run.store).clear(job_id)
         run.write_output(hold.epoch.check)
         hold.end("finished")
-        return "finished"
+        return "finished", None
 
     monkeypatch.setattr(launch, "_drive", finish_all)
     monkeypatch.setattr(launch, "connect", lambda *_: contextlib.nullcontext())
@@ -100,6 +100,7 @@ def test_each_job_that_can_t_go_on_is_told_of_with_its_reason_and_the_others_do(
     run.clear_errors()
     told = extend(run, "--max-tokens", "25", "b", code=1)
     assert "not extended: job b: --max-tokens: found 25, expected more than the 30 that it may have" in told
+    assert "may have 30 tokens already: b\nnothing new to extend" in extend(run, "--max-tokens", "30", "b")
     told = extend(run, "--max-tokens", "25")  # those that ended by themselves are no fault
     assert "1 job to go on" in told
     assert lines(run) == {"a": 7, "b": 30, "c": 25}

@@ -22,9 +22,9 @@ from jobs.run.results import success_line
 from jobs.run.run import Run
 from jobs.storage.store import Store
 from scheduler.cli import main
-from scheduler.commands import nightly as nightly_command
+from scheduler.commands.folders import nightly as nightly_command
+from scheduler.runs.folder_hold import file_of
 from scheduler.runs.job_files import job_files
-from scheduler.runs.nightly_hold import FILE
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -62,7 +62,7 @@ def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
 
 def traces(runs: Path) -> dict[str, tuple[int, int]]:
     """Every file of the runs with its inode and time of change: each write of a store makes a new one."""
-    files = [path for path in runs.rglob("*") if path.is_file() and path.name != FILE]
+    files = [path for path in runs.rglob("*") if path.is_file() and path.name != file_of("nightly")]
     return {str(path.relative_to(runs)): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
 
@@ -228,7 +228,7 @@ def test_a_second_one_at_the_same_time_is_refused_and_runs_nothing(tmp_path: Pat
         assert f"process {other.pid} on {os.uname().nodename}, since" in result.stderr
         assert "--if-busy wait" in result.stderr
         assert result.stderr.count("\n") == 1
-    assert [path.name for path in runs.iterdir()] == [FILE]
+    assert [path.name for path in runs.iterdir()] == [file_of("nightly")]
 
 
 def test_one_that_was_overtaken_leaves_the_other_files_to_its_successor(
@@ -241,8 +241,8 @@ def test_one_that_was_overtaken_leaves_the_other_files_to_its_successor(
 
     def and_meanwhile(*args: Any) -> int:
         code = run_file(*args)
-        holder = json.loads((runs / FILE).read_text())
-        (runs / FILE).write_text(json.dumps(holder | {"holder_id": "another"}))
+        holder = json.loads((runs / file_of("nightly")).read_text())
+        (runs / file_of("nightly")).write_text(json.dumps(holder | {"holder_id": "another"}))
         return code
 
     monkeypatch.setattr(nightly_command, "_run_file", and_meanwhile)
@@ -251,7 +251,7 @@ def test_one_that_was_overtaken_leaves_the_other_files_to_its_successor(
     assert "has taken over" in result.stderr
     assert (runs / "a.jsonl" / "job-file.json").exists()
     assert not (runs / "b.jsonl" / "job-file.json").exists()
-    assert (runs / FILE).exists()  # the successor's
+    assert (runs / file_of("nightly")).exists()  # the successor's
 
 
 def test_a_second_one_that_waits_goes_on_when_the_first_has_ended(tmp_path: Path, tiny_model: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_second_one_that_waits_goes_on_when_the_first_has_ended(tmp_path: Path
     assert result.stderr.count("waiting for it to end") == 1
     assert "1 of them to run" in result.stderr
     assert (runs / "a.jsonl" / "job-file.json").exists()
-    assert not (runs / FILE).exists()
+    assert not (runs / file_of("nightly")).exists()
 
 
 def test_tables_are_job_files_too_with_the_columns_that_are_said(tmp_path: Path, tiny_model: Path) -> None:

@@ -21,6 +21,19 @@ def test_a_clock_that_went_back_makes_no_negative_time(run: Run) -> None:
     assert "took 0:00:00" in invoke("status", run.store.uri).stdout
 
 
+def test_a_run_whose_progress_is_damaged_is_finished_when_all_results_are_there(run: Run) -> None:
+    run.store.write("progress.json", b"{torn")
+    assert json.loads(invoke("status", run.store.uri, "--json").stdout)["state"] == "interrupted"
+    for record in run.jobs():
+        finish(run, record.job.custom_id, "text")
+    result = invoke("status", run.store.uri)
+    assert "finished; jobs: 3 finished; 15 tokens" in result.stdout
+    assert "swiftbatch resume" not in result.stdout
+    assert "took" not in result.stdout
+    told = f"progress.json in {run.store.uri} is damaged, found no heartbeat of a driver: it is written anew with: "
+    assert result.stderr == f"{told}swiftbatch resume {run.store.uri}\n"
+
+
 def test_status_json_has_the_promised_fields(run: Run) -> None:
     finish(run, "b", "text of b")
     result = invoke("status", run.store.uri, "--json")

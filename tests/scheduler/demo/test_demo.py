@@ -9,11 +9,12 @@ from jobs.run.run import WorkerStatus
 from scheduler.demo.__main__ import NUM_TOKENS, Kill, kill_lines, prepare
 from scheduler.runs.job_records import make_records
 from worker.model.files import ModelFiles
+from worker.model.text import TextCodec
 
 
 def test_the_demos_jobs_are_all_taken_and_long(tmp_path: Path, embedded_files: ModelFiles) -> None:
     jobs, rejects = read_jobs(str(prepare(tmp_path / "demo-run")), 0)
-    made = make_records(jobs, embedded_files)
+    made = make_records(jobs, embedded_files, TextCodec(embedded_files))
     assert not rejects
     assert not made.rejects
     assert len(made.records) >= 4

@@ -13,7 +13,8 @@ import pytest
 from jobs.run.run import Progress
 from scheduler.display import event_reference
 from scheduler.display.display import JsonDisplay, PlainDisplay, QuietDisplay
-from scheduler.display.events import DriverAwaited, LineRejected, RunEnded, RunOpened, WorkerLost, WorkerReady
+from scheduler.display.end_events import RunEnded
+from scheduler.display.events import DriverAwaited, LineRejected, RunOpened, WorkerLost, WorkerReady
 from scheduler.display.job_events import JobCancelled, JobGivenUp, JobPutBack
 from scheduler.display.live import LiveDisplay
 from scheduler.display.summary import checkpoint_age, harmless, printable, summary_line
@@ -32,6 +33,8 @@ def test_the_summary_tells_jobs_tokens_speed_and_time_left() -> None:
     assert summary_line(make_progress(state="finished", jobs={"finished": 3})) == (
         "finished; jobs: 3 finished; 2,500 tokens"
     )
+    shared = make_progress(state="finished", jobs={"finished": 3}, num_read_tokens=8000, num_copied_tokens=16_000)
+    assert summary_line(shared).endswith("2,500 tokens, 8,000 read and 16,000 shared")
 
 
 def test_the_summary_tells_acceptance_checkpoints_and_preemptions_once_there_are_some() -> None:

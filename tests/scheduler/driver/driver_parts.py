@@ -23,9 +23,11 @@ from scheduler.driver.driver import Driver
 from scheduler.driver.fleet import Fleet
 from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
+from scheduler.limits.limits import Limits, Spending
 from tests import ROOT
 from worker.config import EngineConfig
 
+NO_LIMITS = Limits()
 COUNTING = "tests.worker.session.counting_session"  # a session that counts instead of decoding
 
 
@@ -90,6 +92,8 @@ def make_context(
     workers: int = 1,
     slots: int = 1,
     grace: float = 20.0,
+    limits: Limits = NO_LIMITS,
+    spent: Spending | None = None,
 ) -> Context:
     return Context(
         run,
@@ -100,6 +104,8 @@ def make_context(
         num_workers=workers,
         num_slots=slots,
         grace_seconds=grace,
+        limits=limits,
+        spent=spent or Spending(),
     )
 
 
@@ -116,13 +122,17 @@ def make_driver(
     grace: float = 20.0,
     may_take_over: bool = False,
     worker_timeout: float = 120.0,
+    limits: Limits = NO_LIMITS,
 ) -> Driver:
     spec = WorkerSpec(
         EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
     )
     hold, fleet = Hold(run, may_take_over), Fleet(spec, cluster, worker_timeout)
     queue = load_queue(run, attempts)
-    return Driver(make_context(run, fleet, queue, display, counters, workers=workers, slots=slots, grace=grace), hold)
+    spent = Spending.so_far(hold.before, queue.num_generated_tokens)
+    shared = {"workers": workers, "slots": slots}
+    context = make_context(run, fleet, queue, display, counters, **shared, grace=grace, limits=limits, spent=spent)
+    return Driver(context, hold)
 
 
 def job_id(run: Run, custom_id: str) -> str:

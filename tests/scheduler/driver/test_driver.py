@@ -14,11 +14,13 @@ import pytest
 
 from jobs.run.output_line import line_id
 from jobs.run.run import Progress
+from jobs.shards.settings import ShardSettings, ask_for_shards
 from metrics.driver_counters import DriverCounters
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver.backlog import load_queue
 from scheduler.driver.driver import DriverError
 from scheduler.driver.heartbeat import current_progress
+from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     counting_cluster,
@@ -46,6 +48,21 @@ def test_all_jobs_finish_and_leave_no_checkpoint(tmp_path: Path, cluster: Cluste
     assert progress.jobs == {"pending": 0, "running": 0, "finished": 4, "failed": 0, "cancelled": 0}
     assert progress.num_generated_tokens == 315
     assert not run.store.list("checkpoints")
+
+
+def test_shards_are_written_while_other_jobs_run(tmp_path: Path, cluster: Cluster) -> None:
+    run = make_run(tmp_path / "run", {"long": 1000} | {f"job-{number}": 10 for number in range(7)})
+    display, seen = RecordingDisplay(), dict[str, bytes]()
+    ask_for_shards(run.store, ShardSettings.parse("jsonl:3"))
+    display.on_update = lambda progress: seen.update(files(run.store)) if "long" in progress.running else None
+    assert make_driver(run, cluster, display).run() == "finished"
+    assert list(seen) == ["train-00000.jsonl", "train-00001.jsonl"]
+    assert {name: files(run.store)[name] for name in seen} == seen
+    assert [note for note in display.notes if note.startswith("shard ")] == [
+        f"shard shards/data/train-0000{number}.jsonl is there: {num_rows} rows"
+        for number, num_rows in enumerate((3, 3, 2))
+    ]
+    assert sorted(job_ids(all_rows(run.store))) == sorted(record.job_id for record in run.jobs())
 
 
 def test_a_killed_workers_jobs_resume_elsewhere_with_the_same_tokens(tmp_path: Path, cluster: Cluster) -> None:

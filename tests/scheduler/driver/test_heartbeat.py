@@ -60,7 +60,7 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
     census = Census(context)
     assert census.take(0.0)["mean_acceptance_length"] is None  # no step yet
     counters.take_in("w1", EngineCounters(num_steps=10, num_drafts=10, num_accepted_tokens=5, num_resumes={"kv": 1}))
-    counters.take_in("w3", EngineCounters(num_tokens_by_draft={"chain": 30, "none": 2}))
+    counters.take_in("w3", EngineCounters(num_tokens_by_draft={"chain": 30, "none": 2}, num_copied_tokens=7))
     counters.take_in("w2", EngineCounters(num_steps=10, num_drafts=30, num_accepted_tokens=35, num_resumes={"kv": 2}))
     counters.num_preemptions["worker_died"] += 1
     context.fleet.workers = [Worker(f"w{number}", actor=None, call=None) for number in range(3)]
@@ -69,6 +69,7 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
     assert progress.mean_acceptance_length == 2.0  # 40 tokens accepted in 40 drafts
     assert progress.num_resumes == {"kv": 3}
     assert progress.num_tokens_by_draft == {"chain": 30, "none": 2}
+    assert (progress.num_read_tokens, progress.num_copied_tokens) == (0, 7)
     assert progress.num_preemptions == {"worker_died": 1}
     assert (progress.num_starting_workers, progress.num_rejects) == (3, 4)
     assert (progress.max_tokens, progress.num_tokens_left) == ({"a": 5}, 5)

@@ -38,6 +38,21 @@ def test_the_longest_job_is_taken_first_and_equals_in_file_order() -> None:
     assert [take(queue, "w1", 0.0) for _ in range(4)] == ["long", "b", "a", None]
 
 
+def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_put_back() -> None:
+    queue = JobQueue(max_attempts=5)
+    for line_number, (name, max_tokens, priority) in enumerate(
+        [("later", 900, 7), ("longest", 500, 0), ("plain", 50, 0), ("soon", 10, -1), ("first", 20, -(2**63))], start=1
+    ):
+        queue.add(record(name, max_tokens, line_number), priority=priority)
+    first = queue.first_for("w1", 0.0)
+    assert first is not None
+    assert first.job_id == "first"
+    assert [take(queue, "w1", 0.0) for _ in range(2)] == ["first", "soon"]
+    queue.release("soon")
+    assert [take(queue, "w1", 0.0) for _ in range(5)] == ["soon", "longest", "plain", "later", None]
+    assert queue.first_for("w1", 0.0) is None
+
+
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
     queue = JobQueue(max_attempts=3)
     queue.add(record("a", 100))
@@ -139,17 +154,22 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
     queue = JobQueue(max_attempts=100)
     left = {f"j{i}": record(f"j{i}", rng.choice([5, 50, 500]), line_number=i) for i in range(60)}
     tokens, num_left, running = dict.fromkeys(left, 0), {n: r.job.sampling.max_tokens for n, r in left.items()}, set()
+    priorities = {name: rng.choice([-3, 0, 0, 5]) for name in left}
     for job in left.values():
-        queue.add(job)
+        queue.add(job, priority=priorities[job.job_id])
     holders: dict[str, str] = {}
     for step in range(1500):
         name, event = rng.choice(sorted(tokens)), rng.choice(["take", "take", "progress", "lose", "release", "finish"])
         if event == "take":
             waiting = [n for n in left if n not in running]
-            longest = max(waiting, key=lambda n: (left[n].job.sampling.max_tokens, -left[n].line_number), default=None)
-            assert take(queue, f"w{step}", 0.0) == longest
-            running |= {longest} if longest else set()
-            holders |= {longest: f"w{step}"} if longest else {}
+            first = max(
+                waiting,
+                key=lambda n: (-priorities[n], left[n].job.sampling.max_tokens, -left[n].line_number),
+                default=None,
+            )
+            assert take(queue, f"w{step}", 0.0) == first
+            running |= {first} if first else set()
+            holders |= {first: f"w{step}"} if first else {}
         elif event == "progress" and name in left:
             tokens[name] = rng.randrange(left[name].job.sampling.max_tokens + 1)
             queue.progress(name, tokens[name])

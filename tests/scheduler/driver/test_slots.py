@@ -32,6 +32,9 @@ def jobs(*lengths: int) -> list[JobRecord]:
     return [record(*each) for each in enumerate(lengths)]
 
 
+SHORT = jobs(20)[0]
+
+
 def slots(num_slots: int | None, *workers: Worker) -> Slots:
     fleet: Any = SimpleNamespace(workers=workers)
     return Slots(num_slots, fleet)
@@ -40,34 +43,42 @@ def slots(num_slots: int | None, *workers: Worker) -> Slots:
 @pytest.mark.parametrize("num_slots", [1, 3, 20])
 def test_what_was_asked_for_holds_whatever_the_memory(num_slots: int) -> None:
     one = worker(0)
-    assert slots(num_slots, one).has_room(one, jobs(*[500] * (num_slots - 1)))
-    assert not slots(num_slots, one).has_room(one, jobs(*[500] * num_slots))
+    assert slots(num_slots, one).has_room(one, jobs(*[500] * (num_slots - 1)), SHORT)
+    assert not slots(num_slots, one).has_room(one, jobs(*[500] * num_slots), SHORT)
 
 
 def test_one_job_is_always_taken() -> None:
     one = worker(0)
-    assert slots(None, one).has_room(one, [])
-    assert not slots(None, one).has_room(one, jobs(50))
+    assert slots(None, one).has_room(one, [], SHORT)
+    assert not slots(None, one).has_room(one, jobs(50), SHORT)
 
 
 def test_another_job_is_taken_while_one_as_long_as_the_longest_fits() -> None:
     one = worker(round(1000 / MEMORY_SHARE))
-    assert slots(None, one).has_room(one, jobs(500))
-    assert not slots(None, one).has_room(one, jobs(501))
-    assert slots(None, one).has_room(one, jobs(400, 100, 100))
-    assert not slots(None, one).has_room(one, jobs(400, 100, 101))
+    assert slots(None, one).has_room(one, jobs(500), SHORT)
+    assert not slots(None, one).has_room(one, jobs(501), SHORT)
+    assert slots(None, one).has_room(one, jobs(400, 100, 100), SHORT)
+    assert not slots(None, one).has_room(one, jobs(400, 100, 101), SHORT)
+
+
+def test_a_longer_job_that_comes_later_has_room_or_waits() -> None:
+    """As one does that was put back, or whose priority is behind that of shorter ones."""
+    one = worker(round(1000 / MEMORY_SHARE))
+    assert slots(None, one).has_room(one, jobs(100), jobs(900)[0])
+    assert not slots(None, one).has_room(one, jobs(100), jobs(901)[0])
+    assert slots(None, one).has_room(one, [], jobs(5000)[0])
 
 
 def test_workers_of_one_machine_share_its_memory() -> None:
     one = worker(round(1000 / MEMORY_SHARE))
     starting = Worker("w", None, None)
-    assert slots(None, one, worker(9, "other")).has_room(one, jobs(500))
+    assert slots(None, one, worker(9, "other")).has_room(one, jobs(500), SHORT)
     for other in (worker(9), starting):
-        assert not slots(None, one, other).has_room(one, jobs(500))
-        assert slots(None, one, other).has_room(one, jobs(250))
+        assert not slots(None, one, other).has_room(one, jobs(500), SHORT)
+        assert slots(None, one, other).has_room(one, jobs(250), SHORT)
 
 
 def test_there_are_no_more_than_gain() -> None:
     one = worker(10**9)
-    assert slots(None, one).has_room(one, jobs(*[50] * (MOST_SLOTS - 1)))
-    assert not slots(None, one).has_room(one, jobs(*[50] * MOST_SLOTS))
+    assert slots(None, one).has_room(one, jobs(*[50] * (MOST_SLOTS - 1)), SHORT)
+    assert not slots(None, one).has_room(one, jobs(*[50] * MOST_SLOTS), SHORT)

@@ -157,3 +157,27 @@ def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
         process.send_signal(signal.SIGCONT)
         process.communicate("\n", timeout=60)
         assert process.returncode == 0
+
+
+DROPS = """
+import signal, sys, time
+from scheduler.process.interruption import interrupt_on_signals
+
+class Dropping:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+interrupt_on_signals()
+try:
+    dropping = Dropping()
+    del dropping
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_a_signal_that_python_drops_is_told_again_without_a_traceback() -> None:
+    # it is raised in a destructor here, as it may be in a callback of an import
+    ended = subprocess.run([sys.executable, "-c", DROPS], capture_output=True, text=True, timeout=20, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")

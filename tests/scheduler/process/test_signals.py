@@ -42,6 +42,7 @@ def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Pat
         started = time.monotonic()
         check_end(command, command.end(signal.SIGTERM, to_group=True))
         assert time.monotonic() - started < SOON_SECONDS
+        assert f"nothing is lost, go on with: swiftbatch resume {command.run}" in command.output()
 
 
 def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,26 @@ def test_an_extended_job_keeps_the_rewinds_that_it_had(tmp_path: Path, tiny_mode
     ends = [body(run, run.jobs()[0]) for run in (parted, single)]
     assert ends[0]["choices"] == ends[1]["choices"]
     assert ends[0]["metrics"]["num_rewinds"] == ends[1]["metrics"]["num_rewinds"] > 0
+
+
+def test_an_extended_job_has_the_log_probabilities_of_one_run_or_says_that_they_are_not_kept(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    parted, single = make_run(tmp_path / "parted"), make_run(tmp_path / "single")
+    for run, max_tokens in ((parted, 30), (single, 60)):
+        run.add_jobs([job(max_tokens, logprobs=3, min_tokens=0)])
+        run_all(run, tiny_model)
+    lost = Run.open(str(shutil.copytree(tmp_path / "parted", tmp_path / "lost")))
+    assert len(extend(parted, tiny_model, 60).records) == 1
+    assert KeptLogs(parted.store).sizes() == {}
+    run_all(parted, tiny_model)
+    choices = [body(run, run.jobs()[0])["choices"] for run in (parted, single)]
+    assert choices[0] == choices[1]
+    assert len(choices[0][0]["logprobs"]["tokens"]) == 60
+    assert body(parted, parted.jobs()[0])["metrics"]["attempts"][1]["resume"]["num_recovered_tokens"] == 30
+    lost.store.delete(f"tokens/{job(30, logprobs=3, min_tokens=0).job_id}.logprobs")
+    [(name, reason)] = extend(lost, tiny_model, 60).refused
+    assert (name, reason) == ("fox", "the log-probabilities of its tokens are not kept: found no log-probabilities")
 
 
 def test_choices_are_extended_and_their_line_is_written_anew(tmp_path: Path, tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 
 from jobs.repetition import RepetitionDetection, loop_guard
 from jobs.run.run import Run, RunError
+from jobs.shared_prompts import prompt_keys
 from scheduler.driver.backlog import cancel_job
+from scheduler.runs.manifest import computation_of
+from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
+from worker.model import thinking
 from worker.model.files import locate_model
 from worker.model.text import TextCodec
 
@@ -88,7 +93,7 @@ def test_a_line_that_says_nothing_of_loops_has_the_run_s_guard(tmp_path: Path, t
 def test_a_run_of_an_earlier_version_goes_on_and_has_no_limit_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
     run = submit_file(path, place, model=str(tiny_model)).run
-    newer = ("max_tokens", "loop_guard")
+    newer = ("max_tokens", "loop_guard", "thinking_markers")
     older = {name: value for name, value in run.manifest.model_dump().items() if name not in newer}
     run.store.write("run.json", json.dumps(older).encode())
     again = submit_file(path, place)
@@ -125,6 +130,7 @@ def test_every_choice_has_the_length_and_the_limit_of_its_own_prompt(tmp_path: P
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     found = [(record.num_prompt_tokens, record.job.sampling.max_tokens) for record in submission.run.jobs()]
     assert found == [(4000, 96)] * 2 + [(2, 4094)] * 2
+    assert [record.prompt_keys for record in submission.run.jobs()] == [prompt_keys([1] * 4000)] * 2 + [b""] * 2
     (reject,) = submission.rejects
     assert reject.reason.endswith("need 4097 positions, expected at most the model's 4096 (prompt 1 of 2)")
 
@@ -169,3 +175,65 @@ def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_
     assert bias.startswith("field 'logit_bias': found token 1000000, the model's are 0 to ")
     assert stop.startswith("field 'stop_token_ids': found token 1000000, the model's are 0 to ")
     assert limits(found.run) == {"limited": 5}
+
+
+def test_a_budget_of_thinking_needs_markers_which_the_run_keeps(tmp_path: Path, tiny_model: Path) -> None:
+    line = LIMITED | {"thinking_token_budget": 3}
+    path, place = write_jobs(tmp_path / "jobs.jsonl", line), str(tmp_path / "run")
+    (reject,) = submit_file(path, place, model=str(tiny_model)).rejects
+    assert (reject.line_number, reject.reason) == (
+        1,
+        "field 'thinking_token_budget': found 3, and no markers of thinking are known of this model; expected no such "
+        "field, or a run with --thinking-markers",
+    )
+    kept = str(tmp_path / "kept")
+    run = submit_file(path, kept, model=str(tiny_model), thinking_markers=("the fox", "lazy dog")).run
+    assert [record.job.sampling.thinking_token_budget for record in run.jobs()] == [3]
+    again = submit_file(path, kept)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+    assert again.run.manifest.thinking_markers == ("the fox", "lazy dog")
+    with pytest.raises(RunError, match=r"was made with thinking_markers .*; leave the option away"):
+        submit_file(path, kept, thinking_markers=("fox", "dog"))
+
+
+def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another version would find is of no matter to a run that is there."""
+    thinker = Path(shutil.copytree(tiny_model, tmp_path / "thinker"))
+    (thinker / "chat_template.jinja").write_text("<think>{{ messages[0].content }}</think>")
+    path = write_jobs(tmp_path / "jobs.jsonl", LIMITED)
+    for model, kept in ((thinker, ("<think>", "</think>")), (tiny_model, ())):
+        place = str(tmp_path / f"run-{len(kept)}")
+        assert submit_file(path, place, model=str(model)).run.manifest.thinking_markers == kept
+        found = TextCodec(locate_model(str(model)), kept).markers
+        with monkeypatch.context() as patch:
+            patch.setattr(thinking, "_own", lambda _: ("the", "fox"))
+            manifest = Run.open(place).manifest
+            assert computation_of(manifest, Settings()).thinking_markers == kept  # what workers are started with
+            assert TextCodec(locate_model(str(model)), manifest.thinking_markers).markers == found
+        assert found is None or found.texts == kept
+    with pytest.raises(RunError, match=r"was made without thinking_markers, found \('fox', 'dog'\)"):
+        submit_file(path, place, thinking_markers=("fox", "dog"))
+
+
+def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp_path: Path, tiny_model: Path) -> None:
+    """Whichever field it came in; equal structures are the same job, whichever that is."""
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+    said: list[dict[str, Any]] = [
+        {"structured_outputs": {"json": schema}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"structured_outputs": {"regex": "fox("}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+        {"structured_outputs": {"json": schema | {"properties": dict(reversed(schema["properties"].items()))}}},
+    ]
+    lines = [LIMITED | {"custom_id": str(number), "seed": 1} | fields for number, fields in enumerate(said)]
+    submission = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(tiny_model))
+    assert [(reject.line_number, reject.reason) for reject in submission.rejects] == [
+        (3, "field 'structured_outputs.regex': unclosed group"),
+        (4, "field 'response_format.json_schema.schema': Unimplemented keys: [\"not\"]"),
+    ]
+    first, second, other = (record.job for record in submission.run.jobs())
+    assert first.sampling == second.sampling
+    assert first.model_copy(update={"custom_id": "1"}).job_id("m") == second.job_id("m")
+    assert first.model_copy(update={"custom_id": "4"}).job_id("m") != other.job_id("m")  # the order is the output's

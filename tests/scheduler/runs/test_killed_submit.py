@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from jobs.run.priorities import priorities_of
 from jobs.run.run import MANIFEST, Run
 from jobs.storage.object_folder import ObjectFolder
 from jobs.storage.store import Store
@@ -87,19 +88,20 @@ class States:
 
 LINE = {"prompt": "x", "max_tokens": 5}
 NUM_CHOICES = {"a": 1, "b": 2, "c": 1}
+PRIORITIES = {"a": 3, "b": 0, "c": -1}
 
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs need no workers to finish, and the model is read once."""
 
-    def finish(run: Run, hold: Hold, queue: JobQueue, *_: object) -> str:
+    def finish(run: Run, hold: Hold, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
         for job_id in queue.unfinished():
             assert run.write_result(job_id, FINISHED | {"custom_id": records[job_id].job.custom_id})
         run.write_output(hold.epoch.check)
         hold.end("finished")
-        return "finished"
+        return "finished", None
 
     monkeypatch.setattr(launch, "_drive", finish)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
@@ -128,7 +130,10 @@ def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[s
     for names, known in (("ab", set[str]()), ("bc", {"a", "b"})):
         path, states = tmp_path / f"{names}.jsonl", States()
         path.write_text(
-            "".join(json.dumps(LINE | {"custom_id": name, "n": NUM_CHOICES[name]}) + "\n" for name in names)
+            "".join(
+                json.dumps(LINE | {"custom_id": name, "n": NUM_CHOICES[name], "priority": PRIORITIES[name]}) + "\n"
+                for name in names
+            )
         )
         with pytest.MonkeyPatch.context() as patch:
             if is_local:
@@ -172,6 +177,7 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     expected = known | set(Path(path).stem)
     assert custom_ids(uri) == expected
     run = Run.open(uri)
+    assert priorities_of(run.store) == {name: PRIORITIES[name] for name in expected if PRIORITIES[name]}
     assert len(run.ended()[0]) == sum(NUM_CHOICES[name] for name in expected)
     lines = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
     found = {line["custom_id"]: len(line["response"]["body"]["choices"]) for line in lines}

@@ -70,3 +70,16 @@ def test_what_stops_a_run_is_told_with_how_to_go_on(run: Run, error: Exception) 
     with pytest.raises(DriverError) as caught, launch._told_how_to_go_on(run):
         raise error
     assert str(caught.value) == f"{error}; nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
+
+
+def test_an_interruption_before_the_driver_is_at_work_tells_how_to_go_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "load_queue", interrupted)
+    code, text = invoke("resume", run.store.uri)
+    assert code == 130
+    hint = f"interrupted; nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
+    assert hint in text.splitlines()

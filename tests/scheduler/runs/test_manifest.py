@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jobs.run.records import Exactness
-from scheduler.runs.manifest import kept_or_new_manifest, with_model
+from jobs.run.run import Run, RunError
+from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
 from scheduler.runs.settings import Settings
 from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
@@ -41,6 +42,15 @@ def test_a_new_run_is_described_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout == "cpu False\n"
+
+
+def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> None:
+    uri, mode = str(tmp_path / "run"), "processed_logprobs"
+    Run.create_or_open(uri, kept_or_new_manifest(uri, Settings(said={"logprobs_mode": mode})))
+    kept = kept_or_new_manifest(uri, Settings())
+    assert (kept.logprobs_mode, computation_of(kept, Settings()).logprobs_mode) == (mode, mode)
+    with pytest.raises(RunError, match=r"was made with logprobs_mode processed_logprobs, found raw_logprobs"):
+        kept_or_new_manifest(uri, Settings(said={"logprobs_mode": "raw_logprobs"}))
 
 
 def test_a_verdict_is_known_to_runs_with_the_chosen_kernels_of_a_gpu_alone(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from scheduler.commands.launching import SOME_FAILED
-from scheduler.commands.submit import submit
+from scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
+from scheduler.commands.options.grouping import GroupedCommand
+from scheduler.commands.submit import run_option, submit
 from scheduler.display.summary import printable
 from scheduler.process.interruption import INTERRUPTED
 from scheduler.process.streams import Lines
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 MARK = "job-file.json"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("inbox")
-@click.option("--runs", "runs_uri", required=True, help="Folder for the runs: a path, s3:// or gs://. Made if absent.")
-@click.option(
+@run_option("--runs", "runs_uri", metavar="RUNS", required=True, help="Folder of the runs: a path, s3:// or gs://.")
+@run_option(
     "--if-busy",
     type=click.Choice(["refuse", "wait"]),
     default="refuse",
-    help="What to do while another `nightly` is at work on these runs.",
+    help="While another `nightly` is at work on them.",
 )
 @click.pass_context
 def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
@@ -39,18 +41,19 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
 
     \b
     Exit code: as of `submit`, over all files that were run; 1 too where a file or folder could not be read or run.
+    Limits but the deadline are for each run. A file whose run stopped at a limit is gone on with the next time.
 
     \b
     Example:
       swiftbatch nightly s3://bucket/inbox --runs s3://bucket/runs --workers 2
     """
     from jobs.storage.store import Store
+    from scheduler.runs.folder_hold import hold
     from scheduler.runs.job_files import job_files
-    from scheduler.runs.nightly_hold import hold
 
     inbox_store, runs = Store(inbox), Store(runs_uri)
     _check_folders(inbox_store, runs)
-    with hold(runs, if_busy == "wait") as held:
+    with hold(runs, if_busy == "wait", "nightly") as held:
         paths, skipped = job_files(inbox_store)
         digests = _without_done(inbox_store, runs, paths, skipped)
         Lines(sys.stderr).write(
@@ -59,8 +62,12 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
         for path, reason in sorted(skipped.items()):
             Lines(sys.stderr).write(f"{printable(path)} was not read: {printable(reason)}")
         code = SOME_FAILED if skipped else 0
-        for path, digest in digests.items():
+        for number, (path, digest) in enumerate(digests.items()):
             held.check()
+            if _has_passed(options["deadline"]):
+                Lines(sys.stderr).write(f"the deadline has passed: {len(digests) - number} job files are left")
+                code = max(code, LIMIT_REACHED)
+                break
             code = max(code, _run_file(context, inbox, runs_uri, path, digest, options))
             if code == INTERRUPTED:
                 break
@@ -74,7 +81,7 @@ nightly.params += [option for option in submit.params if option.name not in ("jo
 def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
-    """Run one job file, and mark it as done unless it was interrupted; the exit code."""
+    """Run one job file, and mark it as done unless it was left unfinished; the exit code."""
     from jobs.input.input_file import InputFileError
     from jobs.input.json_lines import dump_line
     from jobs.input.places import joined
@@ -92,9 +99,13 @@ def _run_file(
     except (InputFileError, RunError, StrictError) as error:  # its own fault: the others go on
         Lines(sys.stderr).write(f"{printable(path)} was not run: {printable(str(error))}")
         return SOME_FAILED
-    if code != INTERRUPTED:
+    if code not in (INTERRUPTED, LIMIT_REACHED):
         Store(run_uri).write(MARK, dump_line({"job_file": path, "sha256": digest}))
     return code
+
+
+def _has_passed(deadline: float | None) -> bool:
+    return deadline is not None and time.time() >= deadline
 
 
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:

@@ -10,9 +10,10 @@ import pytest
 
 from jobs.run.run_files import pretty, read_model
 from jobs.storage.store import Store
-from scheduler.runs.nightly_hold import FILE, Hold, Holder, NightlyHeldError, hold
+from scheduler.runs.folder_hold import FolderHeldError, Hold, Holder, file_of, hold
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 
+FILE = file_of("nightly")
 DEADLINE_SECONDS = 120
 
 FAR = b'{"holder_id": "1", "host": "h", "pid": 1, "started": 1e300, "updated": 1}'
@@ -23,11 +24,11 @@ def test_one_that_was_killed_is_in_nobody_s_way(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path / "runs") as other:
         other.kill()
         other.wait()
-        with hold(store, False):
+        with hold(store, False, "nightly"):
             pass
     gone = Holder(holder_id="1", host="elsewhere", pid=1, started=0, updated=time.time() - 60)
     store.write(FILE, pretty(gone))
-    with hold(store, False):
+    with hold(store, False, "nightly"):
         holder = read_model(store, FILE, Holder)
         assert holder is not None
         assert holder.pid == os.getpid()
@@ -36,10 +37,10 @@ def test_one_that_was_killed_is_in_nobody_s_way(tmp_path: Path) -> None:
 
 def test_one_that_was_overtaken_while_it_slept_stops_before_its_next_file(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "runs"))
-    first = Hold(store)
+    first = Hold(store, "nightly")
     first.check()
-    second = Hold(store)
-    with pytest.raises(NightlyHeldError, match="has taken over; this one stops"):
+    second = Hold(store, "nightly")
+    with pytest.raises(FolderHeldError, match="has taken over; this one stops"):
         first.check()
     first.stop()
     assert store.read(FILE) is not None, "the hold is the other's"
@@ -49,9 +50,9 @@ def test_one_that_was_overtaken_while_it_slept_stops_before_its_next_file(tmp_pa
 
 
 def test_the_hold_is_renewed_and_lets_go_of_what_another_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.runs.nightly_hold.BEAT_SECONDS_OBJECT_STORE", 0.05)
+    monkeypatch.setattr("scheduler.runs.folder_hold.BEAT_SECONDS_OBJECT_STORE", 0.05)
     store = Store(str(tmp_path / "runs"))
-    held = Hold(store)
+    held = Hold(store, "nightly")
     first = read_model(store, FILE, Holder)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while read_model(store, FILE, Holder) == first and time.monotonic() < deadline:
@@ -68,6 +69,6 @@ def test_the_hold_is_renewed_and_lets_go_of_what_another_took(tmp_path: Path, mo
 def test_a_damaged_sign_of_life_holds_nobody_up(tmp_path: Path, data: bytes) -> None:
     store = Store(str(tmp_path / "runs"))
     store.write(FILE, data)
-    with hold(store, False) as held:
+    with hold(store, False, "nightly") as held:
         store.write(FILE, data)
         held.check()

@@ -1,6 +1,6 @@
-"""Who runs the job files of a folder: one `swiftbatch nightly` at a time.
+"""Who is at work on a folder of runs: one `swiftbatch nightly` at a time, and one `swiftbatch serve`.
 
-nightly.json    the holder's newest sign of life, in the folder of the runs; gone when it ends
+nightly.json, serve.json    the holder's newest sign of life, in the folder of the runs; gone when it ends
 
 The clocks of two machines decide here, so two may overlap for a moment. That does no harm: each run has one driver
 (see `takeover`). The hold keeps a second one out of the gaps between two runs, and says who is at work since when.
@@ -28,16 +28,15 @@ from scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_livene
 from scheduler.process.identity import own_key
 from scheduler.process.streams import Lines
 
-FILE = "nightly.json"
 POLL_SECONDS = 2.0
 
 
-class NightlyHeldError(RunError):
-    """Another `swiftbatch nightly` is at work on these runs; the text is one line for the user."""
+class FolderHeldError(RunError):
+    """Another such command is at work on these runs; the text is one line for the user."""
 
 
 class Holder(BaseModel):
-    """`nightly.json`; times in seconds since the epoch."""
+    """`COMMAND.json`; times in seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,11 +49,12 @@ class Holder(BaseModel):
 
 
 class Hold:
-    """The hold on a folder of runs, renewed by a thread until `stop`."""
+    """The hold of a command (`nightly`, `serve`) on a folder of runs, renewed by a thread until `stop`."""
 
-    def __init__(self, runs: Store) -> None:
+    def __init__(self, runs: Store, command: str) -> None:
         now = time.time()
         self._runs = runs
+        self._command = command
         self._holder = Holder(
             holder_id=secrets.token_hex(8),
             host=socket.gethostname(),
@@ -64,65 +64,75 @@ class Hold:
             updated=now,
         )
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="nightly-hold", daemon=True)
-        self._runs.write(FILE, pretty(self._holder))
+        self._thread = threading.Thread(target=self._renew, name="folder-hold", daemon=True)
+        self._runs.write(file_of(self._command), pretty(self._holder))
         self._thread.start()
 
     def check(self) -> None:
-        """Raise NightlyHeldError if another one has taken over, as it may after a long silence of ours."""
-        holder = _read(self._runs)
+        """Raise FolderHeldError if another one has taken over, as it may after a long silence of ours."""
+        holder = _read(self._runs, self._command)
         if holder is not None and holder.holder_id != self._holder.holder_id:
-            who = _who(self._runs, holder)
-            raise NightlyHeldError(f"{who} has taken over; this one stops and leaves the rest to it")
+            who = _who(self._runs, self._command, holder)
+            raise FolderHeldError(f"{who} has taken over; this one stops and leaves the rest to it")
 
     def stop(self) -> None:
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(StoreError, RunError):  # else it is stale soon
             self.check()
-            self._runs.delete(FILE)
+            self._runs.delete(file_of(self._command))
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_SECONDS_OBJECT_STORE):
             with contextlib.suppress(StoreError, RunError):  # the next beat comes soon; `check` says what is lost
                 self.check()
-                self._runs.write(FILE, pretty(self._holder.model_copy(update={"updated": time.time()})))
+                self._runs.write(
+                    file_of(self._command), pretty(self._holder.model_copy(update={"updated": time.time()}))
+                )
 
 
 @contextlib.contextmanager
-def hold(runs: Store, is_patient: bool) -> Iterator[Hold]:
-    """Hold a folder of runs. While another process does, wait for it (`is_patient`) or raise NightlyHeldError."""
+def hold(runs: Store, is_patient: bool, command: str) -> Iterator[Hold]:
+    """Hold a folder of runs for a command.
+
+    While another process of that command holds it, wait for that (`is_patient`) or raise FolderHeldError.
+    """
     is_told = False
-    while (holder := _other_holder(runs)) is not None:
+    while (holder := _other_holder(runs, command)) is not None:
         if not is_patient:
-            raise NightlyHeldError(f"{_who(runs, holder)} is at work; wait for it, or use --if-busy wait")
+            raise FolderHeldError(f"{_who(runs, command, holder)} is at work; wait for it, or use --if-busy wait")
         if not is_told:
-            Lines(sys.stderr).write(f"{_who(runs, holder)} is at work: waiting for it to end")
+            Lines(sys.stderr).write(f"{_who(runs, command, holder)} is at work: waiting for it to end")
             is_told = True
         time.sleep(POLL_SECONDS)
-    held = Hold(runs)
+    held = Hold(runs, command)
     try:
         yield held
     finally:
         held.stop()
 
 
-def _other_holder(runs: Store) -> Holder | None:
-    holder = _read(runs)
+def file_of(command: str) -> str:
+    """The file that says who holds a folder for this command."""
+    return f"{command}.json"
+
+
+def _other_holder(runs: Store, command: str) -> Holder | None:
+    holder = _read(runs, command)
     if holder is None:
         return None
     state = process_liveness(runs, holder.host, holder.pid, holder.process, holder.updated)
     return holder if state == "alive" else None
 
 
-def _read(runs: Store) -> Holder | None:
+def _read(runs: Store, command: str) -> Holder | None:
     """The newest sign of life; None where it is absent or damaged: the next is written over it."""
     try:
-        return read_model(runs, FILE, Holder)
+        return read_model(runs, file_of(command), Holder)
     except RunError:
         return None
 
 
-def _who(runs: Store, holder: Holder) -> str:
+def _who(runs: Store, command: str, holder: Holder) -> str:
     process = f"process {holder.pid} on {holder.host}, since {date(holder.started)}"
-    return f"another `swiftbatch nightly` on {runs.shown_uri} ({process})"
+    return f"another `swiftbatch {command}` on {runs.shown_uri} ({process})"

@@ -1,0 +1,81 @@
+"""The command `serve`: OpenAI's Batch API over run folders."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from scheduler.commands.options.grouping import GroupedCommand
+from scheduler.commands.options.serving import said_options, serving_options
+from scheduler.commands.resume import resume
+from scheduler.commands.submit import run_option, submit
+from scheduler.process.interruption import INTERRUPTED
+
+OF_THE_SERVER = {  # of `submit`: what a batch says itself, or the server for each
+    *("jobs", "run_uri", "columns", "shards", "strict", "endpoint", "may_take_over"),
+    *("deadline", "max_total_tokens", "max_worker_hours", "quiet", "as_json", "webhook", "webhook_jobs"),
+}
+NEEDED = ("fastapi", "uvicorn", "multipart")
+
+
+@click.command(cls=GroupedCommand)
+@run_option("--runs", "runs_uri", metavar="RUNS", required=True, help="Folder of all it keeps: a path, s3:// or gs://.")
+@run_option(
+    "--if-busy", type=click.Choice(["refuse", "wait"]), default="refuse", help="While another `serve` is at work there."
+)
+@serving_options
+@click.pass_context
+def serve(
+    context: click.Context,
+    /,
+    runs_uri: str,
+    if_busy: str,
+    **options: Any,
+) -> None:
+    """Answer OpenAI's Batch API: each batch is a run, with the options below. Kill it at will: nothing is lost.
+
+    Programs use it as `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")`. What it was running when it ended
+    goes on when it is started again. Runs are in RUNS/batches, files in RUNS/files.
+
+    \b
+    Example:
+      swiftbatch serve --runs RUNS --workers 2
+    """
+    if any(find_spec(name) is None for name in NEEDED):
+        raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
+    from jobs.storage.store import Store
+    from scheduler.serve.api.server import serve
+
+    try:
+        serve(Store(runs_uri), said_options(options), _driver_options(context), if_busy == "wait", click.echo)
+    except KeyboardInterrupt:  # all is in good order
+        context.exit(INTERRUPTED)
+
+
+serve.params += [option for option in submit.params if option.name not in OF_THE_SERVER]
+
+
+def _driver_options(context: click.Context) -> Any:
+    """The words that every driver gets."""
+    from scheduler.serve.driving.driver_command import DriverOptions
+
+    of_start = {option.name for option in resume.params}
+    words: dict[bool, list[str]] = {False: [], True: []}
+    for option in submit.params:
+        if option.name not in OF_THE_SERVER and isinstance(option, click.Option):
+            words[option.name in of_start] += _words(context, option)
+    return DriverOptions(tuple(words[False]), tuple(words[True]), context.params["grace_seconds"])
+
+
+def _words(context: click.Context, option: click.Option) -> list[str]:
+    """An option as it was said; nothing where it was not."""
+    name = str(option.name)
+    value = context.params[name]
+    if value is None or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+        return []
+    if option.is_flag:
+        return [option.opts[0]]
+    return [option.opts[0], *map(str, value if option.nargs > 1 else [value])]

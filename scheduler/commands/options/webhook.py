@@ -1,0 +1,72 @@
+"""The options that post a run's end, and how a command shows and tells what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scheduler.commands.options.grouping import options_of
+
+if TYPE_CHECKING:
+    from scheduler.display.display import Display, OutputMode
+    from scheduler.webhooks.receiver import Receiver
+
+
+def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str | Receiver | None) -> Receiver | None:
+    if value is None:
+        return None
+    from scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
+
+    try:
+        return Receiver.parse(value, os.environ.get(SECRET_VARIABLE)) if isinstance(value, str) else value
+    except ReceiverError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+output_option = options_of("What is shown and told")
+
+OUTPUT = (
+    output_option("--quiet", is_flag=True, help="Only errors, and at the end one line."),
+    output_option(
+        "--json", "as_json", is_flag=True, help="Events as JSON, one a line: see scheduler/display/EVENTS.md."
+    ),
+    output_option(
+        "--metrics-port",
+        type=click.IntRange(0, 65535),
+        metavar="PORT",
+        help="Serve metrics, and at /sd where the workers' are (0: any port).",
+    ),
+    output_option(
+        "--webhook", metavar="URL", callback=receiver_of, help="Post the run's end there: see docs/watching.md."
+    ),
+    output_option("--webhook-jobs", is_flag=True, help="Post each job's end, too."),
+)
+
+
+def shown(options: dict[str, Any]) -> contextlib.AbstractContextManager[Display]:
+    """The display of a command, by its options, which are taken out of them. Raises click.UsageError."""
+    quiet, as_json = options.pop("quiet"), options.pop("as_json")
+    receiver, with_jobs = options.pop("webhook"), options.pop("webhook_jobs")
+    if quiet and as_json:
+        raise click.UsageError("--quiet and --json: expected at most one of them")
+    if with_jobs and receiver is None:
+        raise click.UsageError("--webhook-jobs: expected --webhook with it, which says where to")
+    return _opened("quiet" if quiet else "json" if as_json else "auto", receiver, with_jobs)
+
+
+@contextlib.contextmanager
+def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Iterator[Display]:
+    from scheduler.display.display import open_display
+
+    with open_display(mode) as display:
+        if receiver is None:
+            yield display
+            return
+        from scheduler.webhooks.posting import posting
+
+        with posting(display, receiver, with_jobs) as posting_display:
+            yield posting_display

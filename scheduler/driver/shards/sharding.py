@@ -1,0 +1,77 @@
+"""Writes a run's shards beside the driver's loop, in a thread: to compress and send them takes a while."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from jobs.run.run import Run
+from jobs.shards.packing import MAX_BYTES
+from jobs.shards.settings import shard_settings
+from jobs.shards.shards import Shards, WrittenShard
+from scheduler.display.display import Display
+from scheduler.display.end_events import ShardWritten
+from scheduler.driver.takeover import Epoch
+
+TOKENS_PER_LOOK = MAX_BYTES // 4  # about as many as a shard has bytes for; how large results are is seen at the look
+
+
+class Sharding:
+    """The shards of a run that is held; for a run that was not asked for them, nothing is done.
+
+    Methods raise what writing shards does: StoreError, RunError, and RunTakenError once the run is another's.
+    """
+
+    def __init__(self, run: Run, epoch: Epoch, display: Display) -> None:
+        self._run = Run(run.store, run.manifest)  # what damage it meets, it notes in another thread
+        self._epoch, self._display = epoch, display
+        self._settings = shard_settings(run.store)
+        self._shards: Shards | None = None
+        self._pool = ThreadPoolExecutor(1, "shards")
+        self._writing: Future[tuple[list[WrittenShard], int]] | None = None
+        self._num_seen = 0  # finished jobs at the last look
+        self._due_jobs = self._due_tokens = 0  # the counts that the next look waits for; the first is at once
+
+    def look(self, num_finished: int, num_tokens: int) -> None:
+        """Begin to write shards where enough jobs may have ended since the last look, and tell of those written.
+
+        `num_finished` jobs have a result, `num_tokens` were generated so far.
+        """
+        if self._settings is None or (self._writing is not None and not self._writing.done()):
+            return
+        if self._writing is not None:
+            num_waiting = self._told()
+            self._due_jobs = self._num_seen + max(1, self._settings.rows_per_shard - num_waiting)
+        if num_finished >= self._due_jobs or num_tokens >= self._due_tokens:
+            self._num_seen, self._due_jobs = num_finished, num_finished + 1
+            self._due_tokens = num_tokens + TOKENS_PER_LOOK
+            self._writing = self._pool.submit(self._catch_up, False)
+
+    def finish(self, is_end: bool) -> None:
+        """Write what is left: at the end of the run everything, else what fills shards."""
+        if self._settings is not None:
+            self._told()
+            self._writing = self._pool.submit(self._catch_up, is_end)
+            self._told()
+
+    def stop(self) -> None:
+        """Wait until nothing is written any more."""
+        self._pool.shutdown()
+
+    def _catch_up(self, is_end: bool) -> tuple[list[WrittenShard], int]:
+        self._shards = self._shards or Shards.of(self._run, self._epoch.number, self._epoch.check)
+        return self._shards.catch_up(is_end) if self._shards is not None else ([], 0)
+
+    def _told(self) -> int:
+        """Wait for what is being written, and tell of it; returns the number of rows that wait for more."""
+        if self._writing is None:
+            return 0
+        (written, num_waiting), self._writing = self._writing.result(), None
+        for shard in written:
+            self._display.note(ShardWritten(shard.path, shard.num_rows))
+        return num_waiting
+
+
+def finish_shards(run: Run, epoch: Epoch, is_end: bool) -> list[WrittenShard]:
+    """Write what is left, as `Sharding.finish`, of a run whose workers have nothing to do."""
+    shards = Shards.of(run, epoch.number, epoch.check)
+    return [] if shards is None else shards.catch_up(is_end)[0]

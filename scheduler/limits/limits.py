@@ -1,0 +1,52 @@
+"""What a run may take: until when, how many tokens, how long its workers; and what it has taken so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.run.records import Progress
+
+HOUR = 3600.0
+
+
+@dataclass
+class Spending:
+    """What a run has taken, over all its drivers and all attempts at its jobs."""
+
+    num_tokens: int = 0  # generated, those that were lost and generated once more included
+    worker_seconds: float = 0.0  # that started workers were held
+
+    @classmethod
+    def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:
+        """What the last driver's newest beat says, and the tokens that its workers have brought since.
+
+        `num_generated_tokens` are those that the jobs have now; a driver that was killed had not told of the last ones.
+        """
+        if last is None:
+            return cls(num_generated_tokens)
+        num_untold = max(0, num_generated_tokens - last.num_generated_tokens)
+        return cls(max(last.num_total_tokens + num_untold, num_generated_tokens), last.worker_seconds)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """At which a run stops in good order; None is no limit."""
+
+    deadline: float | None = None  # in seconds since the epoch
+    max_total_tokens: int | None = None
+    max_worker_hours: float | None = None
+
+    def reached(self, spent: Spending, now: float) -> str | None:
+        """Which limits are reached, as a text for people; None where none is. `now` in seconds since the epoch."""
+        found = []
+        if self.deadline is not None and now >= self.deadline:
+            moment = datetime.fromtimestamp(self.deadline).astimezone().isoformat(" ", "seconds")
+            found.append(f"--deadline {moment}")
+        if self.max_total_tokens is not None and spent.num_tokens >= self.max_total_tokens:
+            found.append(f"--max-total-tokens {self.max_total_tokens:,} ({spent.num_tokens:,} were generated)")
+        if self.max_worker_hours is not None and spent.worker_seconds >= self.max_worker_hours * HOUR:
+            found.append(f"--max-worker-hours {self.max_worker_hours:g} ({spent.worker_seconds / HOUR:.4g} were used)")
+        return " and ".join(found) or None

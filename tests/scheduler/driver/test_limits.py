@@ -1,0 +1,86 @@
+"""A run that reaches a limit stops with all tokens kept, and goes on to what it would have been."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.run.results import tokens_sha256
+from jobs.run.run import Progress, Run
+from scheduler.cluster.cluster import Cluster
+from scheduler.driver.heartbeat import current_progress
+from scheduler.limits.limits import Limits
+from tests.scheduler.driver.driver_parts import (
+    RecordingDisplay,
+    counting_cluster,
+    job_id,
+    make_driver,
+    make_run,
+    result_metrics,
+    token_hash,
+)
+from tests.worker.session.counting_session import TOKENS_PER_SLICE
+
+JOBS = {"unlogged": 800, "short": 60}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with counting_cluster(1) as cluster:
+        yield cluster
+
+
+def last_beat(run: Run) -> Progress:
+    progress = run.progress()
+    assert progress is not None
+    return progress
+
+
+def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_tokens(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    run, before = make_run(tmp_path / "run", JOBS), 0.0
+    for number in (1, 2):
+        some = Limits(max_total_tokens=100) if number == 1 else Limits(max_worker_hours=(before + 0.1) / 3600)
+        display = RecordingDisplay()
+        driver = make_driver(run, cluster, display, workers=1, limits=some)
+        assert driver.run() == "interrupted"
+        beat = last_beat(run)
+        assert beat.reached_limit == driver.reached_limit is not None
+        assert f"stopping at {beat.reached_limit}: nothing is lost" in display.notes
+        assert ("--max-total-tokens" if number == 1 else "--max-worker-hours") in beat.reached_limit
+        assert beat.running == {}
+        assert 100 <= beat.num_total_tokens == beat.num_generated_tokens < 860  # none lost, none generated again
+        assert beat.worker_seconds > before  # those of the first driver count on
+        before = beat.worker_seconds
+    assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=2).run() == "finished"
+    assert last_beat(run).reached_limit is None
+    assert last_beat(run).num_total_tokens == sum(JOBS.values())
+    for name, max_tokens in JOBS.items():
+        positions = np.arange(max_tokens, dtype=np.uint32)
+        undisturbed = 7 + positions + positions % TOKENS_PER_SLICE  # what the counting session makes of the seed 7
+        assert token_hash(run, name) == tokens_sha256(undisturbed)
+    assert result_metrics(run, "unlogged")["num_recovered_tokens"] > 100
+
+
+def test_a_deadline_that_has_passed_hands_nothing_out(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
+    started = time.monotonic()
+    assert make_driver(run, cluster, display, limits=Limits(deadline=time.time() - 1)).run() == "interrupted"
+    assert time.monotonic() - started < 5
+    assert last_beat(run).num_total_tokens == 0
+    assert current_progress(run).jobs["pending"] == 1
+    assert run.result(job_id(run, "a")) is None
+
+
+def test_a_user_who_stops_it_is_told_of_no_limit(tmp_path: Path, cluster: Cluster) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
+    driver = make_driver(run, cluster, display, limits=Limits(deadline=time.time() - 1))
+    driver.request_stop()
+    assert driver.run() == "interrupted"
+    assert driver.reached_limit is None
+    assert last_beat(run).reached_limit is None

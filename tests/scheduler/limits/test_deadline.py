@@ -1,0 +1,63 @@
+"""A deadline is understood as its user means it: from now, at the next such time, or at a date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+
+import pytest
+
+from scheduler.limits.deadline import parse_deadline
+
+
+@pytest.fixture(autouse=True)
+def _in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def at(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+NOW = "2030-01-31T12:00:00+01:00"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("90m", "2030-01-31T13:30:00+01:00"),
+        ("6h", "2030-01-31T18:00:00+01:00"),
+        ("1d12h30m5s", "2030-02-02T00:30:05+01:00"),
+        ("1.5h", "2030-01-31T13:30:00+01:00"),
+        ("0s", NOW),
+        ("12:30", "2030-01-31T12:30:00+01:00"),
+        ("06:30", "2030-02-01T06:30:00+01:00"),
+        ("12:00", "2030-02-01T12:00:00+01:00"),
+        ("23:59:59", "2030-01-31T23:59:59+01:00"),
+        ("2030-02-01T06:00", "2030-02-01T06:00:00+01:00"),
+        ("2030-07-01 06:00", "2030-07-01T06:00:00+02:00"),
+        ("2030-02-01T06:00Z", "2030-02-01T06:00:00+00:00"),
+        ("2030-02-01T06:00-05:00", "2030-02-01T06:00:00-05:00"),
+        ("2030-02-01", "2030-02-01T00:00:00+01:00"),
+        ("2029-01-01T00:00", "2029-01-01T00:00:00+01:00"),  # past: the run stops at once
+    ],
+)
+def test_a_duration_a_time_or_a_date_is_that_moment(text: str, meant: str) -> None:
+    assert parse_deadline(text, at(NOW)) == at(meant)
+
+
+def test_a_time_of_the_next_day_is_that_of_its_own_zone_when_clocks_change_at_night() -> None:
+    assert parse_deadline("06:00", at("2030-03-30T22:00:00+01:00")) == at("2030-03-31T06:00:00+02:00")
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "soon", "6", "-6h", "6h-1m", "1m6h", "25:00", "12:60", "6 h", "9999999999d", "nan", "infh"]
+)
+def test_what_is_none_of_them_is_refused_with_what_is(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a duration as 90m or 1d12h, a time of the day as 06:30, or"):
+        parse_deadline(text, at(NOW))

@@ -1,0 +1,33 @@
+"""When a limit is reached, and what a run has taken that had several drivers."""
+
+from __future__ import annotations
+
+from scheduler.limits.limits import Limits, Spending
+from tests.jobs.run.run_parts import PROGRESS
+
+
+def test_each_limit_is_reached_at_its_number_and_told_with_what_was_taken() -> None:
+    spent = Spending(num_tokens=4999, worker_seconds=1799.0)
+    limits = Limits(deadline=1000.0, max_total_tokens=5000, max_worker_hours=0.5)
+    assert limits.reached(spent, 999.9) is None
+    assert Limits().reached(Spending(10**12, 1e12), 1e12) is None
+    reached = limits.reached(spent, 1000.0)
+    assert reached is not None
+    assert reached.startswith("--deadline 19")
+    assert limits.reached(Spending(5012, 0), 0) == "--max-total-tokens 5,000 (5,012 were generated)"
+    assert limits.reached(Spending(0, 1800), 0) == "--max-worker-hours 0.5 (0.5 were used)"
+
+
+def test_all_limits_that_are_reached_are_told_at_once() -> None:
+    both = Limits(max_total_tokens=5, max_worker_hours=1).reached(Spending(5, 3600), 0)
+    assert both == "--max-total-tokens 5 (5 were generated) and --max-worker-hours 1 (1 were used)"
+
+
+def test_what_was_taken_goes_on_from_the_last_driver_and_what_it_had_not_told_of() -> None:
+    last = PROGRESS.model_copy(update={"num_generated_tokens": 100, "num_total_tokens": 130, "worker_seconds": 9.0})
+    assert Spending.so_far(None, 7) == Spending(7, 0.0)
+    assert Spending.so_far(last, 100) == Spending(130, 9.0)
+    assert Spending.so_far(last, 108) == Spending(138, 9.0)  # its workers had written 8 more when it was killed
+    assert Spending.so_far(last, 90) == Spending(130, 9.0)  # a failed job's are no part of the run's any more
+    older = PROGRESS.model_copy(update={"num_generated_tokens": 100})  # of a version that kept no totals
+    assert Spending.so_far(older, 100) == Spending(100, 0.0)
