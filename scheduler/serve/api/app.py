@@ -1,0 +1,77 @@
+"""The HTTP server: its routes, and every error in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from jobs.errors import UserError
+from scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
+from scheduler.serve.api.body_limit import BodyLimit
+from scheduler.serve.api.gate import Gate
+from scheduler.serve.api.objects import error_response
+from scheduler.serve.bounds.crowd import Crowd
+from scheduler.serve.page import asset_routes, login_routes, page_routes
+from scheduler.serve.page.paths import UPLOAD_PATH
+from scheduler.serve.page.sessions import Sessions
+from scheduler.serve.refusals import RefusedError
+from scheduler.serve.service import Service
+
+UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
+
+
+def make_app(service: Service, only_loopback: bool) -> FastAPI:
+    """The server's answers; `only_loopback` is the gate's."""
+    app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
+    app.state.service = service
+    app.state.sessions = Sessions()
+    for routes in (file_routes, batch_routes, watching_routes, server_routes, page_routes, login_routes, asset_routes):
+        app.include_router(routes.router)
+    app.add_exception_handler(RefusedError, _refused)
+    app.add_exception_handler(UserError, _failed)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _broken)
+    app.add_middleware(BodyLimit, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
+    app.add_middleware(Crowd, upload_paths=UPLOAD_PATHS)
+    app.add_middleware(Gate, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
+    app.middleware("http")(_counted)
+    return app
+
+
+async def _counted(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+    response = await answer(request)
+    service: Service = request.app.state.service
+    service.counters.count_request(response.status_code)
+    return response
+
+
+def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return error_response(error)
+
+
+def _failed(_request: Request, error: Exception) -> Response:
+    """The store, or a run in it, can't be read just now."""
+    return error_response(RefusedError(str(error), 503, code="not_available"))
+
+
+def _invalid(_request: Request, error: Exception) -> Response:
+    """A parameter or a body that is not of its form."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"][1:]]
+    param = names[0] if names else None
+    return error_response(RefusedError(f"{param or 'body'}: {first['msg']}", param=param))
+
+
+def _http(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(RefusedError(str(error.detail), error.status_code))
+
+
+def _broken(_request: Request, _error: Exception) -> Response:
+    return error_response(RefusedError("the server had an error while it worked on your request", 500))

@@ -1,0 +1,59 @@
+"""`/v1/batches`, as OpenAI has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query
+
+from jobs.run.run_files import RunError
+from scheduler.serve.api.access import Owner, Served
+from scheduler.serve.api.objects import Object, batch_object, page_object
+from scheduler.serve.batches import Batch
+from scheduler.serve.new_batch import NewBatch
+from scheduler.serve.records import LineProblem
+from scheduler.serve.service import Service
+from scheduler.serve.status import Status
+
+MAX_PAGE = 100
+
+router = APIRouter(prefix="/v1/batches")
+
+
+@router.post("")
+def create(service: Served, owner: Owner, body: Annotated[dict[str, Any], Body()]) -> Object:
+    batch = service.create_batch(NewBatch.parse(body), owner)
+    return batch_object(batch, service.status(batch))
+
+
+@router.get("")
+def list_batches(
+    service: Served,
+    owner: Owner,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+) -> Object:
+    batches, has_more = service.batches.page(owner, after, limit, "desc")
+    return page_object([_listed(service, batch) for batch in batches], has_more)
+
+
+@router.get("/{batch_id}")
+def retrieve(service: Served, owner: Owner, batch_id: str) -> Object:
+    batch = service.batches.get(batch_id, owner)
+    return batch_object(batch, service.status(batch))
+
+
+@router.post("/{batch_id}/cancel")
+def cancel(service: Served, owner: Owner, batch_id: str) -> Object:
+    batch = service.batches.get(batch_id, owner)
+    service.cancel_batch(batch)
+    return batch_object(batch, service.status(batch))
+
+
+def _listed(service: Service, batch: Batch) -> Object:
+    """A batch among others, which are told of even where its run is damaged: that is in its `errors` then."""
+    try:
+        return batch_object(batch, service.status(batch))
+    except RunError as error:
+        problem = LineProblem(code="damaged_run", message=str(error))
+        return batch_object(batch, Status("cancelling" if batch.cancellation else "in_progress", problems=(problem,)))

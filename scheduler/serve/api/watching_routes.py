@@ -1,0 +1,117 @@
+"""What OpenAI's API does not have: how far a batch is, what its jobs have written so far, its report, its events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse, StreamingResponse
+
+from jobs.run.records import Progress
+from jobs.run.run import Run
+from metrics.report.facts import gather
+from metrics.report.page import render
+from scheduler.driver.heartbeat import current_progress
+from scheduler.driver.takeover import claims
+from scheduler.serve.api.access import Owner, Served
+from scheduler.serve.api.objects import Object, batch_object
+from scheduler.serve.batches import Batch
+from scheduler.serve.partial import partial_texts
+from scheduler.serve.refusals import RefusedError
+from scheduler.serve.service import Service
+from scheduler.serve.status import is_submitted
+
+EVENT_SECONDS = 0.5  # between two looks for events
+SIGN_SECONDS = 15.0  # between two signs that the connection is alive
+SHOWN = {  # of the driver's heartbeat: what is of the batch, not of the machines
+    *("updated", "started", "jobs", "running", "max_tokens", "num_generated_tokens", "num_total_tokens"),
+    *("worker_seconds", "num_tokens_left", "tokens_per_second", "eta_seconds", "num_preemptions", "num_resumes"),
+    *("mean_acceptance_length", "num_tokens_by_draft", "num_read_tokens", "num_copied_tokens"),
+}
+
+REPORT_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; sandbox",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+router = APIRouter(prefix="/v1/batches/{batch_id}")
+
+
+@router.get("/progress")
+def progress(service: Served, owner: Owner, batch_id: str) -> Object:
+    """The newest heartbeat of its driver, and why the batch does not go on where it does not."""
+    batch = service.batches.get(batch_id, owner)
+    status = service.status(batch)
+    newest = _last_progress(batch) if batch.ended else status.progress
+    course = service.keeper.course(batch_id)
+    return {
+        "id": batch_id,
+        "object": "batch.progress",
+        "status": status.state,
+        "request_counts": status.counts.model_dump(),
+        "problem": (course.problem or None) if course else None,
+        "waits_for": service.keeper.hindrance(batch),
+        "progress": None if newest is None else newest.model_dump(mode="json", include=SHOWN),
+    }
+
+
+@router.get("/partial")
+def partial(service: Served, owner: Owner, batch_id: str) -> Object:
+    """The text of every running job so far."""
+    batch = service.batches.get(batch_id, owner)
+    newest = service.status(batch).progress
+    running = {} if newest is None else newest.running
+    data = partial_texts(Run.open(batch.store.uri), running) if running else []
+    return {"id": batch_id, "object": "list", "data": data}
+
+
+@router.get("/report")
+def report(service: Served, owner: Owner, batch_id: str) -> HTMLResponse:
+    """The page of `swiftbatch report`."""
+    return report_response(service.batches.get(batch_id, owner))
+
+
+def report_response(batch: Batch) -> HTMLResponse:
+    """A page full of other people's texts, where nothing can run. Raises RefusedError before there is a run."""
+    if not is_submitted(batch.store):
+        raise RefusedError(f"{batch.id} has no report: none of its lines was run yet", 409, "batch_id")
+    run = Run.open(batch.store.uri)
+    page = render(gather(run, current_progress(run), claims(run)), run.store, None)
+    return HTMLResponse(page.encode(errors="replace"), headers=REPORT_HEADERS)
+
+
+@router.get("/events")
+async def events(service: Served, owner: Owner, batch_id: str) -> StreamingResponse:
+    """What its driver tells, as server-sent events, from the oldest that is kept; `batch` comes last, when it ends."""
+    batch = service.batches.get(batch_id, owner)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(service, batch), media_type="text/event-stream", headers=headers)
+
+
+async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
+    newest, last_sign = 0, time.monotonic()
+    while True:
+        has_ended = batch.ended is not None  # looked up before its events, so that none is missed
+        course = service.keeper.course(batch.id)
+        told = [] if course is None or course.driver is None else list(course.driver.events)
+        for number, kind, event in told:
+            if number > newest:
+                newest, last_sign = number, time.monotonic()
+                yield f"id: {number}\nevent: {kind}\ndata: {event}\n\n"
+        if has_ended:
+            yield f"event: batch\ndata: {json.dumps(batch_object(batch, service.status(batch)))}\n\n"
+            return
+        if time.monotonic() - last_sign > SIGN_SECONDS:
+            last_sign = time.monotonic()
+            yield ": alive\n\n"
+        await asyncio.sleep(EVENT_SECONDS)
+
+
+def _last_progress(batch: Batch) -> Progress | None:
+    return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None

@@ -1,0 +1,147 @@
+"""The batches of a server: each is a run in its folder, with what was asked for and how it ended beside it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from jobs.input.places import joined
+from jobs.job import JobUrl
+from jobs.run.run_files import NUM_READERS, RunError, pretty, read_model
+from jobs.storage.store import Store
+from scheduler.process.streams import Lines
+from scheduler.serve.ids import is_batch_id, new_batch_id
+from scheduler.serve.pages import Catalogue, Order
+from scheduler.serve.records import BATCH, BATCHES, CANCEL, ENDED, BatchRecord, Cancellation, Ended
+from scheduler.serve.refusals import no_such_batch
+
+
+@dataclass
+class Batch:
+    """One batch: its folder, what was asked for, and what the server itself has written there since."""
+
+    record: BatchRecord
+    store: Store
+    cancellation: Cancellation | None = None
+    ended: Ended | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def created(self) -> float:
+        return self.record.created
+
+    @property
+    def owner(self) -> str | None:
+        return self.record.owner
+
+    def has_expired(self, now: float) -> bool:
+        return now >= self.record.expires
+
+
+class Batches:
+    """The batches below `batches/`. Every method raises StoreError when the storage fails."""
+
+    def __init__(
+        self,
+        store: Store,
+        note_end: Callable[[Batch], None],
+        prepare_end: Callable[[Batch], None] = lambda batch: None,
+    ) -> None:
+        """What is there. `note_end` is told of every batch that ends from now on, `prepare_end` just before it does."""
+        self._store = store
+        self._note_end, self._prepare_end = note_end, prepare_end
+        names = [name for name in store.list(BATCHES) if is_batch_id(name)]
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            found = list(pool.map(self._read, names))
+        self._catalogue = Catalogue(batch for batch in found if batch is not None)
+
+    def __len__(self) -> int:
+        return len(self._catalogue)
+
+    def create(
+        self,
+        input_file_id: str,
+        endpoint: JobUrl,
+        completion_window: str,
+        seconds: float,
+        metadata: Mapping[str, str] | None,
+        owner: str | None,
+        priority: int = 0,
+        webhook: str | None = None,
+    ) -> Batch:
+        """A new batch, which may take so many seconds; it is kept when this returns."""
+        now = time.time()
+        record = BatchRecord(
+            id=new_batch_id(),
+            created=now,
+            input_file_id=input_file_id,
+            endpoint=endpoint,
+            completion_window=completion_window,
+            expires=now + seconds,
+            metadata=None if metadata is None else dict(metadata),
+            owner=owner,
+            priority=priority,
+            webhook=webhook,
+        )
+        batch = Batch(record, self._folder(record.id))
+        batch.store.write(BATCH, pretty(record))
+        self._catalogue.add(batch)
+        return batch
+
+    def get(self, batch_id: str, owner: str | None) -> Batch:
+        """Raises RefusedError where the owner has no such batch."""
+        batch = self._catalogue.get(batch_id, owner)
+        if batch is None:
+            raise no_such_batch(batch_id)
+        return batch
+
+    def page(self, owner: str | None, after: str | None, limit: int, order: Order) -> tuple[list[Batch], bool]:
+        """As `Catalogue.page`."""
+        return self._catalogue.page(owner, after, limit, order)
+
+    def all(self) -> list[Batch]:
+        """All batches, oldest first."""
+        return self._catalogue.all()
+
+    def unfinished(self) -> list[Batch]:
+        """Those that have not ended, oldest first."""
+        return [batch for batch in self.all() if batch.ended is None]
+
+    def request_cancel(self, batch: Batch) -> None:
+        """Keep that a batch is to be cancelled; one that has ended stays as it is."""
+        with batch.lock:
+            if batch.ended is None and batch.cancellation is None:
+                cancellation = Cancellation(requested=time.time())
+                batch.store.write(CANCEL, pretty(cancellation))
+                batch.cancellation = cancellation
+
+    def end(self, batch: Batch, ended: Ended) -> None:
+        """Keep how a batch has ended."""
+        with batch.lock:
+            self._prepare_end(batch)
+            batch.store.write(ENDED, pretty(ended))
+            batch.ended = ended
+        self._note_end(batch)
+
+    def _folder(self, batch_id: str) -> Store:
+        return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
+
+    def _read(self, name: str) -> Batch | None:
+        """The batch; None where it has no record, as nobody was told of it then, and where one is damaged."""
+        store = self._folder(name)
+        try:
+            record = read_model(store, BATCH, BatchRecord)
+            if record is None:
+                return None
+            return Batch(record, store, read_model(store, CANCEL, Cancellation), read_model(store, ENDED, Ended))
+        except RunError as error:
+            Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
+            return None

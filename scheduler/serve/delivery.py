@@ -1,0 +1,80 @@
+"""The two files that a batch ends with, as OpenAI has them: lines with a response, and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.input.json_lines import dump_line
+from jobs.input.reader import Reject
+from jobs.run.output import temporary_file
+from jobs.run.run import Run
+from scheduler.driver.backlog import CANCELLED, num_completion_tokens
+from scheduler.runs.expiry import EXPIRED
+from scheduler.serve.batches import Batch
+from scheduler.serve.files import Files
+from scheduler.serve.ids import Delivery, delivered_file_id
+from scheduler.serve.records import Counts
+
+BATCH_CANCELLED = "batch_cancelled"  # what OpenAI calls the code of such a line
+INVALID = "invalid_request"
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """The files, None where no line went there, and what they hold. `has_expired` says whether a line came too late."""
+
+    counts: Counts
+    num_generated_tokens: int
+    output_file_id: str | None
+    error_file_id: str | None
+    has_expired: bool
+
+
+def deliver(batch: Batch, run: Run, files: Files) -> Delivered:
+    """Write both files. Again is no harm: they have the same ids. Raises StoreError, RunError."""
+    counts = {"output": 0, "errors": 0}
+    has_expired, num_tokens = False, 0
+    with temporary_file() as output, temporary_file() as errors:
+        for line in _lines(run):
+            delivery = "output" if line["error"] is None else "errors"
+            (output if line["error"] is None else errors).write(dump_line(line))
+            counts[delivery] += 1
+            num_tokens += num_completion_tokens(line) if line["error"] is None else 0
+            has_expired = has_expired or (line["error"] or {}).get("code") == EXPIRED
+        kept = {
+            delivery: _keep(batch, files, delivery, file) if counts[delivery] else None
+            for delivery, file in _both(output, errors)
+        }
+    num_completed, num_failed = counts["output"], counts["errors"]
+    totals = Counts(total=num_completed + num_failed, completed=num_completed, failed=num_failed)
+    return Delivered(totals, num_tokens, kept["output"], kept["errors"], has_expired)
+
+
+def _both(output: Any, errors: Any) -> list[tuple[Delivery, Any]]:
+    return [("output", output), ("errors", errors)]
+
+
+def _keep(batch: Batch, files: Files, delivery: Delivery, source: Any) -> str:
+    source.seek(0)
+    file_id = delivered_file_id(batch.id, delivery)
+    files.add(source, f"{batch.id}_{delivery}.jsonl", "batch_output", batch.owner, file_id)
+    return file_id
+
+
+def _lines(run: Run) -> Iterator[dict[str, Any]]:
+    """All lines of the run in input order, rejects behind them."""
+    for line in run.joined_lines():
+        error = line["error"]
+        if error is not None and error["code"] == CANCELLED:
+            line = line | {"error": error | {"code": BATCH_CANCELLED}}
+        yield line
+    for number, reject in enumerate(run.rejects(), start=1):
+        yield _reject_line(run, number, reject)
+
+
+def _reject_line(run: Run, number: int, reject: Reject) -> dict[str, Any]:
+    error = {"code": INVALID, "message": reject.reason, "line": reject.line_number}
+    reject_id = f"batch_req_{run.manifest.run_id}-reject-{number}"
+    return {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}

@@ -1,0 +1,49 @@
+"""How the owners of batches stand, from what is in the batches' folders: a server that starts knows it all again."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from scheduler.serve.batches import Batch
+from scheduler.serve.driving.course import Course
+from scheduler.serve.driving.queue import Standing
+from scheduler.serve.driving.usage import DAY, Usage, standing_of, usage_of_ended
+from scheduler.serve.keys.api_key import Rights
+
+FRESH_SECONDS = 1.0  # however often it is asked meanwhile
+
+
+class Standings:
+    """Knows the usage of batches that have ended, a day long, and is told of the others."""
+
+    def __init__(self, batches: Iterable[Batch], rights: Callable[[str | None], Rights]) -> None:
+        self._rights = rights
+        self._ended: defaultdict[str | None, list[Usage]] = defaultdict(list)
+        self._known: dict[str | None, tuple[float, Standing]] = {}
+        for batch in batches:
+            self.add_ended(batch)
+
+    def add_ended(self, batch: Batch) -> None:
+        """Take in a batch that has ended; others are no matter."""
+        usage, now = usage_of_ended(batch), time.time()
+        if usage is not None and now - usage.ended < DAY:
+            of_owner = [each for each in self._ended[batch.owner] if now - each.ended < DAY]
+            self._ended[batch.owner] = [*of_owner, usage]
+
+    def forget(self) -> None:
+        """Something has changed, as that a batch has begun."""
+        self._known.clear()
+
+    def of(self, owner: str | None, courses: Iterable[Course]) -> Standing:
+        """How an owner stands, with those of the courses that are its own."""
+        now = time.time()
+        computed, standing = self._known.get(owner, (-FRESH_SECONDS, Standing()))
+        if not 0 <= now - computed < FRESH_SECONDS:
+            own = [course for course in courses if course.batch.owner == owner]
+            running = [course.usage_now(now) for course in own if course.stage == "running"]
+            at_rest = [course.usage_now(now) for course in own if course.stage != "running"]
+            standing = standing_of(self._rights(owner), [*self._ended[owner], *at_rest], running, now)
+            self._known[owner] = now, standing
+        return standing

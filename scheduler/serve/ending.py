@@ -1,0 +1,127 @@
+"""The end of a batch: what is left of its jobs is given up where it has to, its files are written, then how it ended.
+
+A kill at any moment in between is no harm: all is done again, with the same outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from jobs.errors import UserError
+from jobs.run.run import Run
+from scheduler.runs.cancellation import cancel_jobs
+from scheduler.runs.expiry import expire_jobs
+from scheduler.serve.batches import Batch, Batches
+from scheduler.serve.delivery import INVALID, Delivered, deliver
+from scheduler.serve.driving.driver_process import DriverProcess
+from scheduler.serve.files import Files
+from scheduler.serve.records import Counts, Ended, EndState, LineProblem
+from scheduler.serve.status import is_submitted, lines_of, running_status
+
+MOST_PROBLEMS = 100  # that are shown; all rejects are in the error file of a batch that ran
+
+Reason = Literal["finished", "cancelled", "expired"]
+
+GIVE_UP: dict[Reason, Callable[[Run], object]] = {
+    "finished": lambda run: None,
+    "cancelled": lambda run: cancel_jobs(run, None),
+    "expired": expire_jobs,
+}
+
+
+def end_batch(batches: Batches, files: Files, batch: Batch, reason: Reason, problem: str) -> None:
+    """End a batch that no driver runs any more. `problem` is what its last driver said, where its input is not read.
+
+    Raises RunTakenError while somebody else's driver runs it, RunError, StoreError.
+    """
+    lines = lines_of(batch.store)
+    if lines is None:
+        batches.end(batch, _never_run(batch, reason, problem))
+        return
+    run = Run.open(batch.store.uri)
+    if not lines.num_jobs:
+        batches.end(batch, _without_good_lines(batch, run))
+        return
+    GIVE_UP[reason](run)
+    status = running_status(batch.store, lines)
+    delivered = deliver(batch, run, files)
+    batches.end(
+        batch,
+        Ended(
+            state=_end_state(batch, delivered),
+            counts=delivered.counts,
+            in_progress=status.in_progress,
+            finalizing=status.finalizing or time.time(),
+            ended=time.time(),
+            num_total_tokens=0 if status.progress is None else status.progress.num_total_tokens,
+            num_generated_tokens=delivered.num_generated_tokens,
+            output_file_id=delivered.output_file_id,
+            error_file_id=delivered.error_file_id,
+        ),
+    )
+
+
+def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess | None) -> bool:
+    """End a batch without a driver, if it is at its end; `driver` is the last one that this server had for it.
+
+    Raises as `end_batch` does.
+    """
+    reason = _reason_to_end(batch, driver)
+    if reason is not None:
+        end_batch(batches, files, batch, reason, "" if driver is None else driver.problem)
+    return reason is not None
+
+
+def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
+    """Have a driver at work cancel all jobs; one that has yet to take them in is to end."""
+    try:
+        if is_submitted(batch.store):
+            cancel_jobs(Run.open(batch.store.uri), None)
+            return
+    except UserError:  # the batch is settled once the driver has ended
+        pass
+    driver.ask_to_end()
+
+
+def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
+    """Why a batch without a driver ends now; None while there is something to run, be it to name its lines."""
+    if batch.cancellation is not None:
+        return "cancelled"
+    if driver is not None and driver.found_bad_input:
+        return "finished"
+    lines = lines_of(batch.store)
+    if lines is not None and running_status(batch.store, lines).state == "finalizing":
+        return "finished"
+    can_name_lines = lines is not None or driver is not None
+    return "expired" if can_name_lines and batch.has_expired(time.time()) else None
+
+
+def _end_state(batch: Batch, delivered: Delivered) -> EndState:
+    if batch.cancellation is not None:
+        return "cancelled"
+    return "expired" if delivered.has_expired else "completed"
+
+
+def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
+    """Of an input that could not be read, or not in time."""
+    if batch.cancellation is not None:
+        return _at_once("cancelled", Counts())
+    found = problem or "the input file could not be read in time"
+    code = "batch_expired" if reason == "expired" else "invalid_input_file"
+    return _at_once("failed", Counts(), LineProblem(code=code, message=found))
+
+
+def _without_good_lines(batch: Batch, run: Run) -> Ended:
+    rejects = run.rejects()
+    problems = [
+        LineProblem(code=INVALID, message=reject.reason, line=reject.line_number) for reject in rejects[:MOST_PROBLEMS]
+    ]
+    state: EndState = "failed" if batch.cancellation is None else "cancelled"
+    return _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)
+
+
+def _at_once(state: EndState, counts: Counts, *problems: LineProblem) -> Ended:
+    now = time.time()
+    return Ended(state=state, counts=counts, in_progress=None, finalizing=now, ended=now, problems=problems)

@@ -1,0 +1,150 @@
+"""Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from jobs.storage.store import Store, StoreError
+from scheduler.process.streams import Lines
+from scheduler.serve.batches import Batch, Batches
+from scheduler.serve.hooks.lanes import Item, Lane
+from scheduler.serve.hooks.outstanding import OutstandingMessages, Target
+from scheduler.serve.hooks.receivers import Receivers
+from scheduler.webhooks.message import Message
+from scheduler.webhooks.post import PostError
+from scheduler.webhooks.receiver import ReceiverError
+
+TRY_SECONDS = 10.0
+LOOK_SECONDS = 0.5
+GIVEN_UP_SECONDS = 3 * 86400.0  # since the end of the batch
+NUM_POSTERS = 4
+
+
+class Hooks:
+    """The messages of one server."""
+
+    def __init__(self, store: Store, receivers: Receivers) -> None:
+        self._receivers = receivers
+        self._outstanding = OutstandingMessages(store)
+        self._targets: dict[str, tuple[Target, ...]] = {}  # by batches
+        self._lanes: defaultdict[str, Lane] = defaultdict(Lane)
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._is_stopping = False
+        self._posters = ThreadPoolExecutor(NUM_POSTERS, "webhook-poster")
+        self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
+
+    def prepare(self, batch: Batch) -> None:
+        """Keep that the end of a batch, which comes next, is to be told. Raises StoreError."""
+        if targets := self._receivers.targets(batch):
+            self._outstanding.keep(batch.id, targets)
+
+    def tell(self, batch: Batch) -> None:
+        """Tell of the end that a batch has come to."""
+        self._add(batch, self._receivers.targets(batch))
+
+    def take_up(self, batches: Batches) -> None:
+        """What a server before has left. Raises StoreError."""
+        ended = {batch.id: batch for batch in batches.all() if batch.ended is not None}
+        for batch_id, targets in self._outstanding.all().items():
+            if batch_id in ended:
+                self._add(ended[batch_id], targets)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Post nothing more; what is left is in the store."""
+        self._is_stopping = True
+        self._news.set()
+        self._thread.join()
+        self._posters.shutdown(cancel_futures=True)
+
+    def _add(self, batch: Batch, targets: tuple[Target, ...]) -> None:
+        with self._lock:
+            self._targets[batch.id] = targets
+            for target in targets:
+                try:
+                    host = self._receivers.of(batch, target).host
+                except ReceiverError as error:
+                    self._give_up((batch, target), str(error))
+                else:
+                    self._lanes[host].items.append((batch, target))
+        self._news.set()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            with self._lock:
+                for lane in list(self._lanes.values()):
+                    if lane.is_due():
+                        lane.is_busy = True
+                        self._posters.submit(self._post_first, lane)
+                self._lanes = defaultdict(Lane, {host: lane for host, lane in self._lanes.items() if lane.items})
+            self._news.wait(LOOK_SECONDS)
+            self._news.clear()
+
+    def _post_first(self, lane: Lane) -> None:
+        batch, target = item = lane.items[0]
+        problem = self._try(batch, target)
+        with self._lock:
+            if problem is None:
+                lane.succeed()
+                self._forget(item)
+            elif batch.ended is not None and time.time() - batch.ended.ended > GIVEN_UP_SECONDS:
+                lane.succeed()
+                self._give_up(item, problem)
+            else:
+                if not lane.num_failures:
+                    Lines(sys.stderr).write(f"{_shown(item)}: {problem}; tried again, for days")
+                lane.fail()
+            lane.is_busy = False
+        self._news.set()
+
+    def _try(self, batch: Batch, target: Target) -> str | None:
+        """Why a message was not taken; None for one that was."""
+        try:
+            self._receivers.post(self._receivers.of(batch, target), target, message_of(batch), TRY_SECONDS)
+        except (PostError, ReceiverError) as error:
+            return str(error)
+        except Exception as error:  # what nobody thought of must not end the lane
+            return type(error).__name__
+        return None
+
+    def _give_up(self, item: Item, problem: str) -> None:
+        Lines(sys.stderr).write(f"{_shown(item)} is given up: {problem}")
+        self._forget(item)
+
+    def _forget(self, item: Item) -> None:
+        batch, target = item
+        left = self._targets[batch.id] = tuple(each for each in self._targets[batch.id] if each != target)
+        if not left:
+            del self._targets[batch.id]
+        with suppress(StoreError):  # then the next server tells it again, under the same id
+            self._outstanding.keep(batch.id, left)
+
+
+def message_of(batch: Batch) -> Message:
+    """What is told of a batch's end: of OpenAI's kinds, with what its object says of the outcome."""
+    ended, record = batch.ended, batch.record
+    assert ended is not None
+    data = {
+        "id": batch.id,
+        "status": ended.state,
+        "endpoint": record.endpoint,
+        "input_file_id": record.input_file_id,
+        "output_file_id": ended.output_file_id,
+        "error_file_id": ended.error_file_id,
+        "request_counts": ended.counts.model_dump(),
+        "metadata": record.metadata,
+    }
+    return Message(f"batch.{ended.state}", data, ended.ended)
+
+
+def _shown(item: Item) -> str:
+    batch, target = item
+    return f"the webhook of {batch.id} ({'--webhook' if target == 'server' else 'its own'})"

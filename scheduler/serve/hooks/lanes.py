@@ -1,0 +1,41 @@
+"""Messages in order of their receivers: each host has a lane, so that one that is away holds up no other."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.serve.batches import Batch
+from scheduler.serve.hooks.outstanding import Target
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 3600.0
+
+Item = tuple[Batch, Target]
+"""A batch, and to whom its end is to be told."""
+
+
+@dataclass
+class Lane:
+    """What waits for one host; `not_before` in `time.monotonic()` seconds."""
+
+    items: deque[Item] = field(default_factory=deque)
+    is_busy: bool = False
+    num_failures: int = 0  # in a row
+    not_before: float = 0.0
+
+    def is_due(self) -> bool:
+        return bool(self.items) and not self.is_busy and time.monotonic() >= self.not_before
+
+    def succeed(self) -> None:
+        """The first message was taken, or is given up."""
+        self.items.popleft()
+        self.num_failures, self.not_before = 0, 0.0
+
+    def fail(self) -> None:
+        """The first message was not taken: it goes behind the others, and all of them wait for a while."""
+        self.items.rotate(-1)
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_failures, 20))
+        self.not_before = time.monotonic() + pause * random.uniform(0.5, 1)  # of many servers not all at once
+        self.num_failures += 1

@@ -1,0 +1,65 @@
+"""What clients ask for with a new batch, checked."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError, field_validator
+
+from jobs.frozen import Strict
+from jobs.input.forms import MAX_PRIORITY
+from jobs.input.reasons import FieldError, reasons
+from jobs.job import JobUrl
+from scheduler.serve.refusals import RefusedError
+from scheduler.serve.windows import window_seconds
+
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
+MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them
+MAX_URL = 2000
+
+
+def _utf8(text: str) -> str:
+    """JSON may hold halves of characters, which no file and no answer can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FieldError("", "found half a character, expected text that can be written as UTF-8") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+Key = Annotated[Text, Field(max_length=MAX_KEY)]
+Value = Annotated[Text, Field(max_length=MAX_VALUE)]
+
+
+class NewBatch(Strict):
+    """The body of `POST /v1/batches`. The last two fields are not OpenAI's."""
+
+    input_file_id: Text
+    endpoint: JobUrl
+    completion_window: Text
+    metadata: dict[Key, Value] | None = None
+    priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as of jobs
+    webhook: Annotated[Text, Field(max_length=MAX_URL)] | None = None
+
+    @property
+    def seconds(self) -> int:
+        """How long it may take. Raises RefusedError."""
+        return window_seconds(self.completion_window)
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_PAIRS:
+            raise FieldError("", f"found {len(value):,} pairs, expected at most {MAX_PAIRS}")
+        return value
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> NewBatch:
+        """Raises RefusedError."""
+        try:
+            return cls.model_validate(dict(islice(body.items(), MAX_LOOKED_AT)))
+        except ValidationError as error:
+            [param, *_] = [*error.errors()[0]["loc"], None]
+            raise RefusedError(reasons(error, cls), param=None if param is None else str(param)) from None

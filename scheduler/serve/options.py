@@ -1,0 +1,27 @@
+"""What `swiftbatch serve` may be asked for, each default once. Light: the command line shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler.webhooks.receiver import Receiver
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where it listens, how many batches run at a time, and how long a file may be that is uploaded.
+
+    Without `api_keys`, the path of a file, who reaches the port may do anything: `is_open` says that this is meant.
+    The end of every batch is told to `webhook`; `webhook_hosts` are those that batches may name for theirs.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    max_running: int = 1
+    max_file_bytes: int = 2 * 2**30
+    api_keys: str | None = None
+    is_open: bool = False
+    webhook: Receiver | None = None
+    webhook_hosts: str | None = None

@@ -1,0 +1,127 @@
+"""The pages that show batches: all of them, and one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Response
+
+from jobs.errors import UserError
+from jobs.run.records import Progress
+from jobs.run.run import Run
+from scheduler.serve.batches import Batch
+from scheduler.serve.page.figures import figures_of
+from scheduler.serve.page.job_rows import JobPage, Problem, file_problems, job_page, run_problems
+from scheduler.serve.page.rendering import page_response
+from scheduler.serve.page.visitor import Visitor
+from scheduler.serve.partial import partial_texts
+from scheduler.serve.service import Service
+from scheduler.serve.status import is_submitted
+
+NUM_BATCHES = 50  # of a page
+REFRESH_SECONDS = 2  # where the figures change
+REFRESH_SECONDS_OBJECT_STORE = 10  # where each look costs money
+NUM_TEXTS, LAST_TOKENS = 12, 120  # of running jobs: how many are shown, and how much of each
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What a batch's run says of its jobs. `unread` says why, where something of it can't be read just now."""
+
+    jobs: JobPage | None = None
+    problems: tuple[Problem, ...] = ()
+    texts: tuple[Mapping[str, Any], ...] = ()
+    num_running: int = 0
+    has_report: bool = False
+    unread: str = ""
+
+
+def list_page(
+    service: Service,
+    visitor: Visitor,
+    after: str | None = None,
+    problem: str = "",
+    status: int = 200,
+    said: Mapping[str, str] | None = None,
+) -> Response:
+    """The batches behind `after`, newest first. `problem` is why a form was refused that had `said` this."""
+    batches, has_more = service.batches.page(visitor.name, after, NUM_BATCHES, "desc")
+    rows = [figures_of(service, batch) for batch in batches]
+    own = [batch for batch in service.batches.all() if batch.owner == visitor.name]
+    values = {
+        "rows": rows,
+        "num_batches": len(own),
+        "num_unfinished": sum(batch.ended is None for batch in own),
+        "is_first": after is None,
+        "last_id": rows[-1].id if has_more else None,
+        "problem": problem,
+        "said": {"endpoint": "/v1/completions", "window": "24h", "metadata": ""} | dict(said or {}),
+        "max_bytes": service.max_file_bytes,
+        "visitor": visitor,
+        "refresh_seconds": REFRESH_SECONDS,
+    }
+    return page_response("list", values, status)
+
+
+def batch_page(service: Service, visitor: Visitor, batch: Batch, number: int) -> Response:
+    """One batch, with the page of its jobs of that number. Raises nothing that its run may."""
+    figures = figures_of(service, batch)
+    values = {
+        "batch": figures,
+        "record": batch.record,
+        "ended": batch.ended,
+        "progress": None if batch.ended else _progress(service, batch),
+        "waits_for": None if batch.ended else service.keeper.hindrance(batch),
+        "view": _run_view(service, batch, number),
+        "last_tokens": LAST_TOKENS,
+        "visitor": visitor,
+        "refresh_seconds": None if figures.has_ended else _refresh_seconds(batch),
+    }
+    return page_response("batch", values)
+
+
+def _refresh_seconds(batch: Batch) -> int:
+    return REFRESH_SECONDS if batch.store.is_local else REFRESH_SECONDS_OBJECT_STORE
+
+
+def _progress(service: Service, batch: Batch) -> Progress | None:
+    try:
+        return service.status(batch).progress
+    except UserError:  # figures have said it
+        return None
+
+
+def _run_view(service: Service, batch: Batch, number: int) -> RunView:
+    try:
+        if not is_submitted(batch.store):
+            return RunView(problems=_problems(service, batch, None))
+        run = Run.open(batch.store.uri)
+        progress = None if batch.ended else service.status(batch).progress
+        running = {} if progress is None else progress.running
+        return RunView(
+            jobs=job_page(run, progress, number),
+            problems=_problems(service, batch, run),
+            texts=_texts(run, running),
+            num_running=len(running),
+            has_report=True,
+        )
+    except UserError as error:
+        return RunView(unread=str(error))
+
+
+def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem, ...]:
+    """The first ones."""
+    ended = batch.ended
+    if ended is None:
+        return () if run is None else tuple(run_problems(run))
+    if ended.error_file_id is None:
+        return tuple(Problem(each.line, "", each.message) for each in ended.problems)
+    return tuple(file_problems(service.files.content(service.files.get(ended.error_file_id, batch.owner))))
+
+
+def _texts(run: Run, running: Mapping[str, int]) -> tuple[Mapping[str, Any], ...]:
+    """The ends of the texts of the running jobs that have most tokens."""
+    longest = sorted(running, key=lambda name: -running[name])[:NUM_TEXTS]
+    return tuple(partial_texts(run, longest, LAST_TOKENS)) if longest else ()

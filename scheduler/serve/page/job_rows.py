@@ -1,0 +1,113 @@
+"""The jobs of a batch, a page at a time, and what went wrong with its lines."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from jobs.run.job_names import JobName
+from jobs.run.records import Progress
+from jobs.run.run import Run
+from jobs.run.run_files import NUM_READERS
+from scheduler.driver.backlog import CANCELLED, num_completion_tokens
+from scheduler.runs.expiry import EXPIRED
+from scheduler.serve.partial import names_of
+
+NUM_JOBS = 50  # of a page
+NUM_PROBLEMS = 100
+NUM_KNOWN_JOBS = 5000  # that have finished, so that their texts are not read again at each look
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One job; its finish reason is empty before it has ended, the problem where there is none."""
+
+    name: str
+    state: str
+    num_tokens: int | None = None
+    finish_reason: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """The page with this number, from 1, of how many, and of how many jobs in all."""
+
+    rows: list[JobRow]
+    number: int
+    num_pages: int
+    num_jobs: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a line, or a job by its name, has no result."""
+
+    line: int | None
+    name: str
+    message: str
+
+
+def job_page(run: Run, progress: Progress | None, number: int) -> JobPage:
+    """A page of the jobs in input order; the last one for a number that is too high. Raises RunError, StoreError."""
+    names = names_of(run.store)
+    num_pages = max(1, -(-len(names) // NUM_JOBS))
+    number = min(max(1, number), num_pages)
+    running = {} if progress is None else progress.running
+    shown = names[(number - 1) * NUM_JOBS : number * NUM_JOBS]
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        rows = list(pool.map(lambda job: _row(run, job, running), shown))
+    return JobPage(rows, number, num_pages, len(names))
+
+
+def run_problems(run: Run) -> list[Problem]:
+    """The first problems of a batch that has not ended. Raises RunError, StoreError."""
+    rejects = [Problem(each.line_number, each.custom_id or "", each.reason) for each in run.rejects()]
+    failed = [name.removesuffix(".json") for name in run.store.list("errors")][:NUM_PROBLEMS]
+    return [*map(_problem, run.errors(failed)), *rejects][:NUM_PROBLEMS]
+
+
+def file_problems(pieces: Iterator[bytes]) -> list[Problem]:
+    """The first problems in the error file of a batch that has ended."""
+    return [_problem(json.loads(line)) for line in islice(_lines(pieces), NUM_PROBLEMS)]
+
+
+def _row(run: Run, job: JobName, running: dict[str, int]) -> JobRow:
+    if job.name in running:
+        return JobRow(job.name, "running", running[job.name])
+    try:
+        num_tokens, finish_reason = _finished(run.store.uri, job.job_id)
+        return JobRow(job.name, "finished", num_tokens, finish_reason)
+    except LookupError:
+        line = run.error(job.job_id)
+    if line is None:
+        return JobRow(job.name, "pending")
+    state = {CANCELLED: "cancelled", EXPIRED: "expired"}.get(str(line["error"]["code"]), "failed")
+    return JobRow(job.name, state, problem=str(line["error"]["message"]))
+
+
+@functools.lru_cache(maxsize=NUM_KNOWN_JOBS)
+def _finished(uri: str, job_id: str) -> tuple[int, str]:
+    """Tokens and finish reason from a job's result. Raises LookupError, which no cache keeps, where there is none."""
+    line = Run.open(uri).result(job_id)
+    if line is None:
+        raise LookupError(job_id)
+    return num_completion_tokens(line), str(line["response"]["body"]["choices"][0]["finish_reason"])
+
+
+def _problem(line: dict[str, Any]) -> Problem:
+    """Of an output line with an error."""
+    error = line["error"]
+    return Problem(error.get("line"), str(line["custom_id"] or ""), str(error["message"]))
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole

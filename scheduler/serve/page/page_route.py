@@ -1,0 +1,64 @@
+"""What all answers of the page have in common: strict headers, the session's cookie, and errors that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from jobs.errors import UserError
+from scheduler.serve.page.rendering import page_response
+from scheduler.serve.page.visitor import LoginNeededError, keep_session
+from scheduler.serve.refusals import RefusedError
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+Answer = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class PageRoute(APIRoute):
+    """A route of the page."""
+
+    def get_route_handler(self) -> Answer:
+        answer = super().get_route_handler()
+
+        async def answer_strictly(request: Request) -> Response:
+            try:
+                response = await answer(request)
+            except LoginNeededError:
+                response = RedirectResponse("/login", 303)
+            except (UserError, RequestValidationError, HTTPException) as error:
+                response = _problem(error)
+            for name, value in HEADERS.items():
+                response.headers.setdefault(name, value)
+            if (session_id := getattr(request.state, "new_session_id", None)) is not None:
+                keep_session(request, response, session_id)
+            return response
+
+        return answer_strictly
+
+
+def _problem(error: Exception) -> Response:
+    """A page that says what is wrong."""
+    if isinstance(error, RefusedError):
+        status, problem = error.status, str(error)
+    elif isinstance(error, HTTPException):
+        status, problem = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):
+        [first, *_] = error.errors()
+        status, problem = 400, f"{first['loc'][-1]}: {first['msg']}"
+    else:  # the store, or a run in it, can't be read just now
+        status, problem = 503, str(error)
+    return page_response("problem", {"problem": problem}, status)

@@ -1,0 +1,102 @@
+"""The page's batches: all, one, its files and its report; forms that make one, and cancel one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import RedirectResponse, StreamingResponse
+from starlette.datastructures import FormData, UploadFile
+
+from scheduler.serve.api import batch_routes, file_routes
+from scheduler.serve.api.access import Served
+from scheduler.serve.api.watching_routes import report_response
+from scheduler.serve.ids import Delivery, delivered_file_id
+from scheduler.serve.page.batch_pages import batch_page, list_page
+from scheduler.serve.page.page_route import PageRoute
+from scheduler.serve.page.visitor import KnownVisitor, Visitor, check_form
+from scheduler.serve.refusals import RefusedError
+from scheduler.serve.service import Service
+
+MOST_FIELDS, MOST_FIELD_BYTES = 10, 2**14  # of a form
+SAID = ("endpoint", "window", "metadata")
+
+router = APIRouter(route_class=PageRoute)
+
+
+@router.get("/")
+def batches(service: Served, visitor: KnownVisitor, after: str | None = None) -> Response:
+    return list_page(service, visitor, after)
+
+
+@router.post("/")
+async def upload(request: Request, service: Served, visitor: KnownVisitor) -> Response:
+    """Make a batch of a file. Nothing of the body is read before it is clear whose it is."""
+    async with request.form(max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES) as form:
+        check_form(request, visitor, form)
+        return await run_in_threadpool(_take, service, visitor, form)
+
+
+@router.get("/batches/{batch_id}")
+def batch(
+    service: Served, visitor: KnownVisitor, batch_id: str, jobs: Annotated[int, Query(ge=1, le=10**9)] = 1
+) -> Response:
+    return batch_page(service, visitor, service.batches.get(batch_id, visitor.name), jobs)
+
+
+@router.post("/batches/{batch_id}/cancel")
+async def cancel(request: Request, service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
+    async with request.form(max_files=0, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES) as form:
+        check_form(request, visitor, form)
+    await run_in_threadpool(batch_routes.cancel, service, visitor.name, batch_id)
+    return RedirectResponse(f"/batches/{batch_id}", 303)
+
+
+@router.get("/batches/{batch_id}/report")
+def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
+    return report_response(service.batches.get(batch_id, visitor.name))
+
+
+@router.get("/batches/{batch_id}/{delivery}.jsonl")
+def delivered(service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> StreamingResponse:
+    """A file that the batch has ended with, to be kept and not shown."""
+    batch = service.batches.get(batch_id, visitor.name)
+    response = file_routes.content(service, visitor.name, delivered_file_id(batch.id, delivery))
+    response.headers["Content-Disposition"] = f'attachment; filename="{batch.id}_{delivery}.jsonl"'
+    return response
+
+
+def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
+    """The new batch's page; for what is refused, the form again with the reason."""
+    said = {name: str(form.get(name, "")) for name in SAID}
+    try:
+        batch_id = _new_batch(service, visitor, form.get("file"), said)
+    except RefusedError as error:
+        return list_page(service, visitor, None, str(error), error.status, said)
+    return RedirectResponse(f"/batches/{batch_id}", 303)
+
+
+def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
+    """As a client does it: the file first, then the batch. Raises RefusedError; then no file stays."""
+    metadata = _metadata(said["metadata"])
+    if not isinstance(file, UploadFile) or not file.filename:
+        raise RefusedError("no file was chosen: expected one with a job on each line")
+    record = file_routes.keep_upload(service, visitor.name, file)
+    body = {"input_file_id": record.id, "endpoint": said["endpoint"], "completion_window": said["window"].strip()}
+    try:
+        return str(batch_routes.create(service, visitor.name, body | {"metadata": metadata})["id"])
+    except RefusedError:
+        service.delete_file(record)
+        raise
+
+
+def _metadata(text: str) -> dict[str, str] | None:
+    """The pairs of a text with `name: value` on each line; None without one. Raises RefusedError."""
+    pairs: dict[str, str] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        key, colon, value = line.partition(":")
+        if not colon or not key.strip():
+            raise RefusedError(f"metadata: found {line[:40]!a}, expected a name, a colon and a value on each line")
+        pairs[key.strip()] = value.strip()
+    return pairs or None

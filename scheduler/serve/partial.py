@@ -1,0 +1,60 @@
+"""The texts of a batch's running jobs so far, from their token logs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
+
+from jobs.checkpoints.store import CheckpointStore
+from jobs.run.job_names import JobName, job_names
+from jobs.run.job_table import paths
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from scheduler.runs.tailing import BROKEN_CHARACTER
+
+if TYPE_CHECKING:
+    from worker.model.text import TextCodec
+
+NUM_KNOWN_RUNS = 8  # whose names stay in memory: pages and clients ask again and again
+
+
+def partial_texts(run: Run, running: Container[str], last_tokens: int | None = None) -> list[dict[str, Any]]:
+    """For each job that is named: its line, which choice of it, how many tokens, and their text, or that of the last.
+
+    Raises ModelError if the run's tokenizer is not there, RunError, StoreError.
+    """
+    checkpoints = CheckpointStore(run.store)
+    texts = []
+    for job in names_of(run.store):
+        if job.name in running:
+            token_ids = checkpoints.read_tokens(job.job_id).tolist()
+            shown = token_ids if last_tokens is None else token_ids[-last_tokens:]
+            text = _codec(run.manifest.model).decode(shown).rstrip(BROKEN_CHARACTER)
+            texts.append(
+                {
+                    "custom_id": job.custom_id,
+                    "index": job.choice_index,
+                    "num_tokens": len(token_ids),
+                    "text": text,
+                }
+            )
+    return texts
+
+
+def names_of(store: Store) -> tuple[JobName, ...]:
+    """The jobs of a run whose lines are all in it. Raises RunError, StoreError."""
+    return _names(store.uri, tuple(paths(store)))
+
+
+@functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
+def _names(uri: str, _tables: tuple[str, ...]) -> tuple[JobName, ...]:
+    return tuple(job_names(Store(uri)))
+
+
+@functools.lru_cache(maxsize=2)
+def _codec(model: str) -> TextCodec:
+    from worker.model.files import locate_model
+    from worker.model.text import TextCodec
+
+    return TextCodec(locate_model(model))

@@ -1,0 +1,134 @@
+"""A server without its HTTP: files, batches, how they stand, and who runs them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+from jobs.storage.store import Store
+from metrics.server_counters import ServerCounters
+from scheduler.process.streams import Lines
+from scheduler.serve.batches import Batch, Batches
+from scheduler.serve.driving.course import Stage
+from scheduler.serve.driving.driver_command import DriverOptions
+from scheduler.serve.driving.keeper import Keeper
+from scheduler.serve.driving.standings import Standings
+from scheduler.serve.files import Files
+from scheduler.serve.hooks.hooks import Hooks
+from scheduler.serve.hooks.receivers import Receivers
+from scheduler.serve.keys.api_key import Rights
+from scheduler.serve.keys.keyring import Keyring
+from scheduler.serve.new_batch import NewBatch
+from scheduler.serve.options import ServeOptions
+from scheduler.serve.records import FileRecord
+from scheduler.serve.refusals import RefusedError
+from scheduler.serve.status import Status, Watcher, ended_status
+
+STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
+
+
+class Service:
+    """What requests are answered from."""
+
+    def __init__(
+        self,
+        runs: Store,
+        options: ServeOptions,
+        driver_options: DriverOptions,
+        check_hold: Callable[[], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Read what is there. The last two are the keeper's.
+
+        Raises StoreError, and KeyFileError, ReceiverError or WebhookHostsError where an option can't be used.
+        """
+        self.max_file_bytes = options.max_file_bytes
+        self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
+        self.counters = ServerCounters()
+        self.files = Files(runs)
+        self._receivers = Receivers(options.webhook, options.webhook_hosts)
+        self.hooks = Hooks(runs, self._receivers)
+        self.batches = Batches(runs, self._note_end, self.hooks.prepare)
+        self.hooks.take_up(self.batches)
+        standings = Standings(self.batches.all(), self._rights)
+        self.keeper = Keeper(self.batches, self.files, driver_options, options.max_running, standings, check_hold, fail)
+        self._watchers: dict[str, Watcher] = {}
+        self._input_lock = threading.Lock()  # an input does not go away while a batch is made of it
+
+    def start(self) -> None:
+        """Run batches, and tell of their ends."""
+        self.hooks.start()
+        self.keeper.start()
+
+    def stop(self) -> None:
+        """End all drivers in good order; what is left undone is in the store."""
+        self.hooks.stop()
+        self.keeper.stop()
+
+    def _note_end(self, batch: Batch) -> None:
+        if batch.ended is not None:
+            self.counters.count_ended(batch.ended.state)
+        self.hooks.tell(batch)
+
+    def _rights(self, owner: str | None) -> Rights:
+        """What an owner may do; what was made without keys has no limits."""
+        return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
+
+    def _check_number(self, owner: str | None) -> None:
+        """Raises RefusedError where an owner may have no further batch."""
+        most = self._rights(owner).max_unfinished
+        if most is not None and self.keeper.num_unfinished(owner) >= most:
+            problem = f"expected at most {most} unfinished batches of this key: wait for one to end, or cancel one"
+            raise RefusedError(problem, 429, code="batch_limit")
+
+    def status(self, batch: Batch) -> Status:
+        """How a batch stands. Raises StoreError, RunError."""
+        if batch.ended is not None:
+            self._watchers.pop(batch.id, None)
+            return ended_status(batch)
+        return self._watchers.setdefault(batch.id, Watcher(batch)).status()
+
+    def create_batch(self, new: NewBatch, owner: str | None) -> Batch:
+        """A new batch, to be run. Raises RefusedError, StoreError."""
+        seconds, input_file_id = new.seconds, new.input_file_id
+        self._receivers.check(new.webhook)
+        with self._input_lock:
+            self._check_number(owner)
+            if self.files.get(input_file_id, owner, "input_file_id").purpose != "batch":
+                raise RefusedError(
+                    f"input_file_id: {input_file_id} has another purpose than batch", param="input_file_id"
+                )
+            batch = self.batches.create(
+                input_file_id,
+                new.endpoint,
+                new.completion_window,
+                seconds,
+                new.metadata,
+                owner,
+                new.priority,
+                new.webhook,
+            )
+            self.keeper.take(batch)
+        return batch
+
+    def cancel_batch(self, batch: Batch) -> None:
+        """Raises StoreError."""
+        self.batches.request_cancel(batch)
+        self.keeper.look_again()
+
+    def delete_file(self, record: FileRecord) -> None:
+        """Raises RefusedError for the input of a batch that has not ended, StoreError."""
+        with self._input_lock:
+            for batch in self.batches.unfinished():
+                if batch.record.input_file_id == record.id:
+                    raise RefusedError(f"{record.id} is the input of {batch.id}, which has not ended", 409, "file_id")
+            self.files.delete(record)
+
+    def count_batches(self) -> None:
+        """Bring the numbers of unfinished batches up to date."""
+        counts = dict.fromkeys(STAGES.values(), 0)
+        for stage in self.keeper.stages():
+            if stage in STAGES:
+                counts[STAGES[stage]] += 1
+        self.counters.batches = counts

@@ -1,0 +1,126 @@
+"""How a batch stands, from its folder alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from jobs.run.records import Progress
+from jobs.run.run import MANIFEST, REJECTS, Run
+from jobs.run.run_files import RunError
+from jobs.storage.store import Store
+from scheduler.driver.heartbeat import current_progress
+from scheduler.serve.batches import Batch
+from scheduler.serve.records import Counts, LineProblem, State
+
+FRESH_SECONDS = 1.0  # however many clients ask meanwhile
+NO_LINES = Counts()
+UNFINISHED = ("pending", "running")  # states of jobs
+
+
+@dataclass(frozen=True)
+class Status:
+    """What clients are told. `in_progress` and `finalizing` are moments in seconds since the epoch."""
+
+    state: State
+    counts: Counts = NO_LINES
+    in_progress: float | None = None
+    finalizing: float | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    problems: tuple[LineProblem, ...] = ()
+    ended: float | None = None
+    progress: Progress | None = None
+
+
+class Watcher:
+    """The newest status of one batch: its folder is read at most once a second."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._lock = threading.Lock()
+        self._read = -FRESH_SECONDS
+        self._newest = Status("validating")
+        self._lines: Lines | None = None
+
+    def status(self) -> Status:
+        """Raises StoreError, RunError."""
+        batch = self._batch
+        if batch.ended is not None:
+            return ended_status(batch)
+        with self._lock:
+            if time.monotonic() - self._read >= FRESH_SECONDS:
+                self._newest = self._look()
+                self._read = time.monotonic()
+            newest = self._newest
+        return newest if batch.cancellation is None else replace(newest, state="cancelling")
+
+    def _look(self) -> Status:
+        if self._lines is None:
+            self._lines = lines_of(self._batch.store)
+        return Status("validating") if self._lines is None else running_status(self._batch.store, self._lines)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How many good lines the input has, of how many jobs, and how many rejects."""
+
+    num_lines: int
+    num_jobs: int
+    num_rejects: int
+
+
+def lines_of(store: Store) -> Lines | None:
+    """None until all lines were read and checked."""
+    if not is_submitted(store):
+        return None
+    run = Run.open(store.uri)
+    return Lines(len(run.custom_ids()), len(run.job_ids()), len(run.rejects()))
+
+
+def is_submitted(store: Store) -> bool:
+    """Whether all good lines are jobs of the run: rejects are written behind them."""
+    return store.exists(REJECTS) and store.exists(MANIFEST)
+
+
+def running_status(store: Store, lines: Lines) -> Status:
+    """As the run's progress says it, once the lines are in it. Raises StoreError, RunError."""
+    run = Run.open(store.uri)
+    progress = current_progress(run)
+    is_over = not any(progress.jobs.get(state) for state in UNFINISHED)
+    return Status(
+        state="finalizing" if is_over else "in_progress",
+        counts=_counts(progress.jobs, lines),
+        in_progress=run.manifest.created,
+        finalizing=progress.updated if is_over else None,
+        progress=progress,
+    )
+
+
+def ended_status(batch: Batch) -> Status:
+    """How a batch stands that has ended. Raises RunError for one that has not."""
+    ended = batch.ended
+    if ended is None:
+        raise RunError(f"batch {batch.id} has not ended")
+    return Status(
+        state=ended.state,
+        counts=ended.counts,
+        in_progress=ended.in_progress,
+        finalizing=ended.finalizing,
+        output_file_id=ended.output_file_id,
+        error_file_id=ended.error_file_id,
+        problems=ended.problems,
+        ended=ended.ended,
+    )
+
+
+def _counts(jobs: dict[str, int], lines: Lines) -> Counts:
+    """In lines; those of several choices count by the share of their choices until the batch has ended."""
+    share = lines.num_lines / max(1, lines.num_jobs)
+    num_failed = jobs.get("failed", 0) + jobs.get("cancelled", 0)
+    return Counts(
+        total=lines.num_lines + lines.num_rejects,
+        completed=int(jobs.get("finished", 0) * share),
+        failed=int(num_failed * share) + lines.num_rejects,
+    )

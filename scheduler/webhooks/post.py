@@ -1,0 +1,97 @@
+"""One try to deliver a message, over in seconds whatever the receiver does. Answers are not read beyond their head."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+from collections.abc import Callable
+
+from scheduler.webhooks.message import Message
+from scheduler.webhooks.receiver import Receiver
+
+AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken later
+
+
+Dial = Callable[[str, int, float], socket.socket]
+"""A connection to a host's port, within so many seconds."""
+
+
+class DialledConnection(http.client.HTTPConnection):
+    """A connection that is opened by somebody who looks at the address."""
+
+    dial: Dial | None = None
+
+    def connect(self) -> None:
+        if self.dial is None:
+            super().connect()
+        else:
+            self.sock = self.dial(self.host, self.port, self.timeout or 0)
+
+
+class DialledEncryptedConnection(http.client.HTTPSConnection, DialledConnection):
+    """As it, and the certificate has to be the host's: `HTTPSConnection.connect` calls the one above first."""
+
+
+class PostError(Exception):
+    """A message that was not taken; the text says why, without the address."""
+
+
+class RefusedError(PostError):
+    """A message that would not be taken later either."""
+
+
+def post(receiver: Receiver, message: Message, seconds: float, dial: Dial | None = None) -> None:
+    """Deliver a message within `seconds`, but for the time that a slow name server takes. Raises PostError.
+
+    `dial` opens the connection where not every address of the receiver's host will do.
+    """
+    kind = DialledEncryptedConnection if receiver.is_encrypted else DialledConnection
+    connection = kind(receiver.host, receiver.url.port, timeout=seconds)
+    connection.dial = dial
+    over = threading.Event()
+    timer = threading.Timer(seconds, _cut, (connection, over))  # timeouts of sockets begin anew with every byte
+    timer.daemon = True
+    timer.start()
+    try:
+        body = message.body()
+        connection.request("POST", receiver.target, body, message.headers(body, receiver.key))
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise PostError(_silence(seconds) if over.is_set() else _reason(error, seconds)) from None
+    finally:
+        timer.cancel()
+        connection.close()
+    if over.is_set():  # a head that is cut off is taken for a whole one
+        raise PostError(_silence(seconds))
+    _check(status)
+
+
+def _cut(connection: http.client.HTTPConnection, over: threading.Event) -> None:
+    over.set()
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _check(status: int) -> None:
+    if 200 <= status < 300:
+        return
+    if status in AGAIN or status >= 500:
+        raise PostError(f"it answered {status}")
+    if 300 <= status < 400:
+        raise RefusedError(f"it answered {status}: redirects are not followed, give the address that it leads to")
+    raise RefusedError(f"it answered {status}")
+
+
+def _reason(error: Exception, seconds: float) -> str:
+    if isinstance(error, TimeoutError):
+        return _silence(seconds)
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    return f"no HTTP ({type(error).__name__})"
+
+
+def _silence(seconds: float) -> str:
+    return f"no answer within {seconds:.1f} s"

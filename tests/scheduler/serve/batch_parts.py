@@ -1,0 +1,55 @@
+"""Batches in folders, without a server or a driver."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+from jobs.run.run import Run
+from jobs.storage.store import Store
+from scheduler.serve.batches import Batch, Batches
+from scheduler.serve.files import Files
+from scheduler.serve.records import CANCEL, Cancellation
+from tests.scheduler.commands.command_parts import finish
+from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.serve.server_parts import request
+
+
+class Folder:
+    """The files and batches of a folder of runs, as a server that starts there finds them."""
+
+    def __init__(self, uri: str) -> None:
+        self.store = Store(uri)
+        self.files = Files(self.store)
+        self.batches = Batches(self.store, lambda state: None)
+
+    def again(self) -> Folder:
+        return Folder(self.store.uri)
+
+    def create(self, seconds: float = 3600) -> Batch:
+        file = self.files.add(io.BytesIO(b"{}\n"), "jobs.jsonl", "batch", None)
+        return self.batches.create(file.id, "/v1/completions", "1h", seconds, None, None)
+
+    def found(self, batch: Batch) -> Batch:
+        """The batch as the next server finds it."""
+        return self.again().batches.get(batch.id, None)
+
+
+def submit(batch: Batch, model: Path, tmp_path: Path, *lines: object) -> Run:
+    """Put lines into the run of a batch, as its driver does first of all."""
+    path = tmp_path / f"{batch.id}.jsonl"
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return submit_file(str(path), batch.store.uri, model=str(model)).run
+
+
+def submit_two(batch: Batch, model: Path, tmp_path: Path, num_finished: int) -> Run:
+    run = submit(batch, model, tmp_path, request("a"), request("b"), "{torn")
+    for custom_id in ("a", "b")[:num_finished]:
+        finish(run, custom_id, f"text of {custom_id}")
+    return run
+
+
+def cancel(batch: Batch) -> None:
+    batch.store.write(CANCEL, Cancellation(requested=time.time()).model_dump_json().encode())

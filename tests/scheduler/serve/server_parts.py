@@ -1,0 +1,124 @@
+"""A real server in a process of its own, and batches that are run by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+from openai.types import Batch
+
+DEADLINE_SECONDS = 240
+OFTEN = ("--checkpoint-seconds", "0.2")  # so that there is one to go on from early in a job's few seconds
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+@dataclass
+class Server:
+    """A server that runs, and the real client of its API."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def upload(self, *lines: object, name: str = "jobs.jsonl") -> str:
+        text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+        return self.client.files.create(file=(name, text.encode()), purpose="batch").id
+
+    def create(self, *lines: object, window: str = "24h") -> str:
+        input_file_id = self.upload(*lines)
+        return self.client.batches.create(
+            input_file_id=input_file_id,
+            endpoint="/v1/completions",
+            completion_window=window,  # type: ignore[arg-type]
+        ).id
+
+    def ended(self, batch_id: str) -> Batch:
+        """The batch, once it has ended."""
+        client = self.client
+        return wait_until(lambda: batch if (batch := client.batches.retrieve(batch_id)).status in OVER else None)
+
+    def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        assert file_id is not None
+        return [json.loads(line) for line in self.client.files.content(file_id).text.splitlines()]
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def serving(runs: Path | str, model: Path, *options: str) -> Iterator[Server]:
+    # float32: layers this small are not row-exact in bf16
+    command = [sys.executable, "-m", "scheduler", "serve", "--runs", str(runs), "--port", "0"]
+    command += ["--model", str(model), "--dtype", "float32", "--threads", "1", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving on http://"), line
+        try:
+            yield Server(process, line.split()[2].rstrip(","))
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(DEADLINE_SECONDS)
+
+
+def wait_until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def request(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str, object]:
+    body = {"prompt": "the quick brown fox", "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def until_half_done(run: Path) -> dict[Path, bytes]:
+    """Wait until a job has a checkpoint and another one its result; the results then."""
+    wait_until(lambda: next(run.glob("checkpoints/*/*/tokens.bin"), None) and next(run.glob("results/*"), None))
+    return {path: path.read_bytes() for path in run.glob("results/*.json")}
+
+
+def bodies(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What does not tell of the time: texts, why they ended, the hashes of their tokens, and how many there are."""
+    assert len(lines) == len({line["custom_id"] for line in lines})
+    found = {line["custom_id"]: line["response"]["body"] for line in lines}
+    return {
+        name: ([without_metrics(choice) for choice in body["choices"]], body["usage"]) for name, body in found.items()
+    }
+
+
+def without_metrics(choice: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in choice.items() if name != "metrics"}
+
+
+def drivers_of(server: Server) -> list[int]:
+    """The processes of the drivers of a server."""
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    return [pid for pid in pids if b"bound_driver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,111 @@
+"""Clients that send too much are refused, before it is anywhere, and take nobody's place."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from scheduler.serve.bounds import crowd
+from scheduler.serve.service import Service
+from tests.scheduler.serve.api_parts import batch_of, client_of, service_on, upload
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return service_on(tmp_path_factory.mktemp("runs"), max_file_bytes=3 * 2**20)
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> TestClient:
+    return client_of(service)
+
+
+@pytest.mark.parametrize(
+    "headers", [{f"x-{number}": "x" for number in range(200)}, {"x": "x" * 40_000}, {"Authorization": "x" * 50_000}]
+)
+def test_floods_of_headers_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+    assert client.get("/v1/files", headers=headers).status_code == 431
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 1_000_000,
+        b'{"a":' * 200_000,
+        b'{"metadata": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}",
+        b'{"input_file_id": ' + b"9" * 900_000 + b"}",
+        b"{" + b",".join(b'"%d": 1' % number for number in range(70_000)) + b"}",
+        b'{"metadata": {' + b",".join(b'"%d": 1' % number for number in range(70_000)) + b"}}",
+        b'{"metadata": {"a": "\\ud800"}}',
+        b'{"input_file_id": "\\ud800", "endpoint": "/v1/completions", "completion_window": "24h"}',
+        b"NaN",
+        b"",
+        b"\xff",
+    ],
+    ids=range(11),
+)
+def test_json_bombs_are_refused_at_once(client: TestClient, body: bytes) -> None:
+    start = time.perf_counter()
+    answer = client.post("/v1/batches", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 5000
+    assert time.perf_counter() - start < 5  # it takes milliseconds
+
+
+def test_a_body_that_does_not_end_is_refused_and_leaves_nothing(client: TestClient, service: Service) -> None:
+    num_files = len(service.files)
+
+    def pieces() -> Iterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(100):
+            yield bytes(2**20)
+
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert client.post("/v1/files", content=pieces(), headers=headers).status_code == 413
+    assert client.post("/v1/batches", content=pieces()).status_code == 413
+    assert client.post("/v1/files", content=b"x", headers=headers | {"Content-Length": str(10**12)}).status_code == 413
+    assert len(service.files) == num_files
+
+
+@pytest.mark.parametrize(
+    ("form", "status"),
+    [
+        ({"data": {"purpose": "batch"}}, 415),
+        ({"files": {"file": b"x"}}, 400),
+        ({"files": {"other": b"x"}, "data": {"purpose": "batch"}}, 400),
+        ({"files": [("file", b"x"), ("file", b"y")], "data": {"purpose": "batch"}}, 400),
+        ({"files": {"file": b"x"}, "data": {f"f{number}": "x" for number in range(20)}}, 400),
+        ({"files": {"file": b"x"}, "data": {"purpose": "x" * 100_000}}, 400),
+        ({"content": b"--x", "headers": {"Content-Type": "multipart/form-data"}}, 400),
+    ],
+)
+def test_forms_hold_one_file_and_little_else(client: TestClient, form: dict[str, Any], status: int) -> None:
+    found = client.post("/v1/files", **form)
+    assert found.status_code == status
+    assert found.json()["error"]["message"]
+
+
+def test_metadata_is_as_long_as_openai_has_it(client: TestClient) -> None:
+    good = {f"{number:064}": "x" * 512 for number in range(16)}
+    file_id = upload(client)
+    assert client.post("/v1/batches", json=batch_of(file_id, metadata=good)).json()["metadata"] == good
+    for bad in (good | {"one": "more"}, {"x" * 65: ""}, {"x": "x" * 513}, {"x": 1}):
+        assert client.post("/v1/batches", json=batch_of(file_id, metadata=bad)).status_code == 400
+
+
+def test_no_key_takes_all_places(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowd, "MOST_REQUESTS", 0)
+    assert client_of(service).get("/v1/files").status_code == 429
+    monkeypatch.setattr(crowd, "MOST_REQUESTS", 1)
+    monkeypatch.setattr(crowd, "MOST_UPLOADS", 0)
+    client = client_of(service)
+    assert client.get("/v1/files").status_code == 200
+    answer = client.post("/v1/files", files={"file": b"x"}, data={"purpose": "batch"})
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "10")
+    assert client.get("/v1/files").status_code == 200  # places are given back
+    assert json.loads(answer.text)["error"]["code"] == "rate_limit"

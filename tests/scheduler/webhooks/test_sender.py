@@ -1,0 +1,188 @@
+"""Messages against real servers on this machine: taken, tried again, given up, and never waited for beyond a bound."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scheduler.webhooks import sender as sending
+from scheduler.webhooks.message import Message
+from scheduler.webhooks.receiver import Receiver
+from scheduler.webhooks.sender import Sender
+from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
+
+END = Message("run.ended", {"run_id": "run-1", "state": "finished", "jobs": {"finished": 2}})
+JOB = Message("job.ended", {"run_id": "run-1", "custom_id": "ä", "state": "finished", "num_tokens": 7})
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "TRY_SECONDS", 0.4)
+    monkeypatch.setattr(sending, "PAUSE", lambda state: 0.05)
+
+
+def test_a_message_is_signed_as_standard_webhooks_has_it() -> None:
+    with receiver(status(204)) as inbox:
+        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender.put(JOB)
+        sender.finish(END, 10)
+        requests = {request.headers["webhook-id"]: request for request in inbox.requests}
+    assert sender.failure is None
+    assert requests.keys() == {JOB.id, END.id}
+    for request in requests.values():
+        timestamp = request.headers["webhook-timestamp"]
+        assert abs(int(timestamp) - time.time()) < 60
+        signed = f"{request.headers['webhook-id']}.{timestamp}.".encode() + request.body
+        digest = hmac.new(KEY, signed, hashlib.sha256).digest()
+        assert request.headers["webhook-signature"] == "v1," + base64.b64encode(digest).decode()
+        assert request.headers["content-type"] == "application/json"
+        assert request.path == "/hooks?key=hidden"
+    message = requests[JOB.id].message
+    assert (message["type"], message["data"]) == ("job.ended", dict(JOB.data))
+    assert message["timestamp"].endswith("+00:00")
+
+
+def test_without_a_secret_there_is_no_signature() -> None:
+    with receiver(status(200)) as inbox:
+        Sender(Receiver.parse(inbox.url, None)).finish(END, 10)
+        (request,) = inbox.requests
+    assert "webhook-signature" not in request.headers
+    assert request.headers["webhook-id"] == END.id
+
+
+def test_the_same_news_has_the_same_id_whoever_tells_it_and_other_news_another() -> None:
+    again = Message("run.ended", {"jobs": {"finished": 2}, "state": "finished", "run_id": "run-1"}, moment=5.0)
+    assert again.id == END.id
+    assert len({END.id, JOB.id, Message("run.ended", {**END.data, "state": "cancelled"}).id}) == 3
+
+
+@pytest.mark.parametrize("code", [500, 503, 429, 408])
+def test_a_server_in_trouble_is_tried_again_until_it_takes_the_message(code: int) -> None:
+    with receiver(status(code, code, 200)) as inbox:
+        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender.finish(END, 10)
+        assert len(inbox.requests) == 3
+    assert sender.failure is None
+    assert {request.headers["webhook-id"] for request in inbox.requests} == {END.id}
+
+
+@pytest.mark.parametrize(("code", "num_tries"), [(404, 1), (400, 1), (401, 1)])
+def test_a_server_that_refuses_is_not_tried_again(code: int, num_tries: int) -> None:
+    with receiver(status(code)) as inbox:
+        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender.finish(END, 10)
+        assert len(inbox.requests) == num_tries
+    assert sender.failure == f"it answered {code}"
+
+
+def test_a_redirect_is_not_followed() -> None:
+    with receiver(redirect) as inbox:
+        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender.finish(END, 10)
+        assert len(inbox.requests) == 1
+    assert sender.failure == "it answered 307: redirects are not followed, give the address that it leads to"
+
+
+def test_a_body_without_end_is_not_read() -> None:
+    with receiver(slow_body) as inbox:
+        sender, started = Sender(Receiver.parse(inbox.url, SECRET)), time.monotonic()
+        sender.finish(END, 10)
+        assert time.monotonic() - started < 5
+        assert len(inbox.requests) == 1
+    assert sender.failure is None
+
+
+@pytest.mark.parametrize("answer", [silence, slow_head])
+def test_a_receiver_that_hangs_is_waited_for_within_the_bound(answer: Callable[[Any, int], None]) -> None:
+    with receiver(answer) as inbox:
+        target = Receiver.parse(inbox.url, SECRET)
+        sender, started = Sender(target), time.monotonic()
+        sender.finish(END, 1.2)
+        assert time.monotonic() - started < 2.5
+        assert len(inbox.requests) >= 2  # no try takes all of the time
+    assert sender.failure is not None
+    assert sender.failure.startswith("no answer within")
+    assert target.patience < 29
+
+
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_nobody_there_costs_the_bound_and_the_next_ends_of_the_same_command_less() -> None:
+    target = Receiver.parse(f"http://127.0.0.1:{closed_port()}/", SECRET)
+    target.patience = 1.5
+    waited = []
+    for _ in range(2):
+        sender, started = Sender(target), time.monotonic()
+        sender.finish(END, 10)
+        waited.append(time.monotonic() - started)
+        assert sender.failure == "Connection refused"
+    assert 1.4 < waited[0] < 2.5
+    assert waited[1] < 1.8  # the least that an end is tried for
+
+
+def test_what_is_no_http_is_a_failure_as_any() -> None:
+    def answer(handler: Any, number: int) -> None:
+        handler.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with receiver(answer) as inbox:
+        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender.finish(END, 0.5)
+    assert sender.failure == "no HTTP (BadStatusLine)"
+
+
+def test_a_last_message_overtakes_those_that_wait_for_a_server_in_trouble() -> None:
+    def answer(handler: Any, number: int) -> None:
+        is_last = handler.headers["webhook-id"] == END.id
+        if not is_last:
+            handler.inbox.closing.wait(0.2)
+        status(200 if is_last else 503)(handler, 1)
+
+    with receiver(answer) as inbox:
+        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        for number in range(50):
+            sender.put(Message("job.ended", {"number": number}))
+        inbox.wait_for(2)  # the first job's message is being tried again and again
+        started = time.monotonic()
+        sender.finish(END, 1.5)
+        assert time.monotonic() - started < 3
+        assert END.id in {request.headers["webhook-id"] for request in inbox.requests}
+    assert sender.failure == "it answered 503"
+
+
+def test_what_a_slow_receiver_does_not_take_in_time_is_told_of() -> None:
+    def answer(handler: Any, number: int) -> None:
+        handler.inbox.closing.wait(0.2)
+        status(200)(handler, 1)
+
+    with receiver(answer) as inbox:
+        sender, started = Sender(Receiver.parse(inbox.url, SECRET)), time.monotonic()
+        for number in range(50):
+            sender.put(Message("job.ended", {"number": number}))
+        sender.finish(END, 1.0)
+        assert time.monotonic() - started < 3
+        assert END.id in {request.headers["webhook-id"] for request in inbox.requests}
+    assert sender.failure is not None
+    ways = r"it was too slow for the last \d+|no answer within 0\.\d s|it took no message.*"  # how busy a machine is
+    assert re.fullmatch(ways, sender.failure)
+
+
+def test_nobody_who_puts_a_message_waits_and_there_is_a_bound_to_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "MOST_WAITING", 20)
+    with receiver(silence) as inbox:
+        sender, started = Sender(Receiver.parse(inbox.url, SECRET)), time.monotonic()
+        for number in range(100):
+            sender.put(Message("job.ended", {"number": number}))
+        assert time.monotonic() - started < 1
+        assert sender.failure == "more than 20 messages wait"
