@@ -22,7 +22,12 @@ JOB_SECONDS_BOUNDS = (1.0, 5.0, 15.0, _MINUTE, 300.0, 900.0, _HOUR, 4 * _HOUR, 1
 JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 131,072 tokens
 DRAFT_KINDS = ("none", "tree", "chain")
 CHECKPOINT_KINDS = ("tokens", "state")
-STATES_OF_ONE_WORKER = ("last_checkpoint", "checkpoint_interval_seconds", "kv_cache_tokens")  # they have no sum
+STATES_OF_ONE_WORKER = (  # they have no sum
+    "last_checkpoint",
+    "checkpoint_interval_seconds",
+    "kv_cache_tokens",
+    "kept_prefix_bytes",
+)
 CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
@@ -41,6 +46,10 @@ class EngineCounters:
     num_prompt_tokens: int = exported("prompt_tokens_total", "Prompt tokens of jobs taken in.")
     num_read_tokens: int = exported(
         "prefill_tokens_total", "Tokens read through the target before a job goes on: prompts, and replayed outputs."
+    )
+    num_copied_tokens: int = exported(
+        "prefill_tokens_saved_total",
+        "Tokens that did not have to be read, since another job of the worker with the same beginning had them.",
     )
     num_generation_tokens: int = exported(
         "generation_tokens_total", "Tokens generated; those that a resume recovered are apart."
@@ -65,6 +74,11 @@ class EngineCounters:
         known=DRAFT_KINDS,
     )
     kv_cache_tokens: int = exported("kv_cache_tokens", "Positions held in the full key-value caches.", kind="gauge")
+    kept_prefix_bytes: int = exported(
+        "kept_prefix_bytes",
+        "Keys and values of prompts whose jobs have ended, kept for others that begin alike.",
+        kind="gauge",
+    )
     num_steps: int = 0
     step_seconds: dict[str, float] = exported(
         "step_seconds",

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from metrics.counters import TOTALS, WORKER_METRICS
 from metrics.driver_counters import DRIVER_METRICS
 from metrics.metric import Histogram, Summary
+from metrics.server_counters import SERVER_METRICS
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from metrics.counters import EngineCounters
     from metrics.driver_counters import DriverCounters
     from metrics.metric import Metric, Value
+    from metrics.server_counters import ServerCounters
 
 PREFIX = "swiftbatch_"
 TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice
@@ -42,6 +44,10 @@ class Labels(NamedTuple):
     model_name: str
     drafter: str
     worker: str
+
+
+class NoLabels(NamedTuple):
+    """Of metrics that are of a whole server."""
 
 
 class EngineCollector(Collector):
@@ -67,6 +73,16 @@ class DriverCollector(Collector):
         yield from _families(TOTALS_PREFIX, TOTALS, self._counters.totals(), self._labels)
 
 
+class ServerCollector(Collector):
+    """The metrics of `swiftbatch serve`."""
+
+    def __init__(self, counters: ServerCounters) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[Family]:
+        return _families(PREFIX, SERVER_METRICS, self._counters, NoLabels())
+
+
 def registry_of(collector: Collector) -> CollectorRegistry:
     """A registry of its own, so that two workers in one process never mix."""
     registry = CollectorRegistry()
@@ -74,7 +90,7 @@ def registry_of(collector: Collector) -> CollectorRegistry:
     return registry
 
 
-def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: Labels) -> Iterator[Family]:
+def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: Labels | NoLabels) -> Iterator[Family]:
     for metric in metrics:
         value = metric.read(counters)
         if value is None:
@@ -86,8 +102,10 @@ def _families(prefix: str, metrics: Iterable[Metric], counters: object, labels: 
         yield _family(prefix, metric, labels, [((key,), by_label[key]) for key in by_label])
 
 
-def _family(prefix: str, metric: Metric, labels: Labels, values: Iterable[tuple[tuple[str, ...], Value]]) -> Family:
-    names = (*Labels._fields, *([metric.label] if metric.label else []))
+def _family(
+    prefix: str, metric: Metric, labels: Labels | NoLabels, values: Iterable[tuple[tuple[str, ...], Value]]
+) -> Family:
+    names = (*labels._fields, *([metric.label] if metric.label else []))
     family = FAMILIES[metric.kind](prefix + metric.name, metric.meaning, labels=names)
     for extra, value in values:
         family.add_metric((*labels, *extra), *_sample(value))

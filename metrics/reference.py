@@ -10,6 +10,7 @@ from metrics.counters import TOTALS, WORKER_METRICS, EngineCounters
 from metrics.driver_counters import DRIVER_METRICS, DriverCounters
 from metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
 from metrics.metric import Histogram
+from metrics.server_counters import SERVER_METRICS, ServerCounters
 
 if TYPE_CHECKING:
     from metrics.metric import Metric
@@ -31,9 +32,9 @@ scrape_configs:
         refresh_interval: 15s
 ```
 
-The discovery adds the label `run`, the run's folder. Every metric has the labels {labels}; the
+The discovery adds the label `run`, the run's folder. Every metric of drivers and workers has the labels {labels}; the
 drafter is the engine's name, the worker `w1`, `w2`, ... or `driver`. There are no labels by job: a job's figures are in
-its result.
+its result. `swiftbatch serve` serves `/metrics` and `/sd` on its own port; there the label `run` is the batch's id.
 
 Counters start at 0 with their process. In the totals that the driver serves as `{totals}...`, a lost worker's
 counts stay, so they only grow; they miss what a killed worker did after its last report, half a second of work. Sum
@@ -53,6 +54,7 @@ def render() -> str:
         HEAD.replace("{labels}", labels).replace("{totals}", TOTALS_PREFIX),
         _table("Workers", PREFIX, WORKER_METRICS, EngineCounters()),
         _table("Driver", PREFIX, DRIVER_METRICS, DriverCounters()),
+        _table("`swiftbatch serve`", PREFIX, SERVER_METRICS, ServerCounters()),
         _table("Driver: totals over all its workers", TOTALS_PREFIX, TOTALS, EngineCounters()),
     ]
     return "\n".join(parts)

@@ -60,11 +60,14 @@ CHARTS = (
         f"sum by (state) (swiftbatch_workers{{{DRIVER}}})",
         "{{state}}",
     ),
-    lines(
+    Panel(
         "Tokens read",
-        "Per second: prompts, and outputs of resumed jobs that are run through the model again.",
-        f"sum by (worker) (rate(swiftbatch_prefill_tokens_total{{{WORKER}}}[{RATE}]))",
-        "{{worker}}",
+        "Per second: prompts, and outputs of resumed jobs that are run through the model again. Saved are those of "
+        "prompts that begin as another job's does.",
+        (
+            Query(f"sum by (worker) (rate(swiftbatch_prefill_tokens_total{{{WORKER}}}[{RATE}]))", "{{worker}}"),
+            Query(f"sum(rate(swiftbatch_prefill_tokens_saved_total{{{WORKER}}}[{RATE}]))", "saved"),
+        ),
     ),
     stack(
         "Positions in caches",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from jobs.job import Job
 from jobs.storage.store import Store
@@ -19,6 +17,7 @@ from metrics.report.clock import clock, date, ticks
 from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
 from metrics.report.facts import EXCERPT_CHARACTERS, JobFacts, RunFacts, excerpt
 from metrics.report.gantt import attempt_line, gantt
+from metrics.report.html_text import in_html
 from metrics.report.stretches import Stretches, job_pace, stretches
 from metrics.report.summary import summary
 
@@ -29,18 +28,20 @@ NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
 URGENCY = {"failed": 0, "finished": 2}
 PATH_CHARACTERS = b"/"  # that stay as they are in a link
-NOT_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def render(facts: RunFacts, store: Store, folder: str) -> str:
-    """The page as HTML. On a local disk its links lead from `folder`, where the page will lie, to the run's files."""
+def render(facts: RunFacts, store: Store, folder: str | None) -> str:
+    """The page as HTML. On a local disk its links lead from `folder`, where the page will lie, to the run's files.
+
+    None is for a page without links.
+    """
     found = stretches(facts)
     begin, end = _span(facts, found)
     rows = [_row(job, number, begin, store, folder) for number, job in _shown(facts)]
     template = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
-        finalize=_in_html,
+        finalize=in_html,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -95,7 +96,7 @@ def _shown(facts: RunFacts) -> list[tuple[int, JobFacts]]:
     return sorted(urgent, key=lambda entry: entry[0])
 
 
-def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str) -> dict[str, Any]:
+def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str | None) -> dict[str, Any]:
     resumes = Counter(attempt.resume.kind for attempt in job.attempts if attempt.resume is not None)
     file = f"{'results' if job.state == 'finished' else 'errors'}/{job.record.job_id}.json"
     acceptance, pace = job_pace(job)
@@ -121,16 +122,9 @@ def _prompt(job: Job) -> str:
     return job.prompt or "\n".join(message.content for message in job.messages or ())
 
 
-def _link(store: Store, file: str, folder: str) -> str | None:
+def _link(store: Store, file: str, folder: str | None) -> str | None:
     """A relative link to a file of the run; None where no browser could follow it."""
-    if not store.is_local:
+    if folder is None or not store.is_local:
         return None
     path = os.path.relpath(os.path.join(store.uri, file), folder)
     return quote(os.fsencode(path), safe=PATH_CHARACTERS)
-
-
-def _in_html(value: object) -> object:
-    """Text as a page can hold it: control characters and halves of characters become escapes as in Python."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    return NOT_HTML.sub(lambda found: found[0].encode("unicode_escape").decode(), value)

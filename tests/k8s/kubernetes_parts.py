@@ -23,7 +23,7 @@ Object = dict[str, Any]
 
 OVERLAYS = ("cpu-demo", "gpu-spot", "s3")
 SCHEMAS = Path(os.environ.get("SWIFTBATCH_SCHEMAS", ROOT.parent / "shared" / "schemas"))
-CORE = ("v1", "batch/v1", "networking.k8s.io/v1")
+CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1")
 RAY = "ray.io/v1"
 OPERATOR = ("monitoring.coreos.com/v1", "monitoring.coreos.com/v1alpha1")
 # their definitions are in nobody's hands here: what may stand in the two objects that we have
@@ -91,7 +91,7 @@ def commands(objects: list[Object]) -> dict[str, list[str]]:
         for where, text in _texts(each, f"{each['kind']}/{each['metadata']['name']}"):
             if command := re.search(r"(?:^| )swiftbatch ([a-z].*)", text):
                 words = re.sub(r"\$(\w+)", lambda name: settings(objects)[name[1]], command[1])
-                found[where] = words.split()
+                found[where] = words.partition(" '||' ")[0].split()
     return found
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 
 from jobs.input.reader import read_jobs
 from metrics import discovery
@@ -90,6 +94,27 @@ def test_the_night_s_pod_has_the_token_of_the_cluster_that_it_speaks_to(objects:
     name = cluster["metadata"]["name"]
     assert environment["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": name, "key": "auth_token"}
     assert f"--address http://{name}-head-svc:8265 -- swiftbatch nightly" in container["args"][0]
+
+
+RAY_JOB_SUBMIT = """#!/usr/bin/env python3
+import subprocess, sys
+words = sys.argv[sys.argv.index("--") + 1 :]
+# as Ray: the words become one line, which a shell runs where the driver is; of its exit code, failure or not is told
+sys.exit(bool(subprocess.call(subprocess.list2cmdline(words), shell=True)))
+"""
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (2, 1), (3, 0), (130, 1)])
+def test_a_night_that_stops_at_a_limit_is_not_tried_again_and_others_are(code: int, told: int, tmp_path: Path) -> None:
+    job = yaml.safe_load((ROOT / "k8s/base/cronjob.yaml").read_text())["spec"]["jobTemplate"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    for name, text in (("ray", RAY_JOB_SUBMIT), ("swiftbatch", '#!/bin/sh\n[ "$2" = /in ] && exit $CODE\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+    settings = {"SWIFTBATCH_INBOX": "/in", "SWIFTBATCH_RUNS": "/runs", "SWIFTBATCH_OPTIONS": "--workers 2"}
+    command = [*container["command"], *container["args"]]
+    assert subprocess.run(command, env=environment | settings, timeout=60).returncode == told
 
 
 def test_the_metrics_are_where_prometheus_looks_for_them(overlay: str) -> None:

@@ -107,7 +107,9 @@ def test_the_page_asks_for_nothing_and_runs_nothing(make: type[Run], tmp_path: P
     text = page_of(make(str(tmp_path)))
     page = Elements(text)
     policies = [attributes["content"] for _, attributes in page.elements if "http-equiv" in attributes]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
+    assert policies == [
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    ]
     assert not {"src", "srcset", "action", "data", "background"} & {n for _, found in page.elements for n in found}
     assert not {"script", "iframe", "object", "embed", "img", "form", "base"} & {tag for tag, _ in page.elements}
     assert [link["href"] for tag, link in page.elements if tag == "link"] == ["data:,"]
