@@ -12,17 +12,26 @@ from tests import ROOT
 
 ROOMS = ("jobs", "metrics", "worker", "scheduler")
 MOST_FILES = {"tests": 30} | dict.fromkeys(ROOMS, 16)  # in a folder, `__init__.py` and folders below it not counted
-DRIVER = ("jobs", "metrics", "worker", "scheduler.cluster", "scheduler.display", "scheduler.process")
+DRIVER = (
+    *("jobs", "metrics", "worker"),
+    *("scheduler.cluster", "scheduler.display", "scheduler.limits", "scheduler.process"),
+)
 MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that are not named here
     "jobs": (),
     "metrics": ("jobs",),
     "worker": ("jobs", "metrics"),
     "scheduler.process": ("jobs",),
+    "scheduler.limits": ("jobs",),
     "scheduler.display": ("jobs", "scheduler.process"),
+    "scheduler.webhooks": ("jobs", "scheduler.display"),
     "scheduler.cluster": ("jobs", "worker", "scheduler.process"),
     "scheduler.driver": DRIVER,
     "scheduler.runs": (*DRIVER, "scheduler.driver"),
-    "scheduler.commands": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.chaos"),
+    "scheduler.serve": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.webhooks"),
+    "scheduler.commands": (
+        *(*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve"),
+        *("scheduler.chaos", "scheduler.webhooks"),
+    ),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
     "scheduler": (

@@ -72,7 +72,10 @@ def is_name(words: Sequence[str]) -> bool:
 
 
 def options(words: Sequence[str]) -> dict[str, Any]:
-    """The options of a command, as the CLI reads them. Raises click.UsageError where it does not take them."""
+    """The options of a command, as the CLI reads them; none of one that is done with that, as `--make-key` is.
+
+    Raises click.UsageError where it does not take them.
+    """
     command: click.Command = main
     rest = list(words)
     while isinstance(command, click.Group):
@@ -80,5 +83,8 @@ def options(words: Sequence[str]) -> dict[str, Any]:
         if name not in command.commands:
             raise click.UsageError(f"no command {name}")
         command = command.commands[name]
-    with command.make_context(words[0], rest) as context:
-        return context.params
+    try:
+        with command.make_context(words[0], rest) as context:
+            return context.params
+    except click.exceptions.Exit:
+        return {}
