@@ -72,10 +72,18 @@ def num_tokens(run: Path, pid: int) -> int:
     return 0 if beat is None else beat.num_generated_tokens
 
 
-def is_ignored(pid: int, number: signal.Signals) -> bool:
+def is_in(mask: str, pid: int, number: signal.Signals) -> bool:
+    """Whether a signal is in a process's mask: `SigIgn` of those it ignores, `SigCgt` of those it has a handler for."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
-    return bool(mask >> (number - 1) & 1)
+    (bits,) = (int(line.split()[1], 16) for line in lines if line.startswith(f"{mask}:"))
+    return bool(bits >> (number - 1) & 1)
+
+
+def wait_for_handler(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not is_in("SigCgt", process.pid, number):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
@@ -94,6 +102,7 @@ def test_commands_that_wait_or_compute_end_in_a_line(tmp_path: Path) -> None:
         assert started[0].stdout is not None
         assert started[0].stdout.readline().startswith(run.store.uri)
         for process in started:
+            wait_for_handler(process, signal.SIGHUP)
             process.send_signal(signal.SIGHUP)
         for process in started:
             _, errors = process.communicate(timeout=DEADLINE_SECONDS)
@@ -138,7 +147,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
             assert time.monotonic() < deadline
             assert terminal.process.poll() is None
             time.sleep(0.05)
-        assert is_ignored(pid, signal.SIGHUP)  # a drain takes a moment, too
+        assert is_in("SigIgn", pid, signal.SIGHUP)  # a drain takes a moment, too
         os.kill(pid, signal.SIGTERM)
         assert terminal.process.wait(DEADLINE_SECONDS) == 130
     beat = newest_beat(run, pid)
