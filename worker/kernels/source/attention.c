@@ -5,7 +5,7 @@
 #include "scan.h"
 
 enum { SCANNED_FOR_ONE = 8 };  // keys that are scanned in the time that one is read
-enum { SPAN = 2048, MOST_SLOT_BYTES = 32 << 20, ATTENTION_WORTH_HELP = 1 << 23 };
+enum { SPAN = 2048, MOST_SLOT_BYTES = 32 << 20, ATTENTION_WORTH_HELP = 1 << 19 };
 
 #define LOG2_E 1.44269504088896341f
 

@@ -6,7 +6,7 @@
 #include "elementwise.h"
 #include "packing.h"
 
-enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, LINEAR_WORTH_HELP = 1 << 23 };
+enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, LINEAR_WORTH_HELP = 1 << 19 };
 
 static long packed_depth(const matrix *matrix) {
     return matrix->element == BF16 ? round_up(matrix->depth, BF16_DEPTH) : matrix->depth;
