@@ -149,14 +149,14 @@ def test_one_long_text_makes_no_batch_of_short_ones_wait() -> None:
 
 
 def test_what_is_not_accepted_and_what_takes_long_promises_less() -> None:
-    chain = ChainTree(DraftTree.chain([1] * 9), 9, [Round(0, [], 0.1)] * 9)
+    tree = DraftTree.chain([1] * 9)
     rejecting, slow = (RoundsPlanner(long_caches_cost()) for _ in range(2))
     for planner in (rejecting, slow):
         lengths = np.array([100_000])
         planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
     for _ in range(60):
-        rejecting.observe(ChainTree(chain.tree, 9, [Round(0, [], rejecting._expected)] * 9), [])
-        slow.observe(chain, list(range(9)))
+        rejecting.observe(ChainTree(tree, 9, [Round(0, [], rejecting._expected)] * 9), [])
+        slow.observe(ChainTree(tree, 9, [Round(0, [], 8 * slow._expected)] * 9), list(range(9)))
     assert best([100_000], rejecting) < best([100_000])
     assert best([100_000], slow) < 1.0 < best([100_000])
     alike, compared = rejecting.state()["rounds_plan"][1:]
@@ -170,8 +170,16 @@ def test_what_is_not_accepted_and_what_takes_long_promises_less() -> None:
 def test_one_round_that_took_long_says_little() -> None:
     planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
     planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
-    planner.observe(ChainTree(DraftTree.chain([1]), 1, [Round(0, [], 60.0)]), [0])
+    rounds = [Round(0, [], seconds) for seconds in (planner._expected, 60.0, planner._expected)]
+    planner.observe(ChainTree(DraftTree.chain([1] * 3), 3, rounds), [0, 1, 2])
     assert best([100_000], planner) > 0.9 * best([100_000])
+
+
+def test_the_first_chain_tells_where_rounds_take_long() -> None:
+    planner, lengths = RoundsPlanner(long_caches_cost()), np.array([30_000])
+    planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+    planner.observe(ChainTree(DraftTree.chain([1] * 7), 7, [Round(0, [], 2 * planner._expected)] * 7), list(range(7)))
+    assert best([30_000], planner) < 0.8 * best([30_000])
 
 
 def test_rounds_in_which_nothing_can_be_drawn_count_against_them() -> None:

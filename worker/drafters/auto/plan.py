@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from worker.target.tiles import TILE_ROWS
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 LEARNING_RATE = 0.03
-PRIOR_ROUNDS = 24  # that the prior counts for: few rounds tell more than at the final rate
+PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
 STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
-MOST_SLOWNESS = 8.0  # of one round: what the machine does for a moment says nothing of the next
+MOST_SLOWNESS = 3.0  # of one chain beside those before: what the machine does for a moment says nothing of the next
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
@@ -116,13 +117,14 @@ class RoundsPlanner(Planner):
         return self._current
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
-        for round_ in proposed.rounds:
-            slowness = min(MOST_SLOWNESS, round_.seconds / self._expected)
-            self._num_rounds += 1
-            rate = max(LEARNING_RATE, 1 / (PRIOR_ROUNDS + self._num_rounds))  # the first of them tell most
-            self._slowness += rate * (slowness - self._slowness)
         if not proposed.rounds:  # there was no depth for one
             return
+        num_rounds = len(proposed.rounds)
+        found = median(round_.seconds for round_ in proposed.rounds) / self._expected
+        slowness = min(MOST_SLOWNESS * self._slowness, found)
+        self._num_rounds += num_rounds
+        rate = num_rounds * max(LEARNING_RATE, 1 / (PRIOR_ROUNDS + self._num_rounds))  # the first of them tell most
+        self._slowness += min(1.0, rate) * (slowness - self._slowness)
         num_alike = sum(node < proposed.chain_length for node in path)
         num_compared = min(num_alike + 1, max(1, proposed.chain_length))  # nothing drawn is nothing alike
         self._alike, self._compared = KEPT * self._alike + num_alike, KEPT * self._compared + num_compared
