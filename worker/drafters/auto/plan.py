@@ -17,6 +17,7 @@ from worker.target.step_costs import StepCosts
 from worker.target.tiles import TILE_ROWS
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
+FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # of a sequence: none to a chain and its root
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 LEARNING_RATE = 0.03
 PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
@@ -65,6 +66,16 @@ class Rounds:
     rate: float  # tokens per second of all sequences
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """What attention to the texts of a step takes, all sequences together, in seconds for each number of rows."""
+
+    number: int
+    all_keys: list[float]
+    entries: list[float]  # to those that a round reads exactly alone
+    beyond: float  # of one row, to all others
+
+
 class RoundsPlanner(Planner):
     """All sequences of a step have the same plan, since they wait for each other."""
 
@@ -86,11 +97,12 @@ class RoundsPlanner(Planner):
         `tree_tokens [num_sequences, num_choices]` that trees of `NODE_CHOICES` nodes bring where they are checked;
         `overhead` seconds that a step takes beside forwards and drafts.
         """
-        verifying = [self._forward_seconds(lengths, chain + 1) for chain in CHAIN_LENGTHS]
+        texts = self._texts(lengths)
+        verifying = [self._forward_seconds(texts, chain + 1) for chain in CHAIN_LENGTHS]
         plans = []
         for num_nodes in ROUND_NODES:
             drawn = float(tree_tokens[:, NODE_CHOICES.index(num_nodes)].mean())
-            round_seconds = self._slowness * self._round_seconds(lengths, num_nodes)
+            round_seconds = self._slowness * self._round_seconds(texts, num_nodes)
             for chain_length, seconds in zip(CHAIN_LENGTHS, verifying, strict=True):
                 drafting = max(1.0, chain_length / drawn) * round_seconds
                 tokens = len(lengths) * self._tokens(chain_length)
@@ -105,8 +117,9 @@ class RoundsPlanner(Planner):
         """The coming step goes this way; how long its verification should take, in seconds."""
         self._num_steps += 1
         self._current = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
-        self._expected = self._round_seconds(lengths, rounds.num_nodes) / len(lengths)
-        return self._forward_seconds(lengths, rounds.chain_length + 1)
+        texts = self._texts(lengths)
+        self._expected = self._round_seconds(texts, rounds.num_nodes) / texts.number
+        return self._forward_seconds(texts, rounds.chain_length + 1)
 
     @property
     def is_new(self) -> bool:
@@ -152,16 +165,18 @@ class RoundsPlanner(Planner):
         alike = self._alike / self._compared
         return sum(alike**depth for depth in range(chain_length + 1))
 
-    def _forward_seconds(self, lengths: np.ndarray, num_rows: int) -> float:
-        """Of a verification with so many rows for each sequence."""
-        own = self._costs.own_seconds(np.array([num_rows]), lengths).sum()
-        return float(self._costs.shared_seconds(num_rows * len(lengths)) + own)
+    def _texts(self, lengths: np.ndarray) -> _Texts:
+        near = self._costs.own_seconds(FEW_ROWS, np.minimum(lengths, MOST_ENTRIES))
+        all_keys = self._costs.own_seconds(FEW_ROWS, lengths)
+        beyond = float((all_keys[:, 1] - near[:, 1]).clip(min=0.0).sum())
+        return _Texts(len(lengths), all_keys.sum(axis=0).tolist(), near.sum(axis=0).tolist(), beyond)
 
-    def _round_seconds(self, lengths: np.ndarray, num_nodes: int) -> float:
+    def _forward_seconds(self, texts: _Texts, num_rows: int) -> float:
+        """Of a verification with so many rows for each sequence."""
+        return self._costs.shared_seconds(num_rows * texts.number) + texts.all_keys[num_rows]
+
+    def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
         """Of one round for all sequences: some entries are read exactly, all others are scanned."""
-        entries = np.minimum(lengths, MOST_ENTRIES)
-        exact = self._forward_seconds(entries, num_nodes + 1)
-        rows = np.array([1])
-        beyond = (self._costs.own_seconds(rows, lengths) - self._costs.own_seconds(rows, entries)).clip(min=0.0).sum()
+        exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
-        return self._rounds.seconds + exact + share * float(beyond)
+        return self._rounds.seconds + exact + share * texts.beyond
