@@ -1,4 +1,4 @@
-"""What every route needs: the service, and whose request it is."""
+"""What every route needs: the service, and whose request it is. Without `async` each would take a thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fastapi import Depends, Request
 from scheduler.serve.service import Service
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def owner_of(request: Request) -> str | None:
+async def owner_of(request: Request) -> str | None:
     """Whose files and batches a request may see, as the gate has found: without keys those of nobody in particular."""
     owner: str | None = request.state.owner
     return owner

@@ -34,7 +34,7 @@ def sessions_of(request: Request) -> Sessions:
     return sessions
 
 
-def visitor_of(request: Request, owner: Owner) -> Visitor:
+async def visitor_of(request: Request, owner: Owner) -> Visitor:
     """Whoever it is, as the gate has found; a browser without a session gets one with the answer."""
     session_id = request.cookies.get(COOKIE, "")
     if not is_session_id(session_id):
@@ -45,7 +45,7 @@ def visitor_of(request: Request, owner: Owner) -> Visitor:
 AnyVisitor = Annotated[Visitor, Depends(visitor_of)]
 
 
-def known_visitor_of(service: Served, visitor: AnyVisitor) -> Visitor:
+async def known_visitor_of(service: Served, visitor: AnyVisitor) -> Visitor:
     """Raises LoginNeededError."""
     if visitor.name is None and service.keyring is not None:
         raise LoginNeededError
