@@ -23,7 +23,7 @@ from scheduler.serve.new_batch import NewBatch
 from scheduler.serve.options import ServeOptions
 from scheduler.serve.records import FileRecord
 from scheduler.serve.refusals import RefusedError
-from scheduler.serve.status import Status, Watcher, ended_status
+from scheduler.serve.status import Status, Watcher
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 
@@ -84,10 +84,17 @@ class Service:
 
     def status(self, batch: Batch) -> Status:
         """How a batch stands. Raises StoreError, RunError."""
+        return self._watcher(batch).status()
+
+    def remembered_status(self, batch: Batch) -> Status | None:
+        """How a batch stands, where nothing has to be read for it."""
+        return self._watcher(batch).remembered()
+
+    def _watcher(self, batch: Batch) -> Watcher:
+        """Kept until the batch has ended."""
         if batch.ended is not None:
-            self._watchers.pop(batch.id, None)
-            return ended_status(batch)
-        return self._watchers.setdefault(batch.id, Watcher(batch)).status()
+            return self._watchers.pop(batch.id, None) or Watcher(batch)
+        return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
 
     def create_batch(self, new: NewBatch, owner: str | None) -> Batch:
         """A new batch, to be run. Raises RefusedError, StoreError."""

@@ -10,11 +10,10 @@ from jobs.run.records import Progress
 from jobs.run.run import MANIFEST, REJECTS, Run
 from jobs.run.run_files import RunError
 from jobs.storage.store import Store
-from scheduler.driver.heartbeat import current_progress
+from scheduler.driver.heartbeat import beat_seconds, current_progress
 from scheduler.serve.batches import Batch
 from scheduler.serve.records import Counts, LineProblem, State
 
-FRESH_SECONDS = 1.0  # however many clients ask meanwhile
 NO_LINES = Counts()
 UNFINISHED = ("pending", "running")  # states of jobs
 
@@ -35,26 +34,36 @@ class Status:
 
 
 class Watcher:
-    """The newest status of one batch: its folder is read at most once a second."""
+    """The newest status of one batch: its folder is read at most once in the time of a heartbeat, however many ask."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._lock = threading.Lock()
-        self._read = -FRESH_SECONDS
+        self._fresh_seconds = beat_seconds(batch.store)
+        self._read = -self._fresh_seconds
         self._newest = Status("validating")
         self._lines: Lines | None = None
 
     def status(self) -> Status:
         """Raises StoreError, RunError."""
-        batch = self._batch
-        if batch.ended is not None:
-            return ended_status(batch)
-        with self._lock:
-            if time.monotonic() - self._read >= FRESH_SECONDS:
-                self._newest = self._look()
-                self._read = time.monotonic()
-            newest = self._newest
-        return newest if batch.cancellation is None else replace(newest, state="cancelling")
+        if self._batch.ended is None:
+            with self._lock:
+                if not self._is_fresh():
+                    self._newest = self._look()
+                    self._read = time.monotonic()
+        return self._said()
+
+    def remembered(self) -> Status | None:
+        """The status, where nothing has to be read for it. A cancellation and an end show at once."""
+        return self._said() if self._is_fresh() else None
+
+    def _is_fresh(self) -> bool:
+        return self._batch.ended is not None or time.monotonic() - self._read < self._fresh_seconds
+
+    def _said(self) -> Status:
+        if self._batch.ended is not None:
+            return ended_status(self._batch)
+        return self._newest if self._batch.cancellation is None else replace(self._newest, state="cancelling")
 
     def _look(self) -> Status:
         if self._lines is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -11,8 +9,10 @@ from starlette.exceptions import HTTPException
 from jobs.errors import UserError
 from scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
 from scheduler.serve.api.body_limit import BodyLimit
+from scheduler.serve.api.counting import Counting
 from scheduler.serve.api.gate import Gate
 from scheduler.serve.api.objects import error_response
+from scheduler.serve.api.polls import Polls
 from scheduler.serve.bounds.crowd import Crowd
 from scheduler.serve.page import asset_routes, login_routes, page_routes
 from scheduler.serve.page.paths import UPLOAD_PATH
@@ -36,17 +36,11 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _broken)
     app.add_middleware(BodyLimit, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
+    app.add_middleware(Polls, service=service)
     app.add_middleware(Crowd, upload_paths=UPLOAD_PATHS)
     app.add_middleware(Gate, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
-    app.middleware("http")(_counted)
+    app.add_middleware(Counting, counters=service.counters)
     return app
-
-
-async def _counted(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-    response = await answer(request)
-    service: Service = request.app.state.service
-    service.counters.count_request(response.status_code)
-    return response
 
 
 def _refused(_request: Request, error: Exception) -> Response:

@@ -16,6 +16,7 @@ from scheduler.serve.service import Service
 from scheduler.serve.status import Status
 
 MAX_PAGE = 100
+PAGE = 20  # where the client says nothing
 
 router = APIRouter(prefix="/v1/batches")
 
@@ -31,7 +32,7 @@ def list_batches(
     service: Served,
     owner: Owner,
     after: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = PAGE,
 ) -> Object:
     batches, has_more = service.batches.page(owner, after, limit, "desc")
     return page_object([_listed(service, batch) for batch in batches], has_more)

@@ -22,7 +22,7 @@ from scheduler.serve.batches import Batch
 from scheduler.serve.partial import partial_texts
 from scheduler.serve.refusals import RefusedError
 from scheduler.serve.service import Service
-from scheduler.serve.status import is_submitted
+from scheduler.serve.status import Status, is_submitted
 
 EVENT_SECONDS = 0.5  # between two looks for events
 SIGN_SECONDS = 15.0  # between two signs that the connection is alive
@@ -48,10 +48,14 @@ def progress(service: Served, owner: Owner, batch_id: str) -> Object:
     """The newest heartbeat of its driver, and why the batch does not go on where it does not."""
     batch = service.batches.get(batch_id, owner)
     status = service.status(batch)
-    newest = _last_progress(batch) if batch.ended else status.progress
-    course = service.keeper.course(batch_id)
+    return progress_object(service, batch, status, _last_progress(batch) if status.ended else status.progress)
+
+
+def progress_object(service: Service, batch: Batch, status: Status, newest: Progress | None) -> Object:
+    """How far a batch is; nothing is read for it."""
+    course = service.keeper.course(batch.id)
     return {
-        "id": batch_id,
+        "id": batch.id,
         "object": "batch.progress",
         "status": status.state,
         "request_counts": status.counts.model_dump(),
