@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from jobs.frozen import Strict
-from jobs.input.reasons import FieldError, shown
+from jobs.input.reasons import FieldError, list_of, shown
 
 Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]
@@ -30,16 +30,12 @@ NOT_KWARGS = frozenset(
 )
 
 
-def as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 class Message(Strict):
     """One message of a chat job. `parts` are the texts of a content that has several, `content` is all of them."""
 
     role: str = Field(min_length=1)
     content: Utf8
-    parts: Annotated[tuple[Utf8, ...], BeforeValidator(as_tuple)] = ()
+    parts: Annotated[tuple[Utf8, ...], BeforeValidator(list_of("a list of texts"))] = ()
     name: Utf8 | None = None
 
     @model_validator(mode="before")

@@ -10,8 +10,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jobs.chat import Message, TemplateOptions, as_tuple
+from jobs.chat import Message, TemplateOptions
 from jobs.frozen import Strict
+from jobs.input.reasons import list_of
 from jobs.sampling import SamplingParams
 
 MAX_CUSTOM_ID = 512
@@ -26,8 +27,8 @@ CHAT: JobUrl = "/v1/chat/completions"
 CustomId = Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID)]
 Prompt = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(as_tuple), Field(min_length=1)]
-Messages = Annotated[tuple[Message, ...], BeforeValidator(as_tuple), Field(min_length=1)]
+TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(list_of("a list of token ids")), Field(min_length=1)]
+Messages = Annotated[tuple[Message, ...], BeforeValidator(list_of("a list of messages")), Field(min_length=1)]
 
 
 class Job(Strict):

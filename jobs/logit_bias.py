@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jobs.input.reasons import shown
+from jobs.input.reasons import FieldError, shown
 
 MAX_BIASED = 10_000  # tokens
 MAX_BIAS = 100.0
@@ -18,14 +18,15 @@ LogitBias = tuple[tuple[int, float], ...]
 def bias_pairs(value: object) -> object:
     """The pairs of an object whose names are token ids, written as strings or whole numbers.
 
-    Raises ValueError for anything that is no token id or no bias, with a text for the user. Pairs come out as they are.
+    Raises FieldError for anything that is no token id or no bias, with a text for the user. Pairs come out as they are.
     """
     if isinstance(value, tuple):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"field 'logit_bias': found {shown(value)}, expected an object of token ids and numbers")
+        expected = 'an object of token ids and numbers, such as {"50256": -100}'
+        raise FieldError("", f"found {shown(value)}, expected {expected}")
     if len(value) > MAX_BIASED:
-        raise ValueError(f"field 'logit_bias': found {len(value)} tokens, expected at most {MAX_BIASED}")
+        raise FieldError("", f"found {len(value)} tokens, expected at most {MAX_BIASED}")
     pairs = {_token_id(name): _bias(name, bias) for name, bias in value.items()}
     return tuple(sorted(pairs.items()))
 
@@ -40,11 +41,11 @@ def _token_id(name: object) -> int:
         return int(name)
     if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
         return name
-    raise ValueError(f"field 'logit_bias': found {shown(name)} as a token, expected its number, such as \"50256\"")
+    raise FieldError("", f"found {shown(name)} as a token, expected its number, such as \"50256\"")
 
 
 def _bias(name: object, bias: object) -> float:
     if isinstance(bias, int | float) and not isinstance(bias, bool) and -MAX_BIAS <= bias <= MAX_BIAS:
         return float(bias)
     expected = f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
-    raise ValueError(f"field 'logit_bias.{name}': found {shown(bias)}, expected {expected}")
+    raise FieldError(str(name), f"found {shown(bias)}, expected {expected}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from jobs.frozen import Strict
+from jobs.input.reasons import FieldError, list_of
 from jobs.logit_bias import LogitBias, bias_object, bias_pairs
 from jobs.repetition import RepetitionDetection
 from jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
@@ -40,7 +41,9 @@ LATER_FIELDS = (
 
 StopString = Annotated[str, Field(min_length=1)]
 BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
+BadWords = Annotated[tuple[BadWord, ...], BeforeValidator(list_of(f"a list of up to {MAX_BAD_WORDS} strings"))]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+StopTokens = Annotated[tuple[TokenId, ...], BeforeValidator(list_of(f"a list of up to {MAX_STOP_TOKENS} token ids"))]
 OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PENALTY)]
 
 
@@ -75,9 +78,9 @@ class SamplingParams(Strict):
     presence_penalty: OutputPenalty = 0.0
     logit_bias: LogitBias = ()
     min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKENS)
+    stop_token_ids: StopTokens = Field(default=(), max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool = False
-    bad_words: tuple[BadWord, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
+    bad_words: BadWords = Field(default=(), max_length=MAX_BAD_WORDS)
     repetition_detection: RepetitionDetection | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     structured_outputs: Structure | None = None
@@ -87,9 +90,7 @@ class SamplingParams(Strict):
     @classmethod
     def _zero_or_large_enough(cls, value: float) -> float:
         if 0.0 < value < MIN_TEMPERATURE:
-            raise ValueError(
-                f"field 'temperature': found {value:g}, expected 0 (greedy) or a value of at least {MIN_TEMPERATURE:g}"
-            )
+            raise FieldError("", f"found {value:g}, expected 0 (greedy) or a value of at least {MIN_TEMPERATURE:g}")
         return value
 
     @field_validator("stop", mode="before")
@@ -97,14 +98,8 @@ class SamplingParams(Strict):
     def _one_or_many_stop_strings(cls, value: object) -> object:
         if value is None:
             return ()
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("stop_token_ids", "bad_words", mode="before")
-    @classmethod
-    def _as_tuple(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+        expected = f"a string, or a list of up to {MAX_STOP_STRINGS} strings"
+        return (value,) if isinstance(value, str) else list_of(expected)(value)
 
     @field_validator("stop_token_ids")
     @classmethod
@@ -133,7 +128,7 @@ class SamplingParams(Strict):
     def _may_end(self) -> Self:
         most: int | None = self.max_tokens  # a line may leave it open
         if most is not None and self.min_tokens > most:
-            raise ValueError(f"field 'min_tokens': found {self.min_tokens}, expected at most max_tokens, {most}")
+            raise FieldError("min_tokens", f"found {self.min_tokens}, expected at most max_tokens, {most}")
         if self.structured_outputs is not None:
             self._ends_where_its_structure_does()
         return self
@@ -143,7 +138,7 @@ class SamplingParams(Strict):
             if value:
                 found = "true" if value is True else value
                 expected = "expected no such field: its end is its own"
-                raise ValueError(f"field '{name}': found {found} with a structured output, {expected}")
+                raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def identity(self) -> dict[str, Any]:
         """What of these parameters tells a job from another, as JSON: the same as before later fields were known."""

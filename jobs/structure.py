@@ -51,7 +51,7 @@ def structure_of(value: object) -> Structure | None:
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):
-        raise FieldError("", f"found {shown(value)}, expected an object")
+        raise FieldError("", f"found {shown(value)}, expected an object with one of: {', '.join(KINDS)}")
     for name in value.keys() - set(KINDS):
         if name not in OTHER_OPTIONS:
             raise FieldError("", f"found {shown(name)}, expected one of: {', '.join(KINDS)}")
@@ -68,7 +68,7 @@ def format_of(value: object) -> Structure | None:
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):
-        raise FieldError("", f"found {shown(value)}, expected an object")
+        raise FieldError("", f"found {shown(value)}, expected an object with a type, one of: {', '.join(FORMATS)}")
     kind = value.get("type")
     if kind not in FORMATS:
         raise FieldError("type", f"found {shown(kind)}, expected one of: {', '.join(FORMATS)}")
@@ -81,7 +81,7 @@ def format_of(value: object) -> Structure | None:
     if not isinstance(schema, Mapping) or "schema" not in schema or not schema.keys() <= set(SCHEMA_NAMES):
         raise FieldError("json_schema", f"found {shown(schema)}, expected an object with name and schema")
     if not isinstance(schema["schema"], Mapping):
-        raise FieldError("json_schema.schema", f"found {shown(schema['schema'])}, expected an object")
+        raise FieldError("json_schema.schema", f"found {shown(schema['schema'])}, expected a JSON schema, an object")
     return Structure(kind="json", text=_json(schema["schema"], MAX_SCHEMA, "json_schema.schema"))
 
 

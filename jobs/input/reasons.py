@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -20,9 +20,7 @@ EXPECTED = {
     "string_type": "a string",
     "string_unicode": "text that can be written as UTF-8",
     "bool_type": "true or false",
-    "tuple_type": "a list",
     "dict_type": "an object",
-    "model_type": "an object",
     "string_pattern_mismatch": "a text that is not blank",  # the one pattern that fields have
 }
 
@@ -33,6 +31,17 @@ class FieldError(ValueError):
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
         self.name = name
+
+
+def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
+    """What makes a tuple of a list, and says of anything else that `items` were expected, as in "a list of texts"."""
+
+    def as_tuple(value: object) -> tuple[object, ...]:
+        if not isinstance(value, list | tuple):
+            raise FieldError("", f"found {shown(value)}, expected {items}")
+        return tuple(value)
+
+    return as_tuple
 
 
 def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
@@ -69,7 +78,10 @@ def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     if details["type"] == "extra_forbidden":
         # the name comes from the file: shown as JSON it can't break the line
         return f"unknown field {shown(name)}{KNOWN}{', '.join(_fields_at(model, details['loc'][:-1]))}"
-    return f"field '{name}': found {shown(details['input'])}, expected {_expected(details)}"
+    found = f"field '{name}': found {shown(details['input'])}, expected "
+    if details["type"] == "model_type":
+        return f"{found}an object with some of: {', '.join(_fields_at(model, details['loc']))}"
+    return found + _expected(details)
 
 
 def _expected(details: ErrorDetails) -> str:

@@ -107,7 +107,7 @@ def test_a_token_log_of_a_newer_version_is_named_and_skipped(
     assert "found version 3, expected 1 or 2" in caplog.text
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(token_ids=TOKEN_IDS, older=TOKEN_IDS, data=st.data())
 def test_a_damaged_token_log_never_gives_wrong_tokens(
     store: Store, caplog: pytest.LogCaptureFixture, token_ids: TokenIds, older: TokenIds, data: st.DataObject

@@ -105,7 +105,7 @@ def test_an_empty_file_among_others_is_fine_and_empty_files_alone_are_not(folder
     assert refused("empty-*.jsonl").startswith("empty-1.jsonl and 1 more file hold no jobs")
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(files=st.lists(st.lists(st.sampled_from(["bad", "", "a", "b", "c"]), max_size=5), min_size=2, max_size=4))
 def test_however_lines_are_shared_out_over_files_they_are_the_jobs_of_one_file(
     tmp_path: Path, files: list[list[str]]
