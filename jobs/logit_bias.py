@@ -41,7 +41,7 @@ def _token_id(name: object) -> int:
         return int(name)
     if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
         return name
-    raise FieldError("", f"found {shown(name)} as a token, expected its number, such as \"50256\"")
+    raise FieldError("", f'found {shown(name)} as a token, expected its number, such as "50256"')
 
 
 def _bias(name: object, bias: object) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from jobs.structure import Structure
 from worker.constraints.base import ConstraintError
@@ -26,27 +25,6 @@ PLAIN_WORDS = (  # in place of what the library says of its own ways
     (re.compile(r"Expected f64 for"), "Expected a number for"),
 )
 CONVERTING = "Failed to convert the grammar from GBNF to Lark: "
-
-
-# what has to come is cut into tokens by the tokenizer, which takes the name of a special one for that one
-SPELLED = "a text that has to come is spelled as a token of the model's that stands for no text; expected other texts"
-NOT_TAKEN = "doesn't satisfy the grammar"  # the library's word for it, but where that token is an end
-
-
-class SpelledError(ConstraintError):
-    """What has to come was cut into a token that is not its text."""
-
-
-def check_spelling(matcher: Any) -> None:
-    """Raise SpelledError where that is the error of an `LLMatcher`."""
-    if NOT_TAKEN in matcher.get_error():
-        raise SpelledError(SPELLED)
-
-
-def check_end(matcher: Any) -> None:
-    """Raise SpelledError where the text may not end, though its mask has an end of text."""
-    if not (matcher.is_accepting() or matcher.is_stopped()):
-        raise SpelledError(SPELLED)
 
 
 class StructureError(ConstraintError):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worker.constraints.base import ConstraintError, allows, num_mask_words, tokens_of
-from worker.constraints.definitions import SpelledError, check_end, check_spelling, reason_of, unforced
+from worker.constraints.base import ConstraintError, num_mask_words, tokens_of
+from worker.constraints.definitions import reason_of, unforced
 
 if TYPE_CHECKING:
     from worker.sequence import Sequence
@@ -35,18 +35,13 @@ class Grammar:
         self.eos_token_ids, self.token_lengths = eos_token_ids, token_lengths
         self.num_words = num_mask_words(len(token_lengths))
         self._tokenizer, self._definition = tokenizer, definition
-        self._first = self._built()
+        self._first = self._built(definition)
         mask = self._first.compute_bitmask()
         if self._first.is_error():
             raise ConstraintError(reason_of(self._first.get_error(), has_lines))
         if not any(mask):
             raise ConstraintError("it allows no text")
-        try:
-            self._check_ahead()
-        except SpelledError:
-            self._definition = unforced(definition)
-            self._first = self._built()
-            self._check_ahead()
+        self._check_ahead()
 
     def matcher(self) -> Any:
         """An `LLMatcher` in front of the first token."""
@@ -54,9 +49,28 @@ class Grammar:
 
     def rebuilt(self, token_ids: list[int]) -> Any:
         """One of which nothing is shared with others, behind some tokens. It may be in an error."""
-        matcher = self._built()
+        matcher = self._built(self._definition)
         matcher.consume_tokens(token_ids)
         return matcher
+
+    def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
+        """What may come behind some tokens, where a matcher stands. The matcher may be in an error then.
+
+        What has to come is cut into tokens by the tokenizer, which takes the name of a special token for that one,
+        though it stands for no text: there, and there alone, any tokens may come that spell it.
+        """
+        mask = self._words(matcher)
+        if np.count_nonzero(mask) != 1 or matcher.is_error() or matcher.is_accepting() or matcher.is_stopped():
+            return mask
+        only = tokens_of(mask).tolist()
+        if len(only) > 1 or matcher.validate_tokens(only) == 1:
+            return mask
+        spelling = self._built(unforced(self._definition))
+        spelling.consume_tokens(token_ids)
+        mask = self._words(spelling)
+        if spelling.is_error():
+            raise ConstraintError(f"the grammar's state can't be told: {reason_of(spelling.get_error())}")
+        return mask
 
     def start(self, sequence: Sequence) -> GrammarConstraint:
         return GrammarConstraint(self)
@@ -66,20 +80,23 @@ class Grammar:
 
         What counts is the library's fuel, which is the same on all machines, and not the time.
         """
-        ahead = self._built(TRIED_FUEL)
+        ahead, token_ids = self._built(self._definition, TRIED_FUEL), list[int]()
         for _ in range(NUM_TRIED):
-            mask = np.frombuffer(ahead.compute_bitmask(), dtype=np.uint32)
+            mask = self.mask(ahead, token_ids)
             if ahead.is_error():
-                check_spelling(ahead)
                 raise ConstraintError(f"it is too large to follow: {reason_of(ahead.get_error())}")
-            token_ids = tokens_of(mask[: self.num_words])
-            longest = int(token_ids[np.argmax(self.token_lengths[token_ids])])
+            allowed = tokens_of(mask)
+            longest = int(allowed[np.argmax(self.token_lengths[allowed])])
             if longest in self.eos_token_ids:
-                check_end(ahead)
                 return
             ahead.consume_token(longest)
+            token_ids.append(longest)
 
-    def _built(self, fuel: int = STEP_FUEL) -> Any:
+    def _words(self, matcher: Any) -> np.ndarray:
+        """A matcher's mask, `[num_words]`; the library's are rounded up."""
+        return np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)[: self.num_words]
+
+    def _built(self, definition: str, fuel: int = STEP_FUEL) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -88,7 +105,7 @@ class Grammar:
             step_lexer_fuel=fuel,
             verbose_errors=False,
         )
-        return LLMatcher(self._tokenizer, self._definition, log_level=0, limits=limits)
+        return LLMatcher(self._tokenizer, definition, log_level=0, limits=limits)
 
 
 class GrammarConstraint:
@@ -103,14 +120,11 @@ class GrammarConstraint:
     def mask(self) -> np.ndarray | None:
         if self._num_past_end:
             return None
-        bits = self._matcher.compute_bitmask()
+        mask = self._grammar.mask(self._matcher, self._token_ids)
         if self._matcher.is_error():
             self._rebuild()
-            bits = self._matcher.compute_bitmask()
+            mask = self._grammar.mask(self._matcher, self._token_ids)
             self._check()
-        mask = np.frombuffer(bits, dtype=np.uint32)[: self._grammar.num_words]  # the library's are rounded up
-        if any(allows(mask, token_id) for token_id in self._grammar.eos_token_ids):
-            check_end(self._matcher)
         return mask
 
     def is_free(self, token_ids: list[int]) -> bool:
@@ -148,5 +162,4 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            check_spelling(self._matcher)
             raise ConstraintError(f"the grammar's state can't be told: {reason_of(self._matcher.get_error())}")

@@ -112,22 +112,22 @@ def test_limits_that_count_what_was_looked_at_are_begun_anew(codec: TextCodec, m
 
     num_built, plain = [0], grammars.Grammar._built
 
-    def counted(self: grammars.Grammar, fuel: int = grammars.STEP_FUEL) -> Any:
+    def counted(self: grammars.Grammar, definition: str, fuel: int = grammars.STEP_FUEL) -> Any:
         num_built[0] += 1
-        return plain(self, fuel)
+        return plain(self, definition, fuel)
 
     monkeypatch.setattr(grammars.Grammar, "_built", counted)
     expected, num_anew = masks()
     assert num_anew == 0
 
-    def tight(self: grammars.Grammar, fuel: int = grammars.STEP_FUEL) -> Any:
+    def tight(self: grammars.Grammar, definition: str, fuel: int = grammars.STEP_FUEL) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         if fuel != grammars.STEP_FUEL:  # it is only tried
-            return plain(self, fuel)
+            return plain(self, definition, fuel)
         num_built[0] += 1
         limits = LLParserLimits(max_lexer_states=55, verbose_errors=False)
-        return LLMatcher(self._tokenizer, self._definition, log_level=0, limits=limits)
+        return LLMatcher(self._tokenizer, definition, log_level=0, limits=limits)
 
     monkeypatch.setattr(grammars.Grammar, "_built", tight)
     codec._grammars.grammar.cache_clear()
@@ -292,9 +292,20 @@ def test_a_text_that_spells_the_end_of_text_comes_letter_by_letter(
     assert token_ids[-1] in codec._grammars._eos_token_ids
 
 
-def test_an_end_that_only_spells_what_has_to_come_ends_nothing(codec: TextCodec) -> None:
-    state = GrammarConstraint(rule(codec, regex=r"[a-z]{400}<\|endoftext\|>y"))
-    for token_id in codec.encode("a" * 400, add_special_tokens=False):
+def test_an_end_that_is_spelled_behind_a_long_text_comes_letter_by_letter_too(codec: TextCodec) -> None:
+    built, token_ids = rule(codec, regex=r"[a-z]{400}<\|endoftext\|>y"), codec.encode("a" * 400, False)
+    state, num_before = GrammarConstraint(built), len(token_ids)
+    for token_id in token_ids:
         state.push(token_id)
-    with pytest.raises(ConstraintError, match=r"spelled as a token of the model's that stands for no text"):
-        state.mask()
+    while (mask := state.mask()) is not None:
+        resumed = GrammarConstraint(built)
+        for token_id in token_ids:
+            resumed.push(token_id)
+        assert np.array_equal(resumed.mask(), mask)
+        token_ids.append(state.guess(tokens_of(mask)))
+        state.push(token_ids[-1])
+    spelled = b"".join(codec.token_bytes(token_id) for token_id in token_ids[num_before:-1])
+    assert spelled == b"<|endoftext|>y"
+    assert token_ids[-1] in codec._grammars._eos_token_ids
+    state.pop(len(token_ids) - num_before)
+    assert tokens_of(state.mask()).tolist() == codec.encode("<", False)
