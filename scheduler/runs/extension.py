@@ -84,7 +84,7 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, *, is_named: 
     own = record.job.sampling.max_tokens
     if line is None:
         if own < max_tokens:
-            raise NotExtendedError(f"it has not ended; extend it when it has its {own} tokens")
+            raise NotExtendedError(f"it has not ended: it runs to its {own} tokens now, then give this command again")
         return False  # extended before: it goes on in any case
     if line["error"] is not None:
         if is_named:

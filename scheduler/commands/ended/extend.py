@@ -38,7 +38,8 @@ def extend(
     """Have jobs that ended at their max_tokens go on to more: the jobs named by `custom_id`, or all of them.
 
     Each goes on from the tokens it has, and comes to those that a run with the larger limit would have had from the
-    start. Its longer result takes the shorter one's place. The same command again goes on after an interruption.
+    start. Its longer result takes the shorter one's place. Jobs that have not ended run to their own max_tokens, and
+    the same command again extends them; it goes on after an interruption, too.
 
     \b
     Example:

@@ -122,10 +122,11 @@ def test_more_tokens_than_the_model_has_positions_are_refused_for_that_job_alone
 
 
 def test_a_job_that_has_not_ended_is_told_of_and_runs_to_its_own_limit(run: Run) -> None:
-    assert "not extended: job a: it has not ended; extend it when it has its 20 tokens" in extend(
-        run, "--max-tokens", "30", "a", code=1
-    )
+    told = "not extended: job a: it has not ended: it runs to its 20 tokens now, then give this command again"
+    assert told in extend(run, "--max-tokens", "30", "a", code=1)
     assert lines(run) == {"a": 20, "b": 20, "c": 20}
+    assert "1 job to go on, 20 tokens are there" in extend(run, "--max-tokens", "30", "a")
+    assert lines(run) == {"a": 30, "b": 20, "c": 20}
     assert "no job 'd'" in refusal("extend", run.store.uri, "--max-tokens", "30", "d")
 
 
