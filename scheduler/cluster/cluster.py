@@ -172,8 +172,10 @@ def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | N
             embedded.keep_logs()
         _end_without_ray(2)
         return
+    ended = threading.Event()
+    ended.set()
     try:
-        ray.shutdown()
+        call_interruptibly(ray.shutdown, ended)  # which has SIGTERM kill the process from then on
     except KeyboardInterrupt:
         _end_without_ray(INTERRUPTED)
         raise

@@ -81,8 +81,8 @@ def held(ask: Callable[[], None]) -> Iterator[None]:
 def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None:
     """Make a call in a thread that lives until `ended`, and raise what it raises, or KeyboardInterrupt at a signal.
 
-    For a call that may hang outside of Python, and that sets handlers of its own: signals wait until it has returned,
-    and the handlers are then what they were. After an interruption the call goes on, unheard.
+    For a call that may hang outside of Python, and that sets handlers of its own below Python: they are taken back as
+    soon as they are seen, and signals wait meanwhile. After an interruption the call goes on, unheard.
     """
     returned, errors = threading.Event(), list[BaseException]()
 
@@ -96,13 +96,13 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
         ended.wait()
 
     awaited = signals()
-    handlers = {number: signal.getsignal(number) for number in awaited}
     before, heard = signal.pthread_sigmask(signal.SIG_BLOCK, awaited), None  # in its threads, too
     try:
         threading.Thread(target=run, name="interruptible-call", daemon=True).start()
         while heard is None and not returned.wait(LOOK_SECONDS):
+            _hear_again()  # other libraries' threads do not wait with their signals
             heard = signal.sigtimedwait(awaited, 0)  # one that waits may give no signal at all behind a Ctrl-Z
-        _restore(handlers)
+        _hear_again()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if heard is not None:
@@ -110,6 +110,11 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
         raise KeyboardInterrupt
     if errors:
         raise errors[0]
+
+
+def _hear_again() -> None:
+    """Have the system know the handlers that Python knows: compiled code sets and resets them without a word."""
+    _restore({number: signal.getsignal(number) for number in signals()})
 
 
 def _unless_same(handler: Handler) -> Handler:

@@ -108,6 +108,29 @@ def test_handlers_that_a_call_sets_below_python_go_with_it() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
+RESETS = """
+import ctypes, os, signal, sys, threading
+from scheduler.process.interruption import LOOK_SECONDS, call_interruptibly, interrupt_on_signals
+
+def call():
+    ctypes.CDLL(None).signal(signal.SIGTERM, int(signal.SIG_DFL))
+    threading.Timer(10 * LOOK_SECONDS, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Event().wait(60)
+
+interrupt_on_signals()
+threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start()  # takes what the others block
+try:
+    call_interruptibly(call, threading.Event())
+except KeyboardInterrupt:
+    os._exit(130)
+"""
+
+
+def test_handlers_that_a_call_sets_below_python_are_taken_back_while_it_runs() -> None:
+    ended = subprocess.run([sys.executable, "-c", RESETS], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_an_interruption_that_python_has_wrapped_is_told_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
