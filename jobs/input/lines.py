@@ -48,7 +48,8 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_names)
     except json.JSONDecodeError as error:
-        raise LineError(f"not JSON: {error.msg} at column {error.colno}, expected one object on the line") from None
+        problem = error.msg.removesuffix(" at")  # as some of Python's end
+        raise LineError(f"not JSON: {problem} at column {error.colno}, expected one object on the line") from None
     except RecursionError:
         raise LineError("not readable: nested too deeply, expected one flat object on the line") from None
     except LineError:

@@ -12,6 +12,7 @@ from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
 
 BAD_LINES: list[tuple[Any, list[str]]] = [
     (b"{broken", ["not JSON", "column"]),
+    (b'{"custom_id": "\0"}', ["not JSON: Invalid control character at column 16, expected"]),
     (b"[1]", ["[1]", "expected a JSON object"]),
     (b"[" * 100_000, ["nested too deeply"]),
     (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}", ["thousands of digits"]),
