@@ -79,6 +79,11 @@ class Run:
             raise RunError(f"no run at {store.shown_uri}: expected {MANIFEST} there; `swiftbatch submit` makes one")
         return cls(store, manifest)
 
+    @classmethod
+    def without_manifest(cls, uri: str) -> Run:
+        """What a folder with a damaged manifest still has: jobs, rejects, results and errors are read without it."""
+        return cls(Store(uri), RunManifest.model_construct())
+
     def add_jobs(self, records: Sequence[JobRecord]) -> None:
         """Add the jobs that the run does not have yet, in their order after those it has."""
         known = {job_id for lineage in self.lineages() for job_id in lineage}

@@ -24,42 +24,58 @@ class RunError(UserError):
     """The folder holds no run, or one that does not fit."""
 
 
+class DamagedError(RunError):
+    """A file was read, and what is in it can't be used: `path` names it below its folder, `problem` says why."""
+
+    def __init__(self, store: Store, path: str, problem: str) -> None:
+        super().__init__(_unusable(store, path, problem))
+        self.path = path
+        self.problem = problem
+
+
 def pretty(model: BaseModel) -> bytes:
     """A model as JSON for the eye."""
     return model.model_dump_json(indent=2).encode() + b"\n"
 
 
 def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Value | None:
-    """What `parse` makes of a file; None when it is absent. Raises `RunError` where `parse` raises `ValueError`."""
+    """What `parse` makes of a file; None when it is absent. Raises `DamagedError` where `parse` raises `ValueError`."""
     data = store.read(path)
     if data is None:
         return None
     try:
         return parse(data)
     except (ValueError, TypeError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise RunError(f"cannot use {path} in {store.shown_uri}: {problem}; restore it or use another folder") from None
+        raise DamagedError(store, path, " ".join(str(error).split())) from None
 
 
 def read_object(store: Store, path: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None when it is absent. Raises `RunError`."""
+    """The JSON object in a file; None when it is absent. Raises `DamagedError`."""
     return read_parsed(store, path, _parse_object)
 
 
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
-    """The model that a file holds as JSON; None when it is absent. Raises `RunError`, also for a newer version's."""
+    """The model that a file holds as JSON; None when it is absent.
+
+    Raises `DamagedError`, another `RunError` for a newer version's.
+    """
 
     def parse(data: bytes) -> Model:
         values = _parse_object(data)
         version = values.get("version", RUN_VERSION)
         if version != RUN_VERSION:
-            raise ValueError(f"found version {version}, expected {RUN_VERSION}, the one this swiftbatch writes")
+            problem = f"found version {version}, expected {RUN_VERSION}, the one this swiftbatch writes"
+            raise RunError(_unusable(store, path, problem))  # it is whole for another swiftbatch
         try:
             return model.model_validate(values)
         except ValidationError as error:
             raise ValueError(reasons(error, model)) from None
 
     return read_parsed(store, path, parse)
+
+
+def _unusable(store: Store, path: str, problem: str) -> str:
+    return f"cannot use {path} in {store.shown_uri}: {problem}; restore it or use another folder"
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:

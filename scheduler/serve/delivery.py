@@ -33,11 +33,11 @@ class Delivered:
 
 
 def deliver(batch: Batch, run: Run, files: Files) -> Delivered:
-    """Write both files. Again is no harm: they have the same ids. Raises StoreError, RunError."""
+    """Write both files. Again is no harm: they have the same ids. Raises StoreError, RunError. Needs no manifest."""
     counts = {"output": 0, "errors": 0}
     has_expired, num_tokens = False, 0
     with temporary_file() as output, temporary_file() as errors:
-        for line in _lines(run):
+        for line in _lines(batch, run):
             delivery = "output" if line["error"] is None else "errors"
             (output if line["error"] is None else errors).write(dump_line(line))
             counts[delivery] += 1
@@ -63,7 +63,7 @@ def _keep(batch: Batch, files: Files, delivery: Delivery, source: Any) -> str:
     return file_id
 
 
-def _lines(run: Run) -> Iterator[dict[str, Any]]:
+def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
     """All lines of the run in input order, rejects behind them."""
     for line in run.joined_lines():
         error = line["error"]
@@ -71,10 +71,10 @@ def _lines(run: Run) -> Iterator[dict[str, Any]]:
             line = line | {"error": error | {"code": BATCH_CANCELLED}}
         yield line
     for number, reject in enumerate(run.rejects(), start=1):
-        yield _reject_line(run, number, reject)
+        yield _reject_line(batch, number, reject)
 
 
-def _reject_line(run: Run, number: int, reject: Reject) -> dict[str, Any]:
+def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
     error = {"code": INVALID, "message": reject.reason, "line": reject.line_number}
-    reject_id = f"batch_req_{run.manifest.run_id}-reject-{number}"
+    reject_id = f"batch_req_{batch.id}-reject-{number}"
     return {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}

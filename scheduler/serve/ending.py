@@ -10,15 +10,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from jobs.errors import UserError
-from jobs.run.run import Run
+from jobs.run.records import RunManifest
+from jobs.run.run import MANIFEST, Run
+from jobs.run.run_files import DamagedError, read_model
 from scheduler.runs.cancellation import cancel_jobs
 from scheduler.runs.expiry import expire_jobs
 from scheduler.serve.batches import Batch, Batches
 from scheduler.serve.delivery import INVALID, Delivered, deliver
 from scheduler.serve.driving.driver_process import DriverProcess
 from scheduler.serve.files import Files
-from scheduler.serve.records import Counts, Ended, EndState, LineProblem
-from scheduler.serve.status import is_submitted, lines_of, running_status
+from scheduler.serve.records import BATCHES, Counts, Ended, EndState, LineProblem
+from scheduler.serve.status import DAMAGED, is_submitted, lines_of, running_status
 
 MOST_PROBLEMS = 100  # that are shown; all rejects are in the error file of a batch that ran
 
@@ -66,12 +68,16 @@ def end_batch(batches: Batches, files: Files, batch: Batch, reason: Reason, prob
 def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess | None) -> bool:
     """End a batch without a driver, if it is at its end; `driver` is the last one that this server had for it.
 
-    Raises as `end_batch` does.
+    Where its run is damaged no driver brings it further, and it fails. Raises as `end_batch` does, otherwise.
     """
-    reason = _reason_to_end(batch, driver)
-    if reason is not None:
-        end_batch(batches, files, batch, reason, "" if driver is None else driver.problem)
-    return reason is not None
+    try:
+        reason = _reason_to_end(batch, driver)
+        if reason is not None:
+            end_batch(batches, files, batch, reason, "" if driver is None else driver.problem)
+        return reason is not None
+    except DamagedError as error:
+        batches.end(batch, _damaged(batch, files, error))
+        return True
 
 
 def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
@@ -87,6 +93,7 @@ def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
 
 def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
     """Why a batch without a driver ends now; None while there is something to run, be it to name its lines."""
+    read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, also before all lines are in the run
     if batch.cancellation is not None:
         return "cancelled"
     if driver is not None and driver.found_bad_input:
@@ -111,6 +118,24 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
     found = problem or "the input file could not be read in time"
     code = "batch_expired" if reason == "expired" else "invalid_input_file"
     return _at_once("failed", Counts(), LineProblem(code=code, message=found))
+
+
+def _damaged(batch: Batch, files: Files, error: DamagedError) -> Ended:
+    """Failed, with what results are there. The run stays as it is, so that it may be mended."""
+    message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
+    failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
+    try:
+        delivered = deliver(batch, Run.without_manifest(batch.store.uri), files)
+    except DamagedError:  # the jobs are, too
+        return failed
+    return failed.model_copy(
+        update={
+            "counts": delivered.counts,
+            "num_generated_tokens": delivered.num_generated_tokens,
+            "output_file_id": delivered.output_file_id,
+            "error_file_id": delivered.error_file_id,
+        }
+    )
 
 
 def _without_good_lines(batch: Batch, run: Run) -> Ended:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from jobs.run.run_files import RunError
 from jobs.storage.store import Store
 from metrics.server_counters import ServerCounters
 from scheduler.process.streams import Lines
@@ -23,7 +24,27 @@ from scheduler.serve.new_batch import NewBatch
 from scheduler.serve.options import ServeOptions
 from scheduler.serve.records import FileRecord
 from scheduler.serve.refusals import RefusedError
-from scheduler.serve.status import Status, Watcher
+        """How a batch stands; where its run is damaged, that is its problem. Raises StoreError."""
+        try:
+            return self._watcher(batch).status()
+        except RunError as error:
+            return unread_status(batch, str(error))
+
+    def remembered_status(self, batch: Batch) -> Status | None:
+        """How a batch stands, where nothing has to be read for it."""
+        return self._watcher(batch).remembered()
+
+    def _watcher(self, batch: Batch) -> Watcher:
+        """Kept until the batch has ended."""
+        if batch.ended is not None:
+            return self._watchers.pop(batch.id, None) or Watcher(batch)
+        return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
+
+    def problem(self, batch: Batch, status: Status) -> str:
+        """Why a batch as a whole does not go on, or could not; empty where nothing is known to be wrong."""
+        course = self.keeper.course(batch.id)
+        known = [each.message for each in status.problems if each.line is None]
+        return known[0] if known else "" if course is None else course.problem
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 
@@ -83,8 +104,11 @@ class Service:
             raise RefusedError(problem, 429, code="batch_limit")
 
     def status(self, batch: Batch) -> Status:
-        """How a batch stands. Raises StoreError, RunError."""
-        return self._watcher(batch).status()
+        """How a batch stands; where its run is damaged, that is its problem. Raises StoreError."""
+        try:
+            return self._watcher(batch).status()
+        except RunError as error:
+            return unread_status(batch, str(error))
 
     def remembered_status(self, batch: Batch) -> Status | None:
         """How a batch stands, where nothing has to be read for it."""
@@ -95,6 +119,12 @@ class Service:
         if batch.ended is not None:
             return self._watchers.pop(batch.id, None) or Watcher(batch)
         return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
+
+    def problem(self, batch: Batch, status: Status) -> str:
+        """Why a batch as a whole does not go on, or could not; empty where nothing is known to be wrong."""
+        course = self.keeper.course(batch.id)
+        known = [each.message for each in status.problems if each.line is None]
+        return known[0] if known else "" if course is None else course.problem
 
     def create_batch(self, new: NewBatch, owner: str | None) -> Batch:
         """A new batch, to be run. Raises RefusedError, StoreError."""

@@ -14,6 +14,11 @@ from scheduler.driver.heartbeat import beat_seconds, current_progress
 from scheduler.serve.batches import Batch
 from scheduler.serve.records import Counts, LineProblem, State
 
+<<<<<<< HEAD
+=======
+FRESH_SECONDS = 1.0  # however many clients ask meanwhile
+DAMAGED = "damaged_run"  # the code of a batch whose run can't be used
+>>>>>>> e89fc3a (A batch with a damaged run fails, with what is there of its results, instead of being tried again for ever)
 NO_LINES = Counts()
 UNFINISHED = ("pending", "running")  # states of jobs
 
@@ -122,6 +127,12 @@ def ended_status(batch: Batch) -> Status:
         problems=ended.problems,
         ended=ended.ended,
     )
+
+
+def unread_status(batch: Batch, problem: str) -> Status:
+    """How a batch stands, as far as that is known without its run, which can't be used."""
+    state: State = "in_progress" if batch.cancellation is None else "cancelling"
+    return Status(state, problems=(LineProblem(code=DAMAGED, message=problem),))
 
 
 def _counts(jobs: dict[str, int], lines: Lines) -> Counts:

@@ -17,7 +17,7 @@ from scheduler.serve.bounds.crowd import Crowd
 from scheduler.serve.page import asset_routes, login_routes, page_routes
 from scheduler.serve.page.paths import UPLOAD_PATH
 from scheduler.serve.page.sessions import Sessions
-from scheduler.serve.refusals import RefusedError
+from scheduler.serve.refusals import RefusedError, refusal_of
 from scheduler.serve.service import Service
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
@@ -49,8 +49,8 @@ def _refused(_request: Request, error: Exception) -> Response:
 
 
 def _failed(_request: Request, error: Exception) -> Response:
-    """The store, or a run in it, can't be read just now."""
-    return error_response(RefusedError(str(error), 503, code="not_available"))
+    assert isinstance(error, UserError)
+    return error_response(refusal_of(error))
 
 
 def _invalid(_request: Request, error: Exception) -> Response:

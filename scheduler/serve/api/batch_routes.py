@@ -6,14 +6,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
 
-from jobs.run.run_files import RunError
 from scheduler.serve.api.access import Owner, Served
 from scheduler.serve.api.objects import Object, batch_object, page_object
-from scheduler.serve.batches import Batch
 from scheduler.serve.new_batch import NewBatch
-from scheduler.serve.records import LineProblem
-from scheduler.serve.service import Service
-from scheduler.serve.status import Status
 
 MAX_PAGE = 100
 PAGE = 20  # where the client says nothing
@@ -35,7 +30,7 @@ def list_batches(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = PAGE,
 ) -> Object:
     batches, has_more = service.batches.page(owner, after, limit, "desc")
-    return page_object([_listed(service, batch) for batch in batches], has_more)
+    return page_object([batch_object(batch, service.status(batch)) for batch in batches], has_more)
 
 
 @router.get("/{batch_id}")
@@ -49,12 +44,3 @@ def cancel(service: Served, owner: Owner, batch_id: str) -> Object:
     batch = service.batches.get(batch_id, owner)
     service.cancel_batch(batch)
     return batch_object(batch, service.status(batch))
-
-
-def _listed(service: Service, batch: Batch) -> Object:
-    """A batch among others, which are told of even where its run is damaged: that is in its `errors` then."""
-    try:
-        return batch_object(batch, service.status(batch))
-    except RunError as error:
-        problem = LineProblem(code="damaged_run", message=str(error))
-        return batch_object(batch, Status("cancelling" if batch.cancellation else "in_progress", problems=(problem,)))

@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from jobs.run.records import Progress
 from jobs.run.run import Run
+from jobs.run.run_files import RunError
 from metrics.report.facts import gather
 from metrics.report.page import render
 from scheduler.driver.heartbeat import current_progress
@@ -48,7 +50,7 @@ def progress(service: Served, owner: Owner, batch_id: str) -> Object:
     """The newest heartbeat of its driver, and why the batch does not go on where it does not."""
     batch = service.batches.get(batch_id, owner)
     status = service.status(batch)
-    return progress_object(service, batch, status, _last_progress(batch) if status.ended else status.progress)
+    return progress_object(service, batch, status, _last_progress(batch) if batch.ended else status.progress)
 
 
 def progress_object(service: Service, batch: Batch, status: Status, newest: Progress | None) -> Object:
@@ -59,7 +61,7 @@ def progress_object(service: Service, batch: Batch, status: Status, newest: Prog
         "object": "batch.progress",
         "status": status.state,
         "request_counts": status.counts.model_dump(),
-        "problem": (course.problem or None) if course else None,
+        "problem": service.problem(batch, status) or None,
         "waits_for": service.keeper.hindrance(batch),
         "progress": None if newest is None else newest.model_dump(mode="json", include=SHOWN),
     }
@@ -118,4 +120,7 @@ async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
 
 
 def _last_progress(batch: Batch) -> Progress | None:
-    return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None
+    """Of a batch that has ended; None also where its run can't be used any more."""
+    with suppress(RunError):
+        return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None
+    return None

@@ -117,7 +117,7 @@ def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem,
     if ended is None:
         return () if run is None else tuple(run_problems(run))
     if ended.error_file_id is None:
-        return tuple(Problem(each.line, "", each.message) for each in ended.problems)
+        return tuple(Problem(each.line, "", each.message) for each in ended.problems if each.line is not None)
     return tuple(file_problems(service.files.content(service.files.get(ended.error_file_id, batch.owner))))
 
 

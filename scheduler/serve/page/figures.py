@@ -10,7 +10,7 @@ from scheduler.serve.batches import Batch
 from scheduler.serve.records import EndState, State
 from scheduler.serve.refusals import RefusedError
 from scheduler.serve.service import Service
-from scheduler.serve.status import Status
+from scheduler.serve.status import unread_status
 
 STATE_WORDS: dict[State, str] = {"in_progress": "in progress"}  # others are words already
 NAME_KEY = "name"  # of a batch's metadata
@@ -21,7 +21,7 @@ ENDED: tuple[EndState, ...] = ("completed", "failed", "expired", "cancelled")
 class Figures:
     """Tokens are those generated so far and, until the batch has ended, at most how many there will be.
 
-    Moments are in seconds since the epoch. `problem` says why a batch that has not ended does not go on.
+    Moments are in seconds since the epoch. `problem` says why a batch does not go on, or could not.
     """
 
     id: str
@@ -57,9 +57,9 @@ class Figures:
 def figures_of(service: Service, batch: Batch) -> Figures:
     """How a batch stands; where its folder can't be read just now, that is its problem."""
     try:
-        status, problem = service.status(batch), _problem(service, batch)
+        status = service.status(batch)
     except UserError as error:
-        status, problem = Status("cancelling" if batch.cancellation else "in_progress"), str(error)
+        status = unread_status(batch, str(error))
     progress, counts = status.progress, status.counts
     num_tokens = _num_tokens(batch, progress)
     return Figures(
@@ -74,7 +74,7 @@ def figures_of(service: Service, batch: Batch) -> Figures:
         tokens_per_second=_speed(batch, progress),
         eta_seconds=None if progress is None else progress.eta_seconds,
         created=batch.created,
-        problem=problem,
+        problem=service.problem(batch, status),
     )
 
 
@@ -86,11 +86,6 @@ def name_of(service: Service, batch: Batch) -> str:
         return service.files.get(batch.record.input_file_id, batch.owner).filename
     except RefusedError:
         return ""
-
-
-def _problem(service: Service, batch: Batch) -> str:
-    course = service.keeper.course(batch.id)
-    return "" if course is None else course.problem
 
 
 def _num_tokens(batch: Batch, progress: Progress | None) -> int:

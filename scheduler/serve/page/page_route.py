@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from jobs.errors import UserError
 from scheduler.serve.page.rendering import page_response
 from scheduler.serve.page.visitor import LoginNeededError, keep_session
-from scheduler.serve.refusals import RefusedError
+from scheduler.serve.refusals import refusal_of
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -52,13 +52,13 @@ class PageRoute(APIRoute):
 
 def _problem(error: Exception) -> Response:
     """A page that says what is wrong."""
-    if isinstance(error, RefusedError):
-        status, problem = error.status, str(error)
+    if isinstance(error, UserError):
+        refusal = refusal_of(error)
+        status, problem = refusal.status, str(refusal)
     elif isinstance(error, HTTPException):
         status, problem = error.status_code, str(error.detail)
-    elif isinstance(error, RequestValidationError):
+    else:
+        assert isinstance(error, RequestValidationError)
         [first, *_] = error.errors()
         status, problem = 400, f"{first['loc'][-1]}: {first['msg']}"
-    else:  # the store, or a run in it, can't be read just now
-        status, problem = 503, str(error)
     return page_response("problem", {"problem": problem}, status)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from jobs.run.run import MANIFEST, REJECTS
+from jobs.run.run_files import RunError
+from jobs.storage.local_folder import LocalFolder
+from jobs.storage.store import StoreError
+from scheduler.serve.batches import Batch
+from scheduler.serve.ending import settle
 from scheduler.serve.records import BATCH, CANCEL, ENDED, FILE
 from tests.scheduler.serve.api_parts import batch_of, client_of, service_on, upload
-from tests.scheduler.serve.batch_parts import Folder
+from tests.scheduler.serve.batch_parts import Folder, submit_two
+from tests.scheduler.serve.server_parts import wait_until
 
 
 @pytest.mark.parametrize("name", [BATCH, CANCEL, ENDED])
@@ -37,7 +46,7 @@ def test_a_file_with_a_damaged_record_is_left_out_with_a_line_and_stays(
     assert (tmp_path / "files" / file_id / "content").exists()
 
 
-def test_a_batch_with_a_damaged_run_is_listed_with_the_problem_beside_the_others(tmp_path: Path) -> None:
+def test_a_batch_with_a_damaged_run_answers_beside_the_others(tmp_path: Path) -> None:
     service = service_on(tmp_path)
     client = client_of(service)
     input_file_id = upload(client)
@@ -45,11 +54,78 @@ def test_a_batch_with_a_damaged_run_is_listed_with_the_problem_beside_the_others
     damaged = service.batches.get(ids[0], None)
     damaged.store.write(REJECTS, b"")
     damaged.store.write(MANIFEST, b"")
-    service = service_on(tmp_path)
-    listed = client_of(service).get("/v1/batches").json()["data"]
-    found = {batch["id"]: batch for batch in listed}
+    client = client_of(service_on(tmp_path))
+    found = {batch["id"]: batch for batch in client.get("/v1/batches").json()["data"]}
     assert set(found) == set(ids)
     assert found[ids[1]]["errors"] is None
-    (problem,) = found[ids[0]]["errors"]["data"]
-    assert problem["code"] == "damaged_run"
-    assert MANIFEST in problem["message"]
+    for method, path in (("GET", ""), ("POST", "/cancel")):
+        answer = client.request(method, f"/v1/batches/{ids[0]}{path}")
+        assert answer.status_code == 200
+        (problem,) = answer.json()["errors"]["data"]
+        assert problem["code"] == "damaged_run"
+        assert MANIFEST in problem["message"]
+    assert MANIFEST in client.get(f"/v1/batches/{ids[0]}/progress").json()["problem"]
+    assert client.get(f"/v1/batches/{ids[0]}/partial").json()["data"] == []
+    assert client.get(f"/v1/batches/{ids[0]}/report").status_code == 409
+    assert client.get(f"/batches/{ids[0]}").status_code == client.get("/").status_code == 200
+
+
+def damaged_batch(folder: Folder, model: Path, tmp_path: Path) -> Batch:
+    """One whose first job is finished."""
+    batch = folder.create()
+    submit_two(batch, model, tmp_path, 1)
+    batch.store.write(MANIFEST, b"{torn")
+    return batch
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_batch_with_a_damaged_run_fails_without_a_driver_and_delivers_what_is_there(
+    is_cancelled: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    batch_id = damaged_batch(Folder(str(runs)), tiny_model, tmp_path).id
+    service = service_on(runs)
+    client = client_of(service)
+    if is_cancelled:
+        assert client.post(f"/v1/batches/{batch_id}/cancel").json()["status"] == "cancelling"
+    service.start()
+    try:
+        wait_until(lambda: service.batches.get(batch_id, None).ended)
+        wait_until(lambda: service.keeper.num_unfinished(None) == 0)
+    finally:
+        service.stop()
+    found = client.get(f"/v1/batches/{batch_id}").json()
+    assert found["status"] == "failed"
+    (problem,) = found["errors"]["data"]
+    assert problem["message"].startswith(f"batches/{batch_id}/{MANIFEST} is damaged: ")
+    assert found["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    assert '"custom_id":"a"' in client.get(f"/v1/files/{found['output_file_id']}/content").text.replace(" ", "")
+    for path in ("", "/progress", "/partial"):
+        assert client.get(f"/v1/batches/{batch_id}{path}").status_code == 200
+    assert problem["message"] in unescape(client.get(f"/batches/{batch_id}").text)
+    assert not (runs / "batches" / batch_id / "logs").exists()  # where a driver writes what it says
+
+
+def test_a_store_that_is_away_and_a_file_of_a_newer_version_are_no_damage(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(str(tmp_path / "runs"))
+    batch = folder.create()
+    submit_two(batch, tiny_model, tmp_path, 2)
+    manifest = json.loads(batch.store.read(MANIFEST) or b"")
+    batch.store.write(MANIFEST, json.dumps(manifest | {"version": 9}).encode())
+    with pytest.raises(RunError, match="found version 9"):
+        settle(folder.batches, folder.files, batch, None)
+    batch.store.write(MANIFEST, json.dumps(manifest).encode())
+
+    def fail(self: LocalFolder, path: str) -> bytes:
+        raise OSError(errno.EIO, "the disk is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "read", fail)
+        with pytest.raises(StoreError):
+            settle(folder.batches, folder.files, batch, None)
+    assert batch.ended is None
+    assert settle(folder.batches, folder.files, batch, None)
+    assert batch.ended is not None
+    assert batch.ended.state == "completed"
