@@ -5,6 +5,7 @@ A kill at any moment in between is no harm: all is done again, with the same out
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -13,6 +14,7 @@ from jobs.errors import UserError
 from jobs.run.records import RunManifest
 from jobs.run.run import MANIFEST, Run
 from jobs.run.run_files import DamagedError, read_model
+from scheduler.process.streams import Lines
 from scheduler.runs.cancellation import cancel_jobs
 from scheduler.runs.expiry import expire_jobs
 from scheduler.serve.batches import Batch, Batches
@@ -76,6 +78,7 @@ def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess |
             end_batch(batches, files, batch, reason, "" if driver is None else driver.problem)
         return reason is not None
     except DamagedError as error:
+        Lines(sys.stderr).write(f"{batch.id} fails: {error}")
         batches.end(batch, _damaged(batch, files, error))
         return True
 

@@ -15,7 +15,7 @@ from scheduler.process.streams import Lines
 from scheduler.serve.ids import is_file_id, new_file_id
 from scheduler.serve.pages import Catalogue, Order
 from scheduler.serve.records import CONTENT, FILE, FILES, FileRecord, Purpose
-from scheduler.serve.refusals import no_such_file
+from scheduler.serve.refusals import RefusedError, no_such_file
 
 
 class Files:
@@ -67,11 +67,23 @@ class Files:
         return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
 
     def content(self, record: FileRecord) -> Generator[bytes, None, None]:
-        """The bytes, a piece at a time, to be closed. Raises RefusedError where the file was deleted just now."""
+        """The bytes, a piece at a time, to be closed.
+
+        Raises RefusedError where they are not as many as they were, or the file was deleted just now.
+        """
+        self.check(record)
         pieces = self._store.pieces(f"{FILES}/{record.id}/{CONTENT}")
         if pieces is None:
             raise no_such_file(record.id)
         return pieces
+
+    def check(self, record: FileRecord) -> None:
+        """Raises RefusedError where a file's bytes are not as many as they were."""
+        num_bytes = self._store.sizes(f"{FILES}/{record.id}").get(CONTENT)
+        if num_bytes is not None and num_bytes != record.num_bytes:
+            problem = f"found {num_bytes:,} bytes, expected {record.num_bytes:,}"
+            Lines(sys.stderr).write(f"{FILES}/{record.id}/{CONTENT} is damaged: {problem}")
+            raise RefusedError(f"{record.id} is damaged: {problem}", 410, code="damaged_file")
 
     def uri(self, file_id: str) -> str:
         """Where the bytes are, for another process."""

@@ -132,7 +132,9 @@ class Service:
         self._receivers.check(new.webhook)
         with self._input_lock:
             self._check_number(owner)
-            if self.files.get(input_file_id, owner, "input_file_id").purpose != "batch":
+            file = self.files.get(input_file_id, owner, "input_file_id")
+            self.files.check(file)
+            if file.purpose != "batch":
                 raise RefusedError(
                     f"input_file_id: {input_file_id} has another purpose than batch", param="input_file_id"
                 )

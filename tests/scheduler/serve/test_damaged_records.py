@@ -129,3 +129,21 @@ def test_a_store_that_is_away_and_a_file_of_a_newer_version_are_no_damage(
     assert settle(folder.batches, folder.files, batch, None)
     assert batch.ended is not None
     assert batch.ended.state == "completed"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"{}\n{}\n"])
+def test_a_file_of_another_length_than_it_had_is_refused_before_any_byte(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = client_of(service_on(tmp_path))
+    file_id = upload(client)
+    (tmp_path / "files" / file_id / "content").write_bytes(content)
+    made = client.post("/v1/batches", json=batch_of(file_id))
+    for answer in (client.get(f"/v1/files/{file_id}/content"), made):
+        assert answer.status_code == 410
+        error = answer.json()["error"]
+        assert error["code"] == "damaged_file"
+        assert f"found {len(content)} bytes, expected 3" in error["message"]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second == f"files/{file_id}/content is damaged: found {len(content)} bytes, expected 3"
+    assert client.delete(f"/v1/files/{file_id}").status_code == 200
