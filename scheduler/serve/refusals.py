@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jobs.errors import UserError
-from jobs.run.run_files import RunError
 
 
 class RefusedError(UserError):
@@ -19,15 +18,6 @@ class RefusedError(UserError):
     def kind(self) -> str:
         """The error's `type`."""
         return "server_error" if self.status >= 500 else "invalid_request_error"
-
-
-def refusal_of(error: UserError) -> RefusedError:
-    """What a client is told of an error behind its request: a damaged run stays so, a store may be there again soon."""
-    if isinstance(error, RefusedError):
-        return error
-    if isinstance(error, RunError):
-        return RefusedError(str(error), 409, code="damaged_run")
-    return RefusedError(str(error), 503, code="not_available")
 
 
 def no_such_file(file_id: str, param: str = "id") -> RefusedError:

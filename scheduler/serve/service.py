@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from jobs.errors import UserError
 from jobs.run.run_files import RunError
 from jobs.storage.store import Store
 from metrics.server_counters import ServerCounters
@@ -22,29 +23,10 @@ from scheduler.serve.keys.api_key import Rights
 from scheduler.serve.keys.keyring import Keyring
 from scheduler.serve.new_batch import NewBatch
 from scheduler.serve.options import ServeOptions
+from scheduler.serve.places import Places
 from scheduler.serve.records import FileRecord
 from scheduler.serve.refusals import RefusedError
-        """How a batch stands; where its run is damaged, that is its problem. Raises StoreError."""
-        try:
-            return self._watcher(batch).status()
-        except RunError as error:
-            return unread_status(batch, str(error))
-
-    def remembered_status(self, batch: Batch) -> Status | None:
-        """How a batch stands, where nothing has to be read for it."""
-        return self._watcher(batch).remembered()
-
-    def _watcher(self, batch: Batch) -> Watcher:
-        """Kept until the batch has ended."""
-        if batch.ended is not None:
-            return self._watchers.pop(batch.id, None) or Watcher(batch)
-        return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
-
-    def problem(self, batch: Batch, status: Status) -> str:
-        """Why a batch as a whole does not go on, or could not; empty where nothing is known to be wrong."""
-        course = self.keeper.course(batch.id)
-        known = [each.message for each in status.problems if each.line is None]
-        return known[0] if known else "" if course is None else course.problem
+from scheduler.serve.status import Status, Watcher, unread_status
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 
@@ -64,6 +46,7 @@ class Service:
 
         Raises StoreError, and KeyFileError, ReceiverError or WebhookHostsError where an option can't be used.
         """
+        self.places = Places(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.counters = ServerCounters()
@@ -106,13 +89,14 @@ class Service:
     def status(self, batch: Batch) -> Status:
         """How a batch stands; where its run is damaged, that is its problem. Raises StoreError."""
         try:
-            return self._watcher(batch).status()
+            return self._watcher(batch).status().shown(self.places.hidden)
         except RunError as error:
-            return unread_status(batch, str(error))
+            return unread_status(batch, str(error)).shown(self.places.hidden)
 
     def remembered_status(self, batch: Batch) -> Status | None:
         """How a batch stands, where nothing has to be read for it."""
-        return self._watcher(batch).remembered()
+        status = self._watcher(batch).remembered()
+        return None if status is None else status.shown(self.places.hidden)
 
     def _watcher(self, batch: Batch) -> Watcher:
         """Kept until the batch has ended."""
@@ -124,7 +108,16 @@ class Service:
         """Why a batch as a whole does not go on, or could not; empty where nothing is known to be wrong."""
         course = self.keeper.course(batch.id)
         known = [each.message for each in status.problems if each.line is None]
-        return known[0] if known else "" if course is None else course.problem
+        return known[0] if known else "" if course is None else self.places.hidden(course.problem)
+
+    def refusal(self, error: UserError) -> RefusedError:
+        """What a client is told of an error behind its request."""
+        if isinstance(error, RefusedError):
+            return error
+        told = self.places.hidden(str(error))
+        if isinstance(error, RunError):  # it stays so
+            return RefusedError(told, 409, code="damaged_run")
+        return RefusedError(told, 503, code="not_available")
 
     def create_batch(self, new: NewBatch, owner: str | None) -> Batch:
         """A new batch, to be run. Raises RefusedError, StoreError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jobs.run.records import Progress
@@ -36,6 +37,13 @@ class Status:
     problems: tuple[LineProblem, ...] = ()
     ended: float | None = None
     progress: Progress | None = None
+
+    def shown(self, hidden: Callable[[str], str]) -> Status:
+        """The same, with `hidden` over what is said of the batch as a whole: reasons of lines name no places."""
+        if all(each.line is not None for each in self.problems):
+            return self
+        problems = [each.model_copy(update={"message": hidden(each.message)}) for each in self.problems]
+        return replace(self, problems=tuple(problems))
 
 
 class Watcher:

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 
 from jobs.errors import UserError
 from scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
+from scheduler.serve.api.access import service_of
 from scheduler.serve.api.body_limit import BodyLimit
 from scheduler.serve.api.counting import Counting
 from scheduler.serve.api.gate import Gate
@@ -17,7 +18,7 @@ from scheduler.serve.bounds.crowd import Crowd
 from scheduler.serve.page import asset_routes, login_routes, page_routes
 from scheduler.serve.page.paths import UPLOAD_PATH
 from scheduler.serve.page.sessions import Sessions
-from scheduler.serve.refusals import RefusedError, refusal_of
+from scheduler.serve.refusals import RefusedError
 from scheduler.serve.service import Service
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
@@ -48,9 +49,9 @@ def _refused(_request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def _failed(_request: Request, error: Exception) -> Response:
+def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, UserError)
-    return error_response(refusal_of(error))
+    return error_response(service_of(request).refusal(error))
 
 
 def _invalid(_request: Request, error: Exception) -> Response:

@@ -80,16 +80,16 @@ def partial(service: Served, owner: Owner, batch_id: str) -> Object:
 @router.get("/report")
 def report(service: Served, owner: Owner, batch_id: str) -> HTMLResponse:
     """The page of `swiftbatch report`."""
-    return report_response(service.batches.get(batch_id, owner))
+    return report_response(service, service.batches.get(batch_id, owner))
 
 
-def report_response(batch: Batch) -> HTMLResponse:
+def report_response(service: Service, batch: Batch) -> HTMLResponse:
     """A page full of other people's texts, where nothing can run. Raises RefusedError before there is a run."""
     if not is_submitted(batch.store):
         raise RefusedError(f"{batch.id} has no report: none of its lines was run yet", 409, "batch_id")
     run = Run.open(batch.store.uri)
     page = render(gather(run, current_progress(run), claims(run)), run.store, None)
-    return HTMLResponse(page.encode(errors="replace"), headers=REPORT_HEADERS)
+    return HTMLResponse(service.places.hidden(page).encode(errors="replace"), headers=REPORT_HEADERS)
 
 
 @router.get("/events")
@@ -109,7 +109,7 @@ async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
         for number, kind, event in told:
             if number > newest:
                 newest, last_sign = number, time.monotonic()
-                yield f"id: {number}\nevent: {kind}\ndata: {event}\n\n"
+                yield f"id: {number}\nevent: {kind}\ndata: {service.places.hidden(event)}\n\n"
         if has_ended:
             yield f"event: batch\ndata: {json.dumps(batch_object(batch, service.status(batch)))}\n\n"
             return

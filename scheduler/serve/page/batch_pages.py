@@ -108,7 +108,7 @@ def _run_view(service: Service, batch: Batch, number: int) -> RunView:
             has_report=True,
         )
     except UserError as error:
-        return RunView(unread=str(error))
+        return RunView(unread=str(service.refusal(error)))
 
 
 def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem, ...]:

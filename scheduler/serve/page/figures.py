@@ -59,7 +59,7 @@ def figures_of(service: Service, batch: Batch) -> Figures:
     try:
         status = service.status(batch)
     except UserError as error:
-        status = unread_status(batch, str(error))
+        status = unread_status(batch, str(service.refusal(error)))
     progress, counts = status.progress, status.counts
     num_tokens = _num_tokens(batch, progress)
     return Figures(

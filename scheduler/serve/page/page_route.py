@@ -12,9 +12,9 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from jobs.errors import UserError
+from scheduler.serve.api.access import service_of
 from scheduler.serve.page.rendering import page_response
 from scheduler.serve.page.visitor import LoginNeededError, keep_session
-from scheduler.serve.refusals import refusal_of
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -40,7 +40,7 @@ class PageRoute(APIRoute):
             except LoginNeededError:
                 response = RedirectResponse("/login", 303)
             except (UserError, RequestValidationError, HTTPException) as error:
-                response = _problem(error)
+                response = _problem(request, error)
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             if (session_id := getattr(request.state, "new_session_id", None)) is not None:
@@ -50,10 +50,10 @@ class PageRoute(APIRoute):
         return answer_strictly
 
 
-def _problem(error: Exception) -> Response:
+def _problem(request: Request, error: Exception) -> Response:
     """A page that says what is wrong."""
     if isinstance(error, UserError):
-        refusal = refusal_of(error)
+        refusal = service_of(request).refusal(error)
         status, problem = refusal.status, str(refusal)
     elif isinstance(error, HTTPException):
         status, problem = error.status_code, str(error.detail)

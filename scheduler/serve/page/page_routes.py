@@ -55,7 +55,7 @@ async def cancel(request: Request, service: Served, visitor: KnownVisitor, batch
 
 @router.get("/batches/{batch_id}/report")
 def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
-    return report_response(service.batches.get(batch_id, visitor.name))
+    return report_response(service, service.batches.get(batch_id, visitor.name))
 
 
 @router.get("/batches/{batch_id}/{delivery}.jsonl")
