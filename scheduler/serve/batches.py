@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from jobs.input.places import joined
 from jobs.job import JobUrl
-from jobs.run.run_files import NUM_READERS, RunError, pretty, read_model
+from jobs.run.line_files import DAMAGED
+from jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty
 from jobs.storage.store import Store
 from scheduler.process.streams import Lines
 from scheduler.serve.ids import is_batch_id, new_batch_id
 from scheduler.serve.pages import Catalogue, Order
-from scheduler.serve.records import BATCH, BATCHES, CANCEL, ENDED, BatchRecord, Cancellation, Ended
+from scheduler.serve.records import BATCH, BATCHES, CANCEL, ENDED, BatchRecord, Cancellation, Ended, read_record
 from scheduler.serve.refusals import no_such_batch
 
 
@@ -138,10 +139,31 @@ class Batches:
         """The batch; None where it has no record, as nobody was told of it then, and where one is damaged."""
         store = self._folder(name)
         try:
-            record = read_model(store, BATCH, BatchRecord)
+            names = store.list("")
+            record = read_record(store, BATCH, BatchRecord, names)
             if record is None:
                 return None
-            return Batch(record, store, read_model(store, CANCEL, Cancellation), read_model(store, ENDED, Ended))
+            return Batch(record, store, _cancellation(store, record, names), _ended(store, names))
         except RunError as error:
             Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
             return None
+
+
+def _cancellation(store: Store, record: BatchRecord, names: list[str]) -> Cancellation | None:
+    """When the batch was to be cancelled; where that is damaged it is to be all the same."""
+    try:
+        return read_record(store, CANCEL, Cancellation, names)
+    except DamagedError as error:
+        Lines(sys.stderr).write(f"{record.id} was to be cancelled: {error}")
+        return Cancellation(requested=record.created)
+
+
+def _ended(store: Store, names: list[str]) -> Ended | None:
+    """How the batch ended; a damaged end is made anew from its run."""
+    try:
+        return read_record(store, ENDED, Ended, names)
+    except DamagedError as error:
+        aside = f"{DAMAGED}/{time.time_ns()}-{ENDED}"
+        store.move(ENDED, aside)  # a new one can't take the place of a folder
+        Lines(sys.stderr).write(f"the end of a batch is made anew, the old one kept as {aside}: {error}")
+        return None

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 from jobs.input.places import joined
-from jobs.run.run_files import NUM_READERS, RunError, pretty, read_model
+from jobs.run.run_files import NUM_READERS, RunError, pretty
 from jobs.storage.store import Store
 from scheduler.process.streams import Lines
 from scheduler.serve.ids import is_file_id, new_file_id
 from scheduler.serve.pages import Catalogue, Order
-from scheduler.serve.records import CONTENT, FILE, FILES, FileRecord, Purpose
+from scheduler.serve.records import CONTENT, FILE, FILES, FileRecord, Purpose, read_record
 from scheduler.serve.refusals import RefusedError, no_such_file
 
 
@@ -96,8 +96,9 @@ class Files:
 
     def _read(self, name: str) -> FileRecord | None:
         """The file's record; None for one that never became whole, which goes away, and for a damaged one."""
+        folder = Store(joined(self._store.uri, f"{FILES}/{name}"))
         try:
-            record = read_model(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
+            record = read_record(folder, FILE, FileRecord, folder.list(""))
         except RunError as error:
             Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
             return None

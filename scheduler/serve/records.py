@@ -10,6 +10,7 @@ batches/<batch_id>/ended.json  how it ended, written last: from then on nothing 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Literal
 
 from pydantic import Field
@@ -17,6 +18,8 @@ from pydantic import Field
 from jobs.checkpoints.timeline import Moment
 from jobs.frozen import Frozen
 from jobs.job import JobUrl
+from jobs.run.run_files import DamagedError, Model, read_model
+from jobs.storage.store import Store
 
 Purpose = Literal["batch", "batch_output"]
 EndState = Literal["completed", "failed", "expired", "cancelled"]
@@ -29,6 +32,16 @@ STATES: tuple[State, ...] = (
 FILES, BATCHES = "files", "batches"
 CONTENT, FILE = "content", "file.json"
 BATCH, CANCEL, ENDED = "batch.json", "cancel.json", "ended.json"
+
+
+def read_record(store: Store, name: str, model: type[Model], names: Container[str]) -> Model | None:
+    """A record in a folder that holds these names; None where it is absent. Raises RunError, StoreError."""
+    if name not in names:
+        return None
+    record = read_model(store, name, model)
+    if record is None:
+        raise DamagedError(store, name, "found no file, but something else of that name")
+    return record
 
 
 class FileRecord(Frozen):

@@ -21,29 +21,71 @@ from tests.scheduler.serve.batch_parts import Folder, submit_two
 from tests.scheduler.serve.server_parts import wait_until
 
 
-@pytest.mark.parametrize("name", [BATCH, CANCEL, ENDED])
+def put_in_place(path: Path, content: bytes | None) -> None:
+    """A file with this in it, or for None a folder."""
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+
+
+damaged = pytest.mark.parametrize("content", [b"", None], ids=["an empty file", "a folder"])
+
+
+@damaged
 def test_a_batch_with_a_damaged_record_is_left_out_with_a_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Folder(str(tmp_path))
-    whole, damaged = folder.create(), folder.create()
-    damaged.store.write(name, b"")
+    whole, torn = folder.create(), folder.create()
+    put_in_place(tmp_path / "batches" / torn.id / BATCH, content)
     assert [batch.id for batch in folder.again().batches.all()] == [whole.id]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{damaged.id} is left out")
-    assert name in line
+    assert line.startswith(f"{torn.id} is left out")
+    assert BATCH in line
 
 
+@damaged
 def test_a_file_with_a_damaged_record_is_left_out_with_a_line_and_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Folder(str(tmp_path))
     file_id = folder.create().record.input_file_id
-    (tmp_path / "files" / file_id / FILE).write_bytes(b"")
+    put_in_place(tmp_path / "files" / file_id / FILE, content)
     assert len(folder.again().files) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{file_id} is left out")
     assert (tmp_path / "files" / file_id / "content").exists()
+
+
+@damaged
+@pytest.mark.parametrize("state", ["completed", "cancelled"])
+def test_a_damaged_end_is_told_of_and_made_anew_from_the_run(
+    state: str, content: bytes | None, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Folder(str(tmp_path / "runs"))
+    batch = folder.create()
+    submit_two(batch, tiny_model, tmp_path, 1 if state == "cancelled" else 2)
+    path = tmp_path / "runs" / "batches" / batch.id
+    if state == "cancelled":
+        put_in_place(path / CANCEL, content)
+        batch = folder.found(batch)
+        assert f"{batch.id} was to be cancelled: cannot use {CANCEL}" in capsys.readouterr().err
+    assert settle(folder.batches, folder.files, batch, None)
+    before = batch.ended
+    put_in_place(path / ENDED, content)
+    new = folder.again()
+    found = new.batches.get(batch.id, None)
+    told = capsys.readouterr().err
+    assert "the end of a batch is made anew" in told
+    assert f"cannot use {ENDED} in {path}" in told
+    assert settle(new.batches, new.files, found, None)
+    again = folder.found(batch).ended
+    assert before is not None
+    assert again is not None
+    assert again.state == before.state == state
+    assert (again.counts, again.output_file_id) == (before.counts, before.output_file_id)
 
 
 def test_a_batch_with_a_damaged_run_answers_beside_the_others(tmp_path: Path) -> None:
