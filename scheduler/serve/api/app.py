@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -23,9 +25,12 @@ from scheduler.serve.service import Service
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
 
+NO_JSON = "the body of the request could not be read as JSON"
+
 
 def make_app(service: Service, only_loopback: bool) -> FastAPI:
     """The server's answers; `only_loopback` is the gate's."""
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # what clients do wrong is theirs to read
     app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.sessions = Sessions()
@@ -58,6 +63,9 @@ def _invalid(_request: Request, error: Exception) -> Response:
     """A parameter or a body that is not of its form."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        found = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+        return error_response(RefusedError(f"{NO_JSON}: {found}", code="invalid_json"))
     names = [str(part) for part in first["loc"][1:]]
     param = names[0] if names else None
     return error_response(RefusedError(f"{param or 'body'}: {first['msg']}", param=param))

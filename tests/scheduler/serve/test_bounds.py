@@ -57,6 +57,25 @@ def test_json_bombs_are_refused_at_once(client: TestClient, body: bytes) -> None
     assert time.perf_counter() - start < 5  # it takes milliseconds
 
 
+@pytest.mark.parametrize("body", [b"{nope", b'{"a": 1', b'{"a": 1,}', b"NOPE"])
+def test_a_body_that_is_no_json_is_told_so_and_blames_no_parameter(client: TestClient, body: bytes) -> None:
+    answer = client.post("/v1/batches", content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", None)
+    assert error["message"].startswith("the body of the request could not be read as JSON: ")
+
+
+@pytest.mark.parametrize("boundary", ["", '""', "x"])
+def test_a_form_without_its_boundary_is_refused_in_silence(
+    client: TestClient, boundary: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    answer = client.post("/v1/files", content=b"y", headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert caplog.records == []  # else they stand on the server's standard error
+
+
 def test_a_body_that_does_not_end_is_refused_and_leaves_nothing(client: TestClient, service: Service) -> None:
     num_files = len(service.files)
 
