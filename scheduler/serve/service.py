@@ -51,6 +51,7 @@ class Service:
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.counters = ServerCounters()
         self.files = Files(runs)
+        self.takes_webhooks = bool(options.webhook_hosts)  # of single batches
         self._receivers = Receivers(options.webhook, options.webhook_hosts)
         self.hooks = Hooks(runs, self._receivers)
         self.batches = Batches(runs, self._note_end, self.hooks.prepare)

@@ -46,6 +46,11 @@ def serve(
     """
     if any(find_spec(name) is None for name in NEEDED):
         raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
+    if context.params["metrics_port"] and options["max_running"] > 1:  # each driver would take the same one
+        raise click.UsageError(
+            f"--metrics-port {context.params['metrics_port']} with --max-running {options['max_running']}: expected "
+            "--metrics-port 0, a free port for each driver; the server's /sd says which they are"
+        )
     from jobs.storage.store import Store
     from scheduler.serve.api.server import serve
 

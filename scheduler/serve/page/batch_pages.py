@@ -20,6 +20,7 @@ from scheduler.serve.partial import partial_texts
 from scheduler.serve.service import Service
 from scheduler.serve.status import is_submitted
 
+SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
 NUM_BATCHES = 50  # of a page
 REFRESH_SECONDS = 2  # where the figures change
 REFRESH_SECONDS_OBJECT_STORE = 10  # where each look costs money
@@ -57,7 +58,8 @@ def list_page(
         "is_first": after is None,
         "last_id": rows[-1].id if has_more else None,
         "problem": problem,
-        "said": {"endpoint": "/v1/completions", "window": "24h", "metadata": ""} | dict(said or {}),
+        "said": SAID | dict(said or {}),
+        "takes_webhooks": service.takes_webhooks,
         "max_bytes": service.max_file_bytes,
         "visitor": visitor,
         "refresh_seconds": REFRESH_SECONDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -20,7 +21,8 @@ from scheduler.serve.refusals import RefusedError
 from scheduler.serve.service import Service
 
 MOST_FIELDS, MOST_FIELD_BYTES = 10, 2**14  # of a form
-SAID = ("endpoint", "window", "metadata")
+SAID = ("endpoint", "window", "metadata", "priority", "webhook")
+WHOLE_NUMBER = re.compile(r"-?[0-9]{1,10}")
 
 router = APIRouter(route_class=PageRoute)
 
@@ -79,13 +81,22 @@ def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
 
 def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
     """As a client does it: the file first, then the batch. Raises RefusedError; then no file stays."""
-    metadata = _metadata(said["metadata"])
+    metadata, priority = _metadata(said["metadata"]), said["priority"].strip() or "0"
+    if WHOLE_NUMBER.fullmatch(priority) is None:
+        raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
     if not isinstance(file, UploadFile) or not file.filename:
         raise RefusedError("no file was chosen: expected one with a job on each line")
     record = file_routes.keep_upload(service, visitor.name, file)
-    body = {"input_file_id": record.id, "endpoint": said["endpoint"], "completion_window": said["window"].strip()}
+    body = {
+        "input_file_id": record.id,
+        "endpoint": said["endpoint"],
+        "completion_window": said["window"].strip(),
+        "metadata": metadata,
+        "priority": int(priority),
+        "webhook": said["webhook"].strip() or None,
+    }
     try:
-        return str(batch_routes.create(service, visitor.name, body | {"metadata": metadata})["id"])
+        return str(batch_routes.create(service, visitor.name, body)["id"])
     except RefusedError:
         service.delete_file(record)
         raise

@@ -117,6 +117,10 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["extend", "R", "--max-tokens", "0"], "not in the range"),
         (["serve"], "Missing option '--runs'"),
         (["serve", "--runs", "R", "--port", "70000"], "--port"),
+        (
+            ["serve", "--runs", "R", "--metrics-port", "9400", "--max-running", "2"],
+            "--metrics-port 9400 with --max-running 2: expected --metrics-port 0",
+        ),
         (["serve", "--runs", "R", "--host", "0.0.0.0"], "--host 0.0.0.0: expected --api-keys FILE with it"),
         (["launch"], "No such command"),
         (["bench", "decode", "--engines", "warp"], "expected some of"),

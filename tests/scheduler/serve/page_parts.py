@@ -47,8 +47,8 @@ HOSTILE = (
 )
 
 
-def app_of(runs: Path, api_keys: Path | None = None) -> FastAPI:
-    options = ServeOptions(api_keys=None if api_keys is None else str(api_keys))
+def app_of(runs: Path, api_keys: Path | None = None, webhook_hosts: str | None = None) -> FastAPI:
+    options = ServeOptions(api_keys=None if api_keys is None else str(api_keys), webhook_hosts=webhook_hosts)
     service = Service(Store(str(runs)), options, DriverOptions(), lambda: None, _fail)
     return make_app(service, only_loopback=api_keys is None)
 

@@ -149,6 +149,8 @@ def test_a_file_becomes_a_batch_without_a_script(client: TestClient) -> None:
     ("changed", "problem"),
     [
         ({"window": "soon"}, "completion_window"),
+        ({"priority": "soon"}, "priority"),
+        ({"webhook": "https://hooks.example.com/x"}, "webhook"),
         ({"endpoint": "/v1/other"}, "endpoint"),
         ({"metadata": "no colon"}, "expected a name, a colon and a value"),
         ({"metadata": f"{'x' * 65}: y"}, "metadata"),
@@ -165,6 +167,18 @@ def test_what_is_refused_is_told_beside_the_form_and_leaves_nothing(
     assert problem in words_of(answer.text)
     assert said["metadata"] in Elements(answer.text).text
     assert len(service_of(client).files) == len(service_of(client).batches) == 0
+
+
+def test_a_form_gives_a_priority_and_an_address_for_the_end_where_those_are_taken(tmp_path: Path) -> None:
+    client = client_of(app_of(tmp_path, webhook_hosts="hooks.example.com"))
+    page = client.get("/").text
+    assert all(f'name="{name}"' in page for name in ("priority", "webhook"))
+    said = {"endpoint": "/v1/completions", "window": "2h", "priority": " -3 ", "webhook": "https://hooks.example.com/x"}
+    made = client.post("/", data=said | {"form_token": token_of(client)}, files={"file": ("jobs", b"{}\n")})
+    assert made.status_code == 303
+    [batch] = service_of(client).batches.all()
+    assert (batch.record.priority, batch.record.webhook) == (-3, "https://hooks.example.com/x")
+    assert 'name="webhook"' not in client_of(app_of(tmp_path / "others")).get("/").text
 
 
 def test_a_batch_is_cancelled_by_a_form(client: TestClient) -> None:
