@@ -84,9 +84,9 @@ def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess |
 
 
 def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
-    """Have a driver at work cancel all jobs; one that has yet to take them in is to end."""
+    """Have a driver at work cancel all jobs; one that has yet to begin with them is to end, also while it starts Ray."""
     try:
-        if is_submitted(batch.store):
+        if driver.has_begun and is_submitted(batch.store):
             cancel_jobs(Run.open(batch.store.uri), None)
             return
     except UserError:  # the batch is settled once the driver has ended

@@ -35,6 +35,7 @@ class DriverProcess:
         command = [sys.executable, "-m", "scheduler.bound_driver", str(os.getpid()), *arguments]
         self.events: deque[Told] = deque(maxlen=MAX_EVENTS)
         self.metrics_address: str | None = None
+        self.has_begun = False  # its jobs; before that it starts Ray
         self.num_total_tokens = 0  # as `Progress` has it, of all drivers of the run
         self.problem = ""  # the last line that it said of an error
         self._number = first_number
@@ -111,6 +112,8 @@ class DriverProcess:
             return
         if kind == "metrics_served":
             self.metrics_address = event["address"]
+        elif kind == "driver_started":
+            self.has_begun = True
         elif kind == "progress":
             self.num_total_tokens = event["num_total_tokens"]
         self._number += 1

@@ -115,7 +115,7 @@ def words_of(page: str) -> str:
 def listening(app: FastAPI) -> Iterator[str]:
     """The app behind a real port: its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
         while not server.started:
@@ -123,7 +123,7 @@ def listening(app: FastAPI) -> Iterator[str]:
         host, port = server.servers[0].sockets[0].getsockname()
         yield f"http://{host}:{port}"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True  # a browser may hold its connections open
         thread.join()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -29,6 +30,8 @@ from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, 
 class Server:
     """Batches and their webhooks, as a server that starts on the folder finds them."""
 
+    started: ClassVar[list[Server]] = []  # by one test
+
     def __init__(self, folder: Path, url: str | None = None, hosts: str | None = None) -> None:
         store = Store(str(folder))
         of_server = None if url is None else Receiver.parse(url, SECRET)
@@ -37,6 +40,7 @@ class Server:
         self.batches = Batches(store, self.hooks.tell, self.hooks.prepare)
         self.hooks.take_up(self.batches)
         self.hooks.start()
+        self.started.append(self)
 
     def ended(self, webhook: str | None = None) -> Batch:
         file = self.files.add(io.BytesIO(b"{}"), "x", "batch", None)
@@ -44,6 +48,14 @@ class Server:
         end = Ended(state="completed", counts=Counts(total=1), in_progress=1.0, finalizing=2.0, ended=time.time())
         self.batches.end(batch, end)
         return batch
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    """Servers of a test that fails are stopped, too: their threads would hold up the end of all tests."""
+    yield
+    while Server.started:
+        Server.started.pop().hooks.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from scheduler.serve.api.app import make_app
 from scheduler.serve.bounds import connection, pace
 from tests.scheduler.serve.api_parts import service_on
 
+NUM_CLIENTS = 7
 WAIT_SECONDS = 60
 SOON = 1.0
 LONG_BYTES = 30_000_000
@@ -32,9 +33,15 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[in
     service = service_on(tmp_path / "runs")
     file = service.files.add(io.BytesIO(bytes(LONG_BYTES)), "long", "batch", None)
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(service, True), http=connection.Connection, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        make_app(service, True),
+        http=connection.Connection,
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,  # else a client that is not cut off holds up the end of the tests
+    )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     yield listening.getsockname()[1], file.id
     server.should_exit = True
@@ -42,7 +49,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[in
 
 
 def answer(port: int, pieces: Sequence[bytes], pause: float, pause_before_reading: float = 0.0) -> bytes:
-    """All that comes back until the server closes the connection."""
+    """All that comes back until the server closes the connection. Raises TimeoutError where it does not."""
     found = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as client:
         try:
@@ -52,6 +59,8 @@ def answer(port: int, pieces: Sequence[bytes], pause: float, pause_before_readin
             time.sleep(pause_before_reading)
             while data := client.recv(2**20):
                 found += data
+        except TimeoutError:
+            raise
         except OSError:
             pass
     return bytes(found)
@@ -61,7 +70,7 @@ def test_whoever_sends_or_reads_in_drops_is_cut_off(server: tuple[int, str]) -> 
     port, file_id = server
     download = f"GET /v1/files/{file_id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     drops = [b"x"] * 20
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         silent = pool.submit(answer, port, [], 0)
         torn_head = pool.submit(answer, port, [b"GET / HTTP/1.1\r\nHo"], 0)
         head_in_drops = pool.submit(answer, port, [b"GET / HTTP/1.1\r\nX: ", *drops], SOON / 5)

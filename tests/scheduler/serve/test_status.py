@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler.serve.batches import Batch
-from scheduler.serve.ending import settle
+from scheduler.serve.ending import ask_to_cancel, settle
 from scheduler.serve.ids import delivered_file_id
 from scheduler.serve.records import ENDED, Counts
 from scheduler.serve.status import Status, Watcher
@@ -147,3 +147,26 @@ def test_a_running_batch_is_read_once_a_second(
     assert all(watcher.status() is first for _ in range(100))
     now[0] += 1
     assert watcher.status() is not first
+
+
+class Driver:
+    """As much of a driver as is asked to cancel."""
+
+    def __init__(self, has_begun: bool) -> None:
+        self.has_begun = has_begun
+        self.is_asked_to_end = False
+
+    def ask_to_end(self) -> None:
+        self.is_asked_to_end = True
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_driver_that_starts_ray_is_ended_by_a_cancellation_and_one_at_work_cancels_its_jobs(
+    has_begun: bool, folder: Folder, tiny_model: Path, tmp_path: Path
+) -> None:
+    batch = folder.create()
+    run = submit_two(batch, tiny_model, tmp_path, 1)
+    driver = Driver(has_begun)
+    ask_to_cancel(batch, driver)  # type: ignore[arg-type]
+    assert driver.is_asked_to_end is not has_begun
+    assert len(run.ended()[1]) == has_begun  # nobody holds the run, so the job is cancelled at once
