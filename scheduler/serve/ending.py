@@ -84,7 +84,7 @@ def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess |
 
 
 def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
-    """Have a driver at work cancel all jobs; one that has yet to begin with them is to end, also while it starts Ray."""
+    """Have a driver at work cancel all jobs; one that has yet to begin with them, as while it starts Ray, is to end."""
     try:
         if driver.has_begun and is_submitted(batch.store):
             cancel_jobs(Run.open(batch.store.uri), None)

@@ -23,14 +23,15 @@ class Standings:
         self._ended: defaultdict[str | None, list[Usage]] = defaultdict(list)
         self._known: dict[str | None, tuple[float, Standing]] = {}
         for batch in batches:
-            self.add_ended(batch)
+            if (usage := usage_of_ended(batch)) is not None:
+                self._ended[batch.owner].append(usage)
+        for owner, usages in self._ended.items():
+            self._ended[owner] = _of_a_day(usages)
 
     def add_ended(self, batch: Batch) -> None:
         """Take in a batch that has ended; others are no matter."""
-        usage, now = usage_of_ended(batch), time.time()
-        if usage is not None and now - usage.ended < DAY:
-            of_owner = [each for each in self._ended[batch.owner] if now - each.ended < DAY]
-            self._ended[batch.owner] = [*of_owner, usage]
+        if (usage := usage_of_ended(batch)) is not None:
+            self._ended[batch.owner] = _of_a_day([*self._ended[batch.owner], usage])
 
     def forget(self) -> None:
         """Something has changed, as that a batch has begun."""
@@ -47,3 +48,8 @@ class Standings:
             standing = standing_of(self._rights(owner), [*self._ended[owner], *at_rest], running, now)
             self._known[owner] = now, standing
         return standing
+
+
+def _of_a_day(usages: Iterable[Usage]) -> list[Usage]:
+    now = time.time()
+    return [each for each in usages if now - each.ended < DAY]
