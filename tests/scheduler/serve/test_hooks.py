@@ -66,7 +66,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def left(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("webhooks/*")]
+    return [path.name for path in folder.glob("webhooks/[!.]*")]
 
 
 def test_an_end_is_told_signed_as_openai_tells_it_until_it_is_taken(tmp_path: Path) -> None:
