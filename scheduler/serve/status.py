@@ -15,11 +15,7 @@ from scheduler.driver.heartbeat import beat_seconds, current_progress
 from scheduler.serve.batches import Batch
 from scheduler.serve.records import Counts, LineProblem, State
 
-<<<<<<< HEAD
-=======
-FRESH_SECONDS = 1.0  # however many clients ask meanwhile
 DAMAGED = "damaged_run"  # the code of a batch whose run can't be used
->>>>>>> e89fc3a (A batch with a damaged run fails, with what is there of its results, instead of being tried again for ever)
 NO_LINES = Counts()
 UNFINISHED = ("pending", "running")  # states of jobs
 

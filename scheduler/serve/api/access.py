@@ -1,4 +1,4 @@
-"""What every route needs: the service, and whose request it is. Without `async` each would take a thread."""
+"""What every route needs: the service, and whose request it is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from fastapi import Depends, Request
 from scheduler.serve.service import Service
 
 
-async def service_of(request: Request) -> Service:
+def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+async def served(request: Request) -> Service:  # without `async` it would take a thread, as below
+    return service_of(request)
 
 
 async def owner_of(request: Request) -> str | None:
@@ -20,5 +24,5 @@ async def owner_of(request: Request) -> str | None:
     return owner
 
 
-Served = Annotated[Service, Depends(service_of)]
+Served = Annotated[Service, Depends(served)]
 Owner = Annotated[str | None, Depends(owner_of)]

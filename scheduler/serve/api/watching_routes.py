@@ -55,7 +55,6 @@ def progress(service: Served, owner: Owner, batch_id: str) -> Object:
 
 def progress_object(service: Service, batch: Batch, status: Status, newest: Progress | None) -> Object:
     """How far a batch is; nothing is read for it."""
-    course = service.keeper.course(batch.id)
     return {
         "id": batch.id,
         "object": "batch.progress",
