@@ -90,8 +90,9 @@ class Files:
         return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
 
     def delete(self, record: FileRecord) -> None:
-        self._catalogue.remove(record.id)
+        """Once its record is gone it is not there; what a failure leaves behind goes at the next start."""
         self._store.delete(f"{FILES}/{record.id}/{FILE}")
+        self._catalogue.remove(record.id)
         self._store.delete_folder(f"{FILES}/{record.id}")
 
     def _read(self, name: str) -> FileRecord | None:

@@ -45,9 +45,11 @@ class Catalogue(Generic[Record]):
             self._by_id[record.id] = record
 
     def remove(self, record_id: str) -> None:
+        """Forget a record; one that is not there is fine."""
         with self._lock:
-            record = self._by_id.pop(record_id)
-            del self._keys[bisect.bisect_left(self._keys, _key(record))]
+            record = self._by_id.pop(record_id, None)
+            if record is not None:
+                del self._keys[bisect.bisect_left(self._keys, _key(record))]
 
     def get(self, record_id: str, owner: str | None) -> Record | None:
         """The record, if there is one and it is the owner's."""

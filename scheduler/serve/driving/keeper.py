@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from jobs.errors import UserError
+from jobs.storage.store import StoreError
 from scheduler.process.streams import Lines
 from scheduler.serve.batches import Batch, Batches
 from scheduler.serve.driving.course import Course, Stage
@@ -110,9 +112,7 @@ class Keeper:
             self._settlers.shutdown(cancel_futures=True)
 
     def _step(self) -> None:
-        if time.monotonic() >= self._next_check:
-            self._check_hold()
-            self._next_check = time.monotonic() + HOLD_SECONDS
+        self._check_still_held()
         for course in list(self._courses.values()):
             self._see_driver_end(course)
             self._cancel(course)
@@ -121,6 +121,13 @@ class Keeper:
                 del self._courses[course.batch.id]
                 self._standings.add_ended(course.batch)
         self._start_drivers()
+
+    def _check_still_held(self) -> None:
+        """Raises what `check_hold` does; a store that is away says nothing of others, and comes back."""
+        if time.monotonic() >= self._next_check:
+            with suppress(StoreError):
+                self._check_hold()
+            self._next_check = time.monotonic() + HOLD_SECONDS
 
     def _see_driver_end(self, course: Course) -> None:
         if course.stage == "running" and course.driver is not None and course.driver.has_ended():
