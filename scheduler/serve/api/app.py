@@ -17,6 +17,7 @@ from scheduler.serve.api.gate import Gate
 from scheduler.serve.api.objects import error_response
 from scheduler.serve.api.polls import Polls
 from scheduler.serve.bounds.crowd import Crowd
+from scheduler.serve.bounds.shutdown import Shutdown
 from scheduler.serve.page import asset_routes, login_routes, page_routes
 from scheduler.serve.page.paths import UPLOAD_PATH
 from scheduler.serve.page.sessions import Sessions
@@ -46,6 +47,7 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     app.add_middleware(Crowd, upload_paths=UPLOAD_PATHS)
     app.add_middleware(Gate, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
     app.add_middleware(Counting, counters=service.counters)
+    app.add_middleware(Shutdown)
     return app
 
 
