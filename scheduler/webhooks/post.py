@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 
@@ -88,6 +89,13 @@ def _check(status: int) -> None:
 def _reason(error: Exception, seconds: float) -> str:
     if isinstance(error, TimeoutError):
         return _silence(seconds)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        problem = error.verify_message
+        return (
+            f"its certificate was not accepted ({problem}); the variable SSL_CERT_FILE names a file of those to trust"
+        )
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS there ({error.reason})"
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     return f"no HTTP ({type(error).__name__})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,14 +61,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def receiver(answer: Callable[[Any, int], None]) -> Iterator[Inbox]:
-    """A receiver that calls `answer` with each request's handler and its number, from 1."""
+def receiver(answer: Callable[[Any, int], None], tls: ssl.SSLContext | None = None) -> Iterator[Inbox]:
+    """A receiver that calls `answer` with each request's handler and its number, from 1; with `tls` over https."""
     inbox = Inbox()
     handler = type("OneHandler", (Handler,), {"inbox": inbox, "answer": staticmethod(answer)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads, server.block_on_close = True, False
     server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # clients that hang up
-    inbox.url = f"http://127.0.0.1:{server.server_port}/hooks?key=hidden"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    inbox.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}/hooks?key=hidden"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
