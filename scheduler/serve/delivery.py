@@ -42,7 +42,7 @@ def deliver(batch: Batch, run: Run, files: Files) -> Delivered:
             (output if line["error"] is None else errors).write(dump_line(line))
             counts[delivery] += 1
             num_tokens += num_completion_tokens(line) if line["error"] is None else 0
-            has_expired = has_expired or (line["error"] or {}).get("code") == EXPIRED
+            has_expired = has_expired or any(error["code"] == EXPIRED for error in _errors(line))
         kept = {
             delivery: _keep(batch, files, delivery, file) if counts[delivery] else None
             for delivery, file in _both(output, errors)
@@ -66,12 +66,19 @@ def _keep(batch: Batch, files: Files, delivery: Delivery, source: Any) -> str:
 def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
     """All lines of the run in input order, rejects behind them."""
     for line in run.joined_lines():
-        error = line["error"]
-        if error is not None and error["code"] == CANCELLED:
-            line = line | {"error": error | {"code": BATCH_CANCELLED}}
+        for error in _errors(line):
+            if error["code"] == CANCELLED:
+                error["code"] = BATCH_CANCELLED
         yield line
     for number, reject in enumerate(run.rejects(), start=1):
         yield _reject_line(batch, number, reject)
+
+
+def _errors(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The error of a line, or those of its choices that failed beside others."""
+    if line["error"] is not None:
+        return [line["error"]]
+    return [choice["error"] for choice in line["response"]["body"].get("failed_choices", ())]
 
 
 def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from scheduler.serve.records import ENDED, Counts
 from scheduler.serve.status import Status, Watcher
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.serve.batch_parts import Folder, cancel, submit, submit_two
+from tests.scheduler.serve.server_parts import request
 
 
 @pytest.fixture
@@ -88,6 +89,21 @@ def test_a_batch_that_is_given_up_delivers_what_is_finished(
     assert [line["custom_id"] for line in lines(folder, found.output_file_id)] == ["a"]
     failed = lines(folder, found.error_file_id)
     assert [(line["custom_id"], line["error"]["code"]) for line in failed] == [("b", code), (None, "invalid_request")]
+
+
+@pytest.mark.parametrize(("state", "code"), [("cancelled", "batch_cancelled"), ("expired", "batch_expired")])
+def test_a_batch_whose_only_missing_texts_are_choices_of_a_line_is_given_up_all_the_same(
+    state: str, code: str, folder: Folder, tiny_model: Path, tmp_path: Path
+) -> None:
+    batch = folder.create(seconds=0 if state == "expired" else 3600)
+    finish(submit(batch, tiny_model, tmp_path, request("a", n=2)), "a", "text of the first choice")
+    if state == "cancelled":
+        cancel(batch)
+    found = settled(folder, batch)
+    assert (found.state, found.counts) == (state, Counts(total=1, completed=1))
+    [line] = lines(folder, found.output_file_id)
+    [failed] = line["response"]["body"]["failed_choices"]
+    assert (failed["index"], failed["error"]["code"]) == (1, code)
 
 
 @pytest.mark.parametrize("state", ["cancelled", "expired", "completed"])
