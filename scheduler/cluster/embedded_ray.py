@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -40,10 +41,13 @@ class EmbeddedRay:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Give every process that Ray starts in this context a session of its own."""
-        from ray._private import services
+        """Give every process that Ray starts in this context a session of its own, and start none that nobody asks.
 
-        known, sessions = services.ConsolePopen, self._sessions
+        Those are the autoscaler's monitor, as there are no nodes to add, and the one that would send logs to a driver.
+        """
+        from ray._private import parameter, services
+
+        known, sessions, params = services.ConsolePopen, self._sessions, parameter.RayParams
 
         class Apart(known):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> None:
@@ -58,10 +62,12 @@ class EmbeddedRay:
                 sessions.add(self.pid)
 
         services.ConsolePopen = Apart
+        parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
         try:
             yield
         finally:
             services.ConsolePopen = known
+            parameter.RayParams = params
 
     def keep_logs(self) -> Path:
         """Leave the folder where it is, and return it: Ray has failed, and its logs say why."""

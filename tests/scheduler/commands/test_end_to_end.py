@@ -230,6 +230,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.slow  # test_many_nodes.py runs all of its jobs on one
 def test_jobs_run_on_a_running_cluster(submit_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)

@@ -48,11 +48,11 @@ class RecordingDisplay:
 
 
 @contextmanager
-def counting_cluster(num_cpus: int = 2) -> Iterator[Cluster]:
+def counting_cluster() -> Iterator[Cluster]:
     """An embedded Ray whose workers find the counting session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        with connect(None, num_cpus) as cluster:
+        with connect(None, num_workers=2) as cluster:
             yield cluster
 
 

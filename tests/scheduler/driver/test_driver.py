@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from scheduler.driver.heartbeat import current_progress
 from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
-    counting_cluster,
     job_id,
     make_driver,
     make_run,
@@ -31,12 +29,6 @@ from tests.scheduler.driver.driver_parts import (
     token_hash,
 )
 from worker.model.files import ModelError
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with counting_cluster() as cluster:
-        yield cluster
 
 
 def test_all_jobs_finish_and_leave_no_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
@@ -198,6 +190,14 @@ def test_a_model_that_a_worker_refuses_ends_the_run_at_the_first_one_in_one_line
     assert current_progress(run).jobs["pending"] == 1
     time.sleep(1.0)  # what Ray would print of a worker that nobody waits for
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_embedded_ray_has_no_process_that_nobody_asks(cluster: Cluster) -> None:
+    import ray
+
+    started = set(ray._private.worker._global_node.all_processes)
+    assert {"gcs_server", "raylet"} <= started
+    assert not started & {"monitor", "log_monitor"}
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from jobs.run.results import tokens_sha256
 from jobs.run.run import Progress, Run
@@ -16,7 +14,6 @@ from scheduler.driver.heartbeat import current_progress
 from scheduler.limits.limits import Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
-    counting_cluster,
     job_id,
     make_driver,
     make_run,
@@ -26,12 +23,6 @@ from tests.scheduler.driver.driver_parts import (
 from tests.worker.session.counting_session import TOKENS_PER_SLICE
 
 JOBS = {"unlogged": 800, "short": 60}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with counting_cluster(1) as cluster:
-        yield cluster
 
 
 def last_beat(run: Run) -> Progress:

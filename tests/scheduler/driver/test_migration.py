@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,11 @@ from scheduler.cluster.cluster import Cluster
 from scheduler.driver import dispatch
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
-    counting_cluster,
     make_driver,
     make_run,
     result_metrics,
     token_hash,
 )
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with counting_cluster() as cluster:
-        yield cluster
 
 
 def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from scheduler.cluster.cluster import Cluster
 from scheduler.driver.fleet import Fleet
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
-    counting_cluster,
     make_driver,
     make_run,
     result_metrics,
@@ -33,12 +32,6 @@ from tests.scheduler.driver.driver_parts import (
 from tests.scheduler.driving import is_alive
 from worker.config import EngineConfig
 from worker.session.work import Orders
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with counting_cluster() as cluster:
-        yield cluster
 
 
 def test_a_worker_that_gets_sigterm_hands_its_jobs_back_whole_and_unblamed(tmp_path: Path, cluster: Cluster) -> None:

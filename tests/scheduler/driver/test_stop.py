@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,18 +19,11 @@ from scheduler.cluster.watch import ClusterLostError
 from scheduler.driver.backlog import load_queue
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
-    counting_cluster,
     job_id,
     make_driver,
     make_run,
     result_metrics,
 )
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with counting_cluster() as cluster:
-        yield cluster
 
 
 def num_logged(run: Run, custom_id: str) -> int:

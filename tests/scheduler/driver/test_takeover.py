@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
 from scheduler.runs.cancellation import cancel_jobs
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
-    counting_cluster,
     job_id,
     make_driver,
     make_run,
@@ -27,12 +25,6 @@ from tests.scheduler.driver.driver_parts import (
 )
 
 HERE = os.uname().nodename
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with counting_cluster() as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -39,6 +39,11 @@ SAMPLING = (
     {"temperature": 0.0, "presence_penalty": 2.0, "min_tokens": 4, "stop_token_ids": tuple(range(0, 60, 2))},
 )
 BAD_WORD_IDS = ((9, 9), (11,))
+ENGINES_HERE = pytest.mark.parametrize(
+    "engine_name",
+    # plain decoding is compared with drafts by `test_tokens_do_not_depend_on_what_shares_a_step`
+    [pytest.param("autoregressive", marks=pytest.mark.slow), "token-recycling"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +85,13 @@ def generated(
     return outputs
 
 
-@pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling"])
+@ENGINES_HERE
 def test_engines_give_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
     expected = generated(TargetModel.load(files, "float32", "cpu"), "autoregressive", 6, CROSSING)
     assert generated(cuda_target(files, torch.float32), engine_name, 6, CROSSING) == expected
 
 
-@pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling"])
+@ENGINES_HERE
 def test_rewound_sequences_have_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
     loop = {"max_pattern_size": 1, "min_count": 3, "action": "rewind", "max_rewinds": 2}
     drawn = {"logit_bias": {"9": 7.0}, "repetition_penalty": 0.95, "presence_penalty": -0.5, "ignore_eos": True}

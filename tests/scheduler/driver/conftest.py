@@ -1,0 +1,16 @@
+"""One embedded Ray for all tests of this folder: it takes seconds to start and to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler.cluster.cluster import Cluster
+from tests.scheduler.driver.driver_parts import counting_cluster
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    with counting_cluster() as cluster:
+        yield cluster
