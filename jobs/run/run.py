@@ -136,6 +136,10 @@ class Run:
         """Keep the output line of a dead-lettered or cancelled job, in place of an older one."""
         self._errors.write(job_id, line)
 
+    def write_errors(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """As `write_error`, for many jobs by their ids."""
+        self._errors.write_all(lines)
+
     def ended(self) -> tuple[set[str], set[str]]:
         """The job ids with a result, and those with an error and no result: a late result makes up for an error."""
         finished, failed = self.ended_sizes()

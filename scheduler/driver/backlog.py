@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from jobs.checkpoints.store import CheckpointStore
@@ -59,9 +60,9 @@ def count_jobs(run: Run) -> dict[str, int]:
     return counts
 
 
-def cancel_job(run: Run, record: JobRecord) -> None:
-    """Write that a job was cancelled. Its token log stays: `resume --retry-failed` goes on from there."""
-    run.write_error(record.job_id, error_line(record, CANCELLED, "cancelled by its user"))
+def write_cancelled(run: Run, records: Iterable[JobRecord]) -> None:
+    """Write that jobs were cancelled. Their token logs stay: `resume --retry-failed` goes on from there."""
+    run.write_errors((record.job_id, error_line(record, CANCELLED, "cancelled by its user")) for record in records)
 
 
 def _state_of_failure(line: dict[str, Any]) -> str:

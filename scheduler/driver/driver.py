@@ -96,7 +96,8 @@ class Driver:
         now = time.monotonic()
         if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
-            self._settlement.take_cancel_requests()
+            with self._hold.beating():  # there may be a hundred thousand of them
+                self._settlement.take_cancel_requests()
             self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)
         for worker, seconds in self._fleet.leaving():
             self._context.display.note(WorkerStopping(worker.id, "node_drained"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from jobs.checkpoints.store import CheckpointStore
 from jobs.run.results import error_line
 from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
-from scheduler.driver.backlog import CANCELLED, cancel_job, num_completion_tokens
+from scheduler.driver.backlog import CANCELLED, num_completion_tokens, write_cancelled
 from scheduler.driver.context import Context
 from scheduler.driver.fleet import Worker
 
@@ -55,14 +56,12 @@ class Settlement:
         is_whole_run, requested = self._run.cancel_requests()
         unfinished = set(self._queue.unfinished())
         self._cancelling = unfinished if is_whole_run else requested & unfinished
-        for job_id in self._cancelling.difference(record.job_id for record, _ in self._queue.running()):
-            self._cancel(job_id)
+        self._cancel(self._cancelling.difference(record.job_id for record, _ in self._queue.running()))
 
     def cancel_held(self, worker: Worker) -> None:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
         cancelled = self._cancelling.intersection(record.job_id for record in self._queue.held_by(worker.id))
-        for job_id in cancelled:
-            self._cancel(job_id)
+        self._cancel(cancelled)
         worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
@@ -77,14 +76,15 @@ class Settlement:
             self.finish(job_id, num_completion_tokens(line))
             return True
         if job_id in self._cancelling:
-            self._cancel(job_id)
+            self._cancel({job_id})
             return True
         return False
 
-    def _cancel(self, job_id: str) -> None:
-        if record := self._queue.record(job_id):
-            cancel_job(self._run, record)
-            self._queue.drop(job_id, "cancelled")
+    def _cancel(self, job_ids: Iterable[str]) -> None:
+        records = [record for job_id in job_ids if (record := self._queue.record(job_id))]
+        write_cancelled(self._run, records)
+        for record in records:
+            self._queue.drop(record.job_id, "cancelled")
             self._counters.jobs_finished[CANCELLED] += 1
             self._display.note(JobCancelled(record.job.name))
 

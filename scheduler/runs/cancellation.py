@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jobs.job import JobRecord
 from jobs.run.run import Run, RunError
-from scheduler.driver.backlog import cancel_job, count_jobs
+from scheduler.driver.backlog import count_jobs, write_cancelled
 from scheduler.driver.heartbeat import STALE_SECONDS, liveness
 from scheduler.driver.hold import Hold
 from scheduler.driver.shards.sharding import finish_shards
@@ -44,8 +44,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
 def _cancel(run: Run, hold: Hold, chosen: Sequence[JobRecord], *, is_whole_run: bool) -> None:
     unfinished = _unfinished(run, chosen)
     run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
-    for record in unfinished:
-        cancel_job(run, record)
+    write_cancelled(run, unfinished)
     is_end = not count_jobs(run)["pending"]
     finish_shards(run, hold.epoch, is_end)
     run.write_output(hold.epoch.check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jobs.job import JobRecord
 from jobs.run.results import error_line, success_line
 from jobs.run.run import Run
 from jobs.storage.local_folder import LocalFolder
-from scheduler.driver.backlog import cancel_job, count_jobs, load_queue
+from scheduler.driver.backlog import count_jobs, load_queue, write_cancelled
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record
 
 
@@ -41,7 +42,7 @@ def test_every_job_is_counted_where_it_stands(run: Run) -> None:
     finish(run, b, 5)
     run.write_error(b.job_id, error_line(b, "attempts_failed", "a late result makes up for it"))
     run.write_error(c.job_id, error_line(c, "attempts_failed", "its workers died"))
-    cancel_job(run, d)
+    write_cancelled(run, [d])
     log_tokens(run, e, 3)
     queue = load_queue(run, 5)
     counts = {"pending": 2, "running": 0, "finished": 2, "failed": 1, "cancelled": 1}
@@ -49,6 +50,19 @@ def test_every_job_is_counted_where_it_stands(run: Run) -> None:
     assert queue.unfinished() == [e.job_id, f.job_id]
     assert queue.num_generated_tokens == 4 + 5 + 3
     assert queue.num_tokens_left == 2 + 5
+
+
+def test_cancelled_jobs_are_written_several_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for a disk or a store: one after the other, a hundred thousand took twenty minutes."""
+    write, meeting = LocalFolder.write, threading.Barrier(2, timeout=60)
+
+    def beside_another(folder: LocalFolder, path: str, data: bytes) -> None:
+        meeting.wait()
+        write(folder, path, data)
+
+    monkeypatch.setattr(LocalFolder, "write", beside_another)
+    write_cancelled(run, run.jobs())
+    assert count_jobs(run)["cancelled"] == 6
 
 
 def test_tokens_of_the_last_heartbeat_count_as_reported_though_no_log_has_them(run: Run) -> None:
