@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m scheduler.demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

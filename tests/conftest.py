@@ -12,14 +12,13 @@ from uuid import uuid4
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # torch imports Triton, which asks for it then and never again
 # Ray reads who may talk to it once per process, at the first import: whichever test that comes in
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-# CUDA kernels run in Triton's interpreter, which is chosen at the first import; transformers' models import it, too
+# CUDA kernels run in Triton's interpreter, which is chosen at the first import; torch imports it, and never asks again
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# gw0 and gw1 have a core each, also for what they start; a further one fills the gaps on all of them
+# gw0 and gw1 have a core each, also for what they start; further ones fill the gaps on all of them
 if name := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     number = int(name[2:])
