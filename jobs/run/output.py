@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
@@ -39,12 +39,12 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
 def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
     """Write the Parquet file alone to `target`, whose errors stay what they are. Raises `StoreError`."""
-    with TemporaryFile() as jsonl, TemporaryFile() as table:
-        try:
-            _put_together(jsonl, table, lines)
-            table.seek(0)
-        except OSError as error:
-            raise _no_room(error) from None
+    with temporary_file() as jsonl, ExitStack() as later:
+        table = later.enter_context(TemporaryFile())
+        _put_together(jsonl, table, lines)
+        table.seek(0)
+        later.pop_all()
+    with table:
         shutil.copyfileobj(table, target)
 
 

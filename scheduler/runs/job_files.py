@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 
 from jobs.input.columns import Columns
@@ -35,10 +34,10 @@ def job_files(folder: Store) -> tuple[list[str], dict[str, str]]:
 
 def digest_of(folder: Store, path: str) -> str:
     """The SHA-256 of a file, in hexadecimal. Raises StoreError."""
-    with tempfile.TemporaryFile() as copy:
-        folder.copy_to(path, copy)
-        copy.seek(0)
-        return hashlib.file_digest(copy, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for piece in folder.pieces(path) or ():
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_job_files(said: Sequence[str], run_seed: int, columns: Columns, endpoint: JobUrl | None = None) -> JobReader:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from pyarrow import parquet
 
+from jobs.run import output
 from jobs.run.run import Run
 from jobs.run.run_files import NUM_READ_AHEAD
 from jobs.storage.local_folder import LocalFolder
-from jobs.storage.store import Store
+from jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
 
@@ -139,3 +141,17 @@ def test_an_error_that_names_what_is_not_utf_8_has_its_place_in_both_files(run: 
     run.write_output()
     assert b"caf\\udce9.bin" in (run.store.read("output.jsonl") or b"")
     assert read_table(run.store)[0]["error_message"] == "no file caf\\udce9.bin"
+
+
+def test_a_table_that_has_no_room_for_its_temporary_file_is_refused_as_that(monkeypatch: pytest.MonkeyPatch):
+    def no_place() -> IO[bytes]:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    def full() -> IO[bytes]:
+        return open("/dev/full", "w+b")
+
+    for opened, reason in ((full, "No space left"), (no_place, "No usable temporary")):
+        monkeypatch.setattr(output, "TemporaryFile", opened)
+        line = {"custom_id": "a", "response": None, "error": {"code": "failed", "message": "it failed"}}
+        with pytest.raises(StoreError, match=f"in a temporary file: .*{reason}.*; make room there"):
+            output.write_table(io.BytesIO(), [line])
