@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,6 +11,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.datastructures import FormData, UploadFile
 
+from jobs.errors import UserError
+from jobs.storage.store import StoreError
 from scheduler.serve.api import batch_routes, file_routes
 from scheduler.serve.api.access import Served
 from scheduler.serve.api.watching_routes import report_response
@@ -80,7 +83,7 @@ def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
 
 
 def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
-    """As a client does it: the file first, then the batch. Raises RefusedError; then no file stays."""
+    """As a client does it: the file first, then the batch. Raises RefusedError, StoreError; then no file stays."""
     metadata, priority = _metadata(said["metadata"]), said["priority"].strip() or "0"
     if WHOLE_NUMBER.fullmatch(priority) is None:
         raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
@@ -97,8 +100,9 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
     }
     try:
         return str(batch_routes.create(service, visitor.name, body)["id"])
-    except RefusedError:
-        service.delete_file(record)
+    except UserError:
+        with suppress(StoreError):  # what may be away now: then the file stays in the list
+            service.delete_file(record)
         raise
 
 

@@ -10,9 +10,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jobs.run.run import Run
+from jobs.storage.store import Store, StoreError
 from scheduler.serve.ending import end_batch
 from scheduler.serve.page import batch_pages, job_rows
-from scheduler.serve.records import Counts, Ended, EndState
+from scheduler.serve.records import BATCH, Counts, Ended, EndState
 from tests.metrics.report_parts import ENDED
 from tests.metrics.test_report_page import Elements
 from tests.scheduler.serve.page_parts import (
@@ -166,6 +167,21 @@ def test_what_is_refused_is_told_beside_the_form_and_leaves_nothing(
     assert answer.status_code == 400
     assert problem in words_of(answer.text)
     assert said["metadata"] in Elements(answer.text).text
+    assert len(service_of(client).files) == len(service_of(client).batches) == 0
+
+
+def test_a_form_whose_batch_cannot_be_kept_leaves_no_file(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Store.write
+
+    def write_no_batch(store: Store, path: str, data: bytes) -> None:
+        if path == BATCH:
+            raise StoreError("cannot reach the bucket")
+        write(store, path, data)
+
+    monkeypatch.setattr(Store, "write", write_no_batch)
+    said = {"endpoint": "/v1/completions", "window": "2h", "form_token": token_of(client)}
+    answer = client.post("/", data=said, files={"file": ("jobs", b"{}\n")})
+    assert (answer.status_code, "cannot reach the bucket" in words_of(answer.text)) == (503, True)
     assert len(service_of(client).files) == len(service_of(client).batches) == 0
 
 
