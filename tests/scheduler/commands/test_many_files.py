@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from jobs.input.columns import Columns
 from jobs.run.run import Run
-from scheduler.driver.backlog import cancel_job
+from scheduler.driver.backlog import write_cancelled
 from scheduler.runs.settings import Settings
 from scheduler.runs.submission import Submission, submission
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
@@ -66,8 +66,8 @@ def test_a_job_of_one_file_beside_a_reject_of_another_at_the_same_line(place: st
 
 
 def test_what_is_told_names_the_files(place: str, tiny_model: Path) -> None:
-    for record in (made := submit(["a.jsonl", "b.jsonl"], place, tiny_model)).records:
-        cancel_job(made.run, record)
+    made = submit(["a.jsonl", "b.jsonl"], place, tiny_model)
+    write_cancelled(made.run, made.records)
     told = invoke("submit", "a.jsonl", "b.jsonl", "--run", place)
     assert told.exit_code == 1
     assert "rejected b.jsonl:1 (b1): field 'custom_id': found \"b1\" again (first in a.jsonl:2)" in told.stderr
@@ -89,8 +89,7 @@ def test_a_data_set_is_submitted_by_its_columns(place: str, tiny_model: Path) ->
     made = submit(["data.parquet"], place, tiny_model, "prompt=text")
     assert names(made.run) == ["data.parquet:1", "data.parquet:3"]
     assert made.without_effect == {"label": 2}
-    for record in made.records:
-        cancel_job(made.run, record)
+    write_cancelled(made.run, made.records)
     told = invoke("submit", "data.parquet", "--run", place, "--column", "prompt=text").output
     assert "rejected line 2 (data.parquet:2): fields 'prompt' and 'messages': found neither" in told
     assert "fields without effect here: label (2 lines)" in told

@@ -12,7 +12,7 @@ import pytest
 from jobs.repetition import RepetitionDetection, loop_guard
 from jobs.run.run import Run, RunError
 from jobs.shared_prompts import prompt_keys
-from scheduler.driver.backlog import cancel_job
+from scheduler.driver.backlog import write_cancelled
 from scheduler.runs.manifest import computation_of
 from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import invoke, write_jobs
@@ -146,8 +146,7 @@ def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_mode
     )
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     assert submission.without_effect == {"user": 2, "stream": 1, "messages[].name": 1, "reasoning_effort": 1}
-    for record in submission.records:
-        cancel_job(submission.run, record)
+    write_cancelled(submission.run, submission.records)
     found = "messages[].name (1 line), reasoning_effort (1 line), stream (1 line), user (2 lines)"
     told = invoke("submit", path, "--run", str(tmp_path / "run")).output
     assert told.count("without effect") == 1
