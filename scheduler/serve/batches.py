@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jobs.input.places import joined
 from jobs.job import JobUrl
 from jobs.run.line_files import DAMAGED
-from jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty
+from jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty, read_model
 from jobs.storage.store import Store
 from scheduler.process.streams import Lines
 from scheduler.serve.ids import is_batch_id, new_batch_id
@@ -139,29 +139,30 @@ class Batches:
         """The batch; None where it has no record, as nobody was told of it then, and where one is damaged."""
         store = self._folder(name)
         try:
-            names = store.list("")
-            record = read_record(store, BATCH, BatchRecord, names)
+            record = read_record(store, BATCH, BatchRecord)
             if record is None:
                 return None
-            return Batch(record, store, _cancellation(store, record, names), _ended(store, names))
+            ended = _ended(store)
+            return Batch(record, store, _cancellation(store, record, ended), ended)
         except RunError as error:
             Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
             return None
 
 
-def _cancellation(store: Store, record: BatchRecord, names: list[str]) -> Cancellation | None:
+def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Cancellation | None:
     """When the batch was to be cancelled; where that is damaged it is to be all the same."""
+    read = read_record if ended is None else read_model  # of thousands that have ended, no folder is looked into
     try:
-        return read_record(store, CANCEL, Cancellation, names)
+        return read(store, CANCEL, Cancellation)
     except DamagedError as error:
         Lines(sys.stderr).write(f"{record.id} was to be cancelled: {error}")
         return Cancellation(requested=record.created)
 
 
-def _ended(store: Store, names: list[str]) -> Ended | None:
+def _ended(store: Store) -> Ended | None:
     """How the batch ended; a damaged end is made anew from its run."""
     try:
-        return read_record(store, ENDED, Ended, names)
+        return read_record(store, ENDED, Ended)
     except DamagedError as error:
         aside = f"{DAMAGED}/{time.time_ns()}-{ENDED}"
         store.move(ENDED, aside)  # a new one can't take the place of a folder

@@ -97,9 +97,8 @@ class Files:
 
     def _read(self, name: str) -> FileRecord | None:
         """The file's record; None for one that never became whole, which goes away, and for a damaged one."""
-        folder = Store(joined(self._store.uri, f"{FILES}/{name}"))
         try:
-            record = read_record(folder, FILE, FileRecord, folder.list(""))
+            record = read_record(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
         except RunError as error:
             Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
             return None

@@ -10,7 +10,6 @@ batches/<batch_id>/ended.json  how it ended, written last: from then on nothing 
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Literal
 
 from pydantic import Field
@@ -18,6 +17,7 @@ from pydantic import Field
 from jobs.checkpoints.timeline import Moment
 from jobs.frozen import Frozen
 from jobs.job import JobUrl
+from jobs.run.line_files import NO_FILE
 from jobs.run.run_files import DamagedError, Model, read_model
 from jobs.storage.store import Store
 
@@ -34,13 +34,12 @@ CONTENT, FILE = "content", "file.json"
 BATCH, CANCEL, ENDED = "batch.json", "cancel.json", "ended.json"
 
 
-def read_record(store: Store, name: str, model: type[Model], names: Container[str]) -> Model | None:
-    """A record in a folder that holds these names; None where it is absent. Raises RunError, StoreError."""
-    if name not in names:
-        return None
-    record = read_model(store, name, model)
-    if record is None:
-        raise DamagedError(store, name, "found no file, but something else of that name")
+def read_record(store: Store, path: str, model: type[Model]) -> Model | None:
+    """A record; None where it is absent, which costs a look into its folder. Raises RunError, StoreError."""
+    record = read_model(store, path, model)
+    folder, _, name = path.rpartition("/")
+    if record is None and name in store.list(folder):
+        raise DamagedError(store, path, NO_FILE)
     return record
 
 
