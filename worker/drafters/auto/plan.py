@@ -23,6 +23,7 @@ LEARNING_RATE = 0.03
 PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
 STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
 MOST_SLOWNESS = 3.0  # of one chain beside those before: what the machine does for a moment says nothing of the next
+SLOWEST = 100.0  # that is ever kept: a state with more is refused as damaged
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
@@ -134,7 +135,7 @@ class RoundsPlanner(Planner):
             return
         num_rounds = len(proposed.rounds)
         found = median(round_.seconds for round_ in proposed.rounds) / self._expected
-        slowness = min(MOST_SLOWNESS * self._slowness, found)
+        slowness = min(MOST_SLOWNESS * self._slowness, SLOWEST, found)
         self._num_rounds += num_rounds
         rate = num_rounds * max(LEARNING_RATE, 1 / (PRIOR_ROUNDS + self._num_rounds))  # the first of them tell most
         self._slowness += min(1.0, rate) * (slowness - self._slowness)
