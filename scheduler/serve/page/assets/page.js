@@ -3,7 +3,11 @@
 
 const shown = new Map(); // what the server last sent of each live part: people may have opened something in it
 const liveParts = (page) => page.querySelectorAll("[data-live]");
-for (const part of liveParts(document)) shown.set(part.id, part.innerHTML);
+for (const part of liveParts(document)) {
+  const sent = part.cloneNode(true);
+  for (const opened of sent.querySelectorAll("details[open]")) opened.open = false; // people may be faster than this script
+  shown.set(part.id, sent.innerHTML);
+}
 
 function isInUse(part) {
   const selection = getSelection();
