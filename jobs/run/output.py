@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
@@ -39,27 +39,29 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
 def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
     """Write the Parquet file alone to `target`, whose errors stay what they are. Raises `StoreError`."""
-    with temporary_file() as jsonl, ExitStack() as later:
-        table = later.enter_context(TemporaryFile())
-        _put_together(jsonl, table, lines)
-        table.seek(0)
-        later.pop_all()
+    with _told_of_room():
+        table = TemporaryFile()  # noqa: SIM115, what is copied from it may fail in other ways
     with table:
+        with temporary_file() as jsonl:
+            _put_together(jsonl, table, lines)
+            table.seek(0)
         shutil.copyfileobj(table, target)
 
 
 @contextmanager
 def temporary_file() -> Iterator[BinaryIO]:
     """A file to put output together in. Raises `StoreError` where there is no room for it."""
+    with _told_of_room(), TemporaryFile() as file:
+        yield file
+
+
+@contextmanager
+def _told_of_room() -> Iterator[None]:
     try:
-        with TemporaryFile() as file:
-            yield file
+        yield
     except OSError as error:
-        raise _no_room(error) from None
-
-
-def _no_room(error: OSError) -> StoreError:
-    return StoreError(f"cannot put the output together in a temporary file: {error}; make room there")
+        problem = f"cannot put the output together in a temporary file: {error}; make room there"
+        raise StoreError(problem) from None
 
 
 def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, Any]]) -> None:
