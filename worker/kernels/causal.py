@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker.kernels.team import Team
@@ -34,7 +35,7 @@ class CCausalCall(ctypes.Structure):
 
     GRADIENTS = ("output_gradient", "query_gradient", "key_gradient", "value_gradient")
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch_size", "num_heads", "num_kv_heads", "length")),
+        *((name, ctypes.c_int32) for name in ("batch_size", "num_heads", "num_kv_heads", "length", "num_before")),
         ("scaling", ctypes.c_float),
         *((name, CStridedHeads) for name in ("query", "key", "value", "output")),
         ("softmax", ctypes.c_void_p),
@@ -42,18 +43,26 @@ class CCausalCall(ctypes.Structure):
     )
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, before: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Attend with `query [batch, num_heads, length, head_dim]` to the same positions and those in front of them.
 
-    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`, all of one dtype; result as `query`. The kernels'
-    bits, and those of their gradients, do not depend on the number of threads. Raises ValueError for other shapes.
+    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`, all of one dtype; result as `query`. `before` are
+    keys and values in front of those, whole blocks of 64 positions, which get no gradients. The kernels' bits, and
+    those of their gradients, do not depend on the number of threads. Raises ValueError for other shapes.
     """
-    _check(query, key, value)
+    _check(query, key, value, before)
     if is_fast(query):
-        output: Tensor = _CausalAttention.apply(query, key, value, scaling)  # type: ignore[no-untyped-call]
+        output: Tensor = _CausalAttention.apply(query, key, value, scaling, before)  # type: ignore[no-untyped-call]
         return output
-    is_grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped)
+    is_grouped, mask = query.shape[1] != key.shape[1], None
+    if before is not None:
+        key, value = (torch.cat([each.detach(), own], dim=2) for each, own in zip(before, (key, value), strict=True))
+        mask = causal_lower_right(query.shape[2], key.shape[2])
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+    )
 
 
 def is_fast(query: Tensor) -> bool:
@@ -64,7 +73,11 @@ def is_fast(query: Tensor) -> bool:
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, before: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        if before is not None:
+            key, value = (torch.cat([each, own], dim=2) for each, own in zip(before, (key, value), strict=True))
         query, key, value = (_side_by_side(each) for each in (query, key, value))
         output, softmax = _empty_like(query), torch.empty(_softmax_shape(query))
         _run("causal_forward", scaling, softmax, query=query, key=key, value=value, output=output)
@@ -74,13 +87,14 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, softmax = ctx.saved_tensors
-        gradients = _empty_like(query), _empty_like(key), _empty_like(value)
+        num_before = key.shape[2] - query.shape[2]
+        gradients = _empty_like(query), _empty_like(key[:, :, num_before:]), _empty_like(value[:, :, num_before:])
         named = dict(zip(CCausalCall.GRADIENTS, (_side_by_side(output_gradient), *gradients), strict=True))
         inputs = {"query": query, "key": key, "value": value, "output": output}
         _run("causal_backward", ctx.scaling, softmax, **inputs, **named)
-        return *gradients, None
+        return *gradients, None, None
 
 
 def _run(function: str, scaling: float, softmax: Tensor, **heads: Tensor) -> None:
@@ -92,6 +106,7 @@ def _run(function: str, scaling: float, softmax: Tensor, **heads: Tensor) -> Non
         num_heads=num_heads,
         num_kv_heads=key.shape[1],
         length=length,
+        num_before=key.shape[2] - length,
         scaling=scaling,
         softmax=softmax.data_ptr(),
         **{name: CStridedHeads(tensor.data_ptr(), *tensor.stride()[:3]) for name, tensor in heads.items()},
@@ -111,7 +126,7 @@ def _team(variant: str, num_threads: int) -> Team:
     return Team(library, num_threads)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tensor] | None) -> None:
     """Raises ValueError for what does not fit together."""
     shapes = [list(each.shape) for each in (query, key, value)]
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
@@ -119,7 +134,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     batch_size, num_heads, *row = query.shape
     if key.shape[0] != batch_size or list(key.shape[2:]) != row or not key.shape[1] or num_heads % key.shape[1]:
         raise ValueError(f"found query and key {shapes[:2]}, expected the same but for heads that divide the queries'")
-    kinds = {(each.dtype, each.device) for each in (query, key, value)}
+    for each in before or ():
+        if each.shape[:2] != key.shape[:2] or each.shape[3:] != key.shape[3:] or each.shape[2] % SIDE:
+            found = f"found keys {list(key.shape)} and {list(each.shape)} before them"
+            raise ValueError(f"{found}, expected the same but for a length that {SIDE} divides")
+    kinds = {(each.dtype, each.device) for each in (query, key, value, *(before or ()))}
     if len(kinds) > 1:
         raise ValueError(f"found query, key and value of {sorted(map(str, kinds))}, expected one dtype and device")
 

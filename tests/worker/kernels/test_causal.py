@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,15 +108,16 @@ def test_what_lies_otherwise_in_memory_gives_the_same_bits() -> None:
 
 
 @needs_causal
-@pytest.mark.parametrize("length", [65, 1025])
-def test_every_call_and_every_number_of_threads_gives_the_same_bits(length: int) -> None:
-    heads = random_heads(2, 4, 2, length)
+@pytest.mark.parametrize(("length", "num_before"), [(65, 0), (1025, 0), (129, 1024)])
+def test_every_call_and_every_number_of_threads_gives_the_same_bits(length: int, num_before: int) -> None:
+    heads, before = split_heads(random_heads(2, 4, 2, num_before + length), num_before)
+    attend = functools.partial(causal_attention, before=before) if num_before else causal_attention
     torch.set_num_threads(1)
-    expected = gradients_of(causal_attention, heads)
+    expected = gradients_of(attend, heads)
     for num_threads in (2, 3, 2, 1):
         torch.set_num_threads(num_threads)
         for _ in range(4):
-            assert all(map(torch.equal, gradients_of(causal_attention, heads), expected))
+            assert all(map(torch.equal, gradients_of(attend, heads), expected))
 
 
 @needs_causal
@@ -135,6 +137,39 @@ def test_nothing_that_comes_later_changes_a_bit() -> None:
     for each in heads[:3]:
         each[:, :, 101:] = 3e38
     assert torch.equal(causal_attention(*heads[:3], SCALING)[:, :, :101], before[:, :, :101])
+
+
+def split_heads(heads: list[Tensor], num_before: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """The later positions of all, and what keys and values are before them."""
+    return [each[:, :, num_before:] for each in heads], (heads[1][:, :, :num_before], heads[2][:, :, :num_before])
+
+
+@needs_causal
+@pytest.mark.parametrize(("num_before", "length"), [(64, 70), (640, 300), (1024, 64), (64, 513)])
+def test_the_end_of_a_text_attends_as_in_the_whole_to_the_bit(num_before: int, length: int) -> None:
+    heads = random_heads(2, 4, 2, num_before + length)
+    own, before = split_heads(heads, num_before)
+    whole = causal_attention(*heads[:3], SCALING)
+    assert torch.equal(causal_attention(*own[:3], SCALING, before), whole[:, :, num_before:])
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_gradients_stop_at_what_is_before(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the later positions are the whole text's, where nothing else of it has a gradient."""
+    if not is_compiled:
+        monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    heads, num_before = random_heads(2, 4, 2, 640 + 300), 640
+    own, before = split_heads(heads, num_before)
+    heads[3][:, :, :num_before] = 0
+    expected = [each[:, :, num_before:] for each in exact(heads)[1:]]
+    inputs = [each.detach().requires_grad_() for each in own[:3]]
+    for each in before:
+        each.requires_grad_()
+    output = causal_attention(*inputs, SCALING, before)
+    found = torch.autograd.grad(output, [*inputs, *before], own[3], allow_unused=True)
+    assert found[3:] == (None, None)
+    for mine, right in zip(found[:3], expected, strict=True):
+        assert error(mine, right) <= 0.005 * float(right.norm())
 
 
 @pytest.mark.parametrize("spoilt", ["query", "key"])
@@ -173,3 +208,11 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for each in wrong:
         with pytest.raises(ValueError, match="found query"):
             causal_attention(*each, SCALING)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 63, 64), (2, 1, 64, 64), (1, 2, 64, 64), (2, 2, 64, 32)])
+def test_what_is_before_is_refused_where_it_does_not_fit(shape: tuple[int, ...]) -> None:
+    query, key, value, _ = random_heads(2, 4, 2, 10)
+    before = torch.zeros(shape, dtype=BF16)
+    with pytest.raises(ValueError, match="before them, expected the same but for a length that 64 divides"):
+        causal_attention(query, key, value, SCALING, (before, before))

@@ -19,8 +19,9 @@ typedef struct {
 
 typedef struct {
     int32_t batch_size, num_heads, num_kv_heads, length;
+    int32_t num_before;  // keys in front of the first query's own, whole blocks of 64; they get no gradients
     float scaling;
-    strided_heads query, key, value, output;
+    strided_heads query, key, value, output;  // keys and values [batch, heads, num_before + length, 64]
     float *softmax;  // [batch, heads, 2, length up to the next 64]: the largest score, to base 2; 1 / sum of weights
     strided_heads output_gradient, query_gradient, key_gradient, value_gradient;  // for `causal_backward`
 } causal_call;

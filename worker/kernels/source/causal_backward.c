@@ -8,14 +8,15 @@ enum { MOST_QUERY_UNITS = 512, MOST_PART_BYTES = 256 << 20 };  // bytes of range
 
 static void write_key_gradients(const backward_job *job) {
     const causal_call *call = job->call;
+    int before = blocks_before(call);
     for (int unit = 0; unit < job->num_ranges * job->num_pairs; unit++) {
         int range = unit / job->num_pairs, pair = job->first_pair + unit % job->num_pairs;
         int first = job->range_starts[range];
         int batch = pair / call->num_kv_heads, head = pair % call->num_kv_heads;
-        for (int i = 0; first + i < job->range_starts[range + 1]; i++) {
+        for (int i = first < before ? before - first : 0; first + i < job->range_starts[range + 1]; i++) {
             const bf16 *keys = key_gradients(job->parts[unit]), *values = value_gradients(job, job->parts[unit]);
-            scatter_rows(call, keys + (long)i * AREA, &call->key_gradient, batch, head, first + i);
-            scatter_rows(call, values + (long)i * AREA, &call->value_gradient, batch, head, first + i);
+            scatter_rows(call, keys + (long)i * AREA, &call->key_gradient, batch, head, first + i - before);
+            scatter_rows(call, values + (long)i * AREA, &call->value_gradient, batch, head, first + i - before);
         }
     }
 }
@@ -33,11 +34,17 @@ static void write_query_gradients(const backward_job *job, void **results) {
     }
 }
 
+// Work of the keys' blocks in front of one: twice the queries' blocks that see them.
+static long work_before(const backward_job *job, long block) {
+    long count = job->num_blocks, before = blocks_before(job->call), left = before + count - block;
+    return block < before ? 2 * count * block : 2 * count * before + count * count - left * left;
+}
+
 // Splits the keys into ranges that are about equally much work: blocks behind the start of a range see all of it.
 static void split_keys(backward_job *job, int *starts) {
-    long count = job->num_blocks, whole = count * count;
+    long count = blocks_before(job->call) + job->num_blocks, whole = work_before(job, count);
     for (int range = 0, start = 0; range <= job->num_ranges; range++) {
-        while (start < count && whole - (count - start) * (count - start) < whole * range / job->num_ranges) start++;
+        while (start < count && work_before(job, start) < whole * range / job->num_ranges) start++;
         starts[range] = start;
         if (range && start - starts[range - 1] > job->most_blocks) job->most_blocks = start - starts[range - 1];
     }
@@ -88,7 +95,8 @@ static int pairs_at_once(const backward_job *job, int num_pairs) {
 void causal_backward(team *team, const causal_call *call) {
     int starts[MOST_RANGES + 1], num_pairs = call->batch_size * call->num_kv_heads;
     backward_job job = {.call = call, .num_blocks = (call->length + SIDE - 1) / SIDE};
-    int wanted = (ENOUGH_UNITS + num_pairs - 1) / num_pairs, worthwhile = job.num_blocks / LEAST_RANGE;
+    int wanted = (ENOUGH_UNITS + num_pairs - 1) / num_pairs;
+    int worthwhile = (blocks_before(call) + job.num_blocks) / LEAST_RANGE;
     job.num_ranges = wanted < MOST_RANGES ? wanted : MOST_RANGES;
     if (worthwhile < job.num_ranges) job.num_ranges = worthwhile ? worthwhile : 1;
     split_keys(&job, starts);

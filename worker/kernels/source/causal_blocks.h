@@ -25,12 +25,16 @@ INLINE int group_of(const causal_call *call) { return call->num_heads / call->nu
 
 // Whether one thread has computed a call before another is awake.
 INLINE bool is_small_call(const causal_call *call) {
-    long scores = (long)call->length * call->length * call->num_heads * call->batch_size;
+    long num_keys = call->num_before + call->length;
+    long scores = num_keys * call->length * call->num_heads * call->batch_size;
     return scores < 1L << 17;
 }
 
 // From products to powers of two.
 INLINE float score_scale(const causal_call *call) { return call->scaling * 1.44269504088896341f; }
+
+// Blocks of keys in front of the first query's own.
+INLINE int blocks_before(const causal_call *call) { return call->num_before / SIDE; }
 
 // How many of a block's rows there are.
 INLINE int rows_in_block(const causal_call *call, int block) {
@@ -38,14 +42,25 @@ INLINE int rows_in_block(const causal_call *call, int block) {
     return left < SIDE ? left : SIDE;
 }
 
-// The rows of a block, with zeros behind the last position.
-static void gather_rows(const causal_call *call, const strided_heads *from, int batch, int head, int block,
-                        bf16 *rows) {
-    int count = rows_in_block(call, block);
+// `count` rows of a block, zeros behind them.
+static void gather(const strided_heads *from, int batch, int head, int block, int count, bf16 *rows) {
     const bf16 *row = row_at(from, batch, head, block * SIDE);
     for (int i = 0; i < count; i++, row += from->position_stride)
         for (int d = 0; d < SIDE; d += 2 * LANES) _mm512_storeu_si512(rows + i * SIDE + d, _mm512_loadu_si512(row + d));
     memset(rows + count * SIDE, 0, sizeof(bf16) * SIDE * (size_t)(SIDE - count));
+}
+
+// The rows of a block of queries, with zeros behind the last position.
+static void gather_rows(const causal_call *call, const strided_heads *from, int batch, int head, int block,
+                        bf16 *rows) {
+    gather(from, batch, head, block, rows_in_block(call, block), rows);
+}
+
+// Likewise of a block of keys or values, counted from the first key.
+static void gather_keys(const causal_call *call, const strided_heads *from, int batch, int head, int block,
+                        bf16 *rows) {
+    int own = block - blocks_before(call);
+    gather(from, batch, head, block, own < 0 ? SIDE : rows_in_block(call, own), rows);
 }
 
 static void scatter_rows(const causal_call *call, const bf16 *rows, const strided_heads *to, int batch, int head,

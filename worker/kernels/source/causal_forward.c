@@ -89,8 +89,8 @@ INLINE void attend_to_block(const bool is_diagonal, forward_scratch *space, quer
 }
 
 static void pack_keys_and_values(const causal_call *call, forward_place place, int block, forward_scratch *space) {
-    gather_rows(call, &call->key, place.batch, place.kv_head, block, space->keys);
-    gather_rows(call, &call->value, place.batch, place.kv_head, block, space->rows);
+    gather_keys(call, &call->key, place.batch, place.kv_head, block, space->keys);
+    gather_keys(call, &call->value, place.batch, place.kv_head, block, space->rows);
     pairs_of_rows(space->rows, space->pairs);
     rows_of_words(space->pairs, space->values);
 }
@@ -122,10 +122,10 @@ static void forward_unit(const void *argument, int unit, void *slot, void *scrat
         int head = place.kv_head * group + i % group;
         begin_state(call, place.batch, head, place.first_block + i / group, space->rows, &space->states[i]);
     }
-    for (int block = 0; block < place.first_block + place.num_blocks; block++) {
+    for (int block = 0, first = blocks_before(call) + place.first_block; block < first + place.num_blocks; block++) {
         pack_keys_and_values(call, place, block, space);
         for (int i = 0; i < num_states; i++) {
-            int own = place.first_block + i / group;
+            int own = first + i / group;
             if (own > block) attend_to_block(false, space, &space->states[i], scale);
             else if (own == block) attend_to_block(true, space, &space->states[i], scale);
         }

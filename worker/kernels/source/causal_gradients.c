@@ -65,8 +65,8 @@ static void pack_queries(const causal_call *call, int batch, int head, int block
 }
 
 static void begin_keys(const causal_call *call, int batch, int head, int block, bf16 *room, key_state *state) {
-    gather_rows(call, &call->key, batch, head, block, state->keys);
-    gather_rows(call, &call->value, batch, head, block, state->values);
+    gather_keys(call, &call->key, batch, head, block, state->keys);
+    gather_keys(call, &call->value, batch, head, block, state->values);
     pairs_of_rows(state->keys, room);
     rows_of_words(room, state->turned_keys);
     memset(state->key_gradient, 0, sizeof state->key_gradient);
@@ -111,15 +111,18 @@ INLINE void change_rows(const key_state *state, backward_scratch *space, int fir
     store_rows(changes, space->changes + first * SIDE);
 }
 
-INLINE void add_gradients(const bool is_diagonal, key_state *state, backward_scratch *space, float scale,
-                          float *query) {
+// `is_before`: of keys that get no gradients.
+INLINE void add_gradients(const bool is_before, const bool is_diagonal, key_state *state, backward_scratch *space,
+                          float scale, float *query) {
     for (int first = 0; first < SIDE; first += TILE_HEIGHT) {
         sums weights;
         weigh_rows(is_diagonal, state, space, first, vec_set(scale), weights);
         change_rows(state, space, first, weights);
     }
-    add_block(space->weights, space->queries.gradient_pairs, NULL, state->value_gradient);
-    add_block(space->changes, space->queries.pairs, NULL, state->key_gradient);
+    if (!is_before) {
+        add_block(space->weights, space->queries.gradient_pairs, NULL, state->value_gradient);
+        add_block(space->changes, space->queries.pairs, NULL, state->key_gradient);
+    }
     add_block(state->turned_keys, space->change_pairs, NULL, query);
 }
 
@@ -140,14 +143,17 @@ static void run_keys(const backward_job *job, int pair, int start, int count, bo
     const causal_call *call = job->call;
     int batch = pair / call->num_kv_heads, kv_head = pair % call->num_kv_heads, group = group_of(call);
     for (int i = 0; i < count; i++) begin_keys(call, batch, kv_head, start + i, space->rows, &space->keys[i]);
-    for (int block = start; block < job->num_blocks; block++)
+    int before = blocks_before(call);
+    for (int block = start < before ? 0 : start - before; block < job->num_blocks; block++)
         for (int member = 0; member < group; member++) {
             float *query = query_gradient(job, slot, member, block);
             if (is_first) memset(query, 0, sizeof(float) * AREA);
             pack_queries(call, batch, kv_head * group + member, block, space);
-            for (int i = 0; i < count && start + i <= block; i++) {
-                if (start + i == block) add_gradients(true, &space->keys[i], space, score_scale(call), query);
-                else add_gradients(false, &space->keys[i], space, score_scale(call), query);
+            for (int i = 0; i < count && start + i <= before + block; i++) {
+                key_state *state = &space->keys[i];
+                if (start + i < before) add_gradients(true, false, state, space, score_scale(call), query);
+                else if (start + i == before + block) add_gradients(false, true, state, space, score_scale(call), query);
+                else add_gradients(false, false, state, space, score_scale(call), query);
             }
         }
 }
@@ -168,8 +174,9 @@ void range_unit(const void *argument, int unit, void *slot, void *scratch) {
 // Adds up the shares of one block of one head of queries.
 static void add_shares(const backward_job *job, int pair, int member, int block, float *sum, bf16 *rows) {
     float factors[SIDE];
+    int before = blocks_before(job->call);
     memcpy(sum, query_gradient(job, job->parts[pair], member, block), sizeof(float) * AREA);
-    for (int range = 1; range < job->num_ranges && job->range_starts[range] <= block; range++) {
+    for (int range = 1; range < job->num_ranges && job->range_starts[range] <= before + block; range++) {
         const float *share = query_gradient(job, job->parts[range * job->num_pairs + pair], member, block);
         for (int i = 0; i < AREA; i += LANES) vec_store(sum + i, vec_add(vec_load(sum + i), vec_load(share + i)));
     }
