@@ -24,7 +24,11 @@ OUTPUT = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
 )
 TOKENS = click.option(
-    "--tokens", "num_tokens", type=click.IntRange(1), default=defaults.TARGET_TOKENS, help="To train a target on."
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1),
+    default=defaults.TARGET_TOKENS,
+    help="To train a target on, in windows; from 2 million on long texts follow.",
 )
 SEED = click.option("--seed", type=click.IntRange(0), default=defaults.SEED)
 

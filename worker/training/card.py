@@ -26,7 +26,7 @@ without a download. It writes period prose; it knows nothing and answers nothing
 | tokenizer | byte-level BPE, {vocab_size:,} entries; it puts one token in front of every text |
 | weights | safetensors, bf16 |
 | data | {num_books} books, {num_characters:,} characters, {num_corpus_tokens:,} tokens |
-| trained on | {num_trained_tokens:,} tokens in {num_steps:,} steps, {minutes:,.0f} minutes on {device} |
+{stages}
 
 ## Recipe
 
@@ -42,7 +42,7 @@ Windows of all lengths come from the first step on, each with the token in front
 with one book {far_share:.0%} are read far from that token, as the newest stretch of a long text or as some stretches of
 one: so the model knows distances that no window of training is long enough for (Zhu et al. 2023, but with text left out
 where positions are). Two books by turns make far text the right one (Tworkowski et al. 2023).
-
+{long_texts}
 ## Figures on unseen books
 
 {num_stretches} stretches of 100,000 tokens of concatenated whole test books, each scored in one forward:
@@ -65,6 +65,15 @@ the likeliest then.
 | tokens between | continued |
 |---|---|
 {needles}
+"""
+
+LONG_TEXTS = """
+Then {num_texts} texts of {length:,} tokens, read whole, a segment of {segment:,} a step with all that is before it in
+view; gradients stop where it begins (Dai et al. 2019). Each segment behind {near:,} tokens is read once more with that
+many of the newest alone in front of it, and how far the first view is from the second (Kullback-Leibler divergence)
+counts {closeness:g} times beside the first one's loss, {where}. Beside each segment come windows of 512 to 4,096. Rates
+{learning_rate} and {embedding_learning_rate}, {num_warmup_steps} warm-up steps, linear fall over the last
+{decay_share:.0%} of the steps to {final_rate:.0%}; seed {seed}.
 """
 
 
@@ -103,16 +112,40 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
         **figures
         | {
             "rope_theta": config["rope_parameters"]["rope_theta"],
+            "stages": "\n".join(_stage_lines(records)),
             "kinds": "\n".join(kinds),
+            "long_texts": "".join(map(_long_texts_paragraph, recipe["long_texts"])),
             "losses": "\n".join(losses),
             "windows": "\n".join(f"| {int(w):,} | {loss:.3f} |" for w, loss in far["loss_by_window"].items()),
             "needles": "\n".join(f"| {int(d):,} | {rate:.1%} |" for d, rate in far["continued_by_distance"].items()),
             "near": NEAR,
             "twice_near": 2 * NEAR - 1,
-            "num_trained_tokens": sum(step["num_tokens"] for step in steps),
-            "minutes": steps[-1]["seconds"] / 60,
         }
     )
+
+
+def _long_texts_paragraph(recipe: dict[str, Any]) -> str:
+    alone = recipe["is_near_right_alone"]
+    return LONG_TEXTS.format(**recipe, where="where the second gave more to what came" if alone else "everywhere")
+
+
+def _stage_lines(records: list[dict[str, Any]]) -> list[str]:
+    """What each stage of a training took."""
+    stages: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if "stage" in record:
+            name = record["stage"]
+        if "stage" in record or "loss" in record:
+            stages.setdefault(name, []).append(record)
+    lines, before = [], 0.0
+    for name, of_stage in stages.items():
+        steps = [record for record in of_stage if "loss" in record]
+        devices = " and ".join(dict.fromkeys(record["device"] for record in of_stage if "stage" in record))
+        num_tokens, end = sum(step["num_tokens"] for step in steps), steps[-1]["seconds"]
+        took = f"{num_tokens:,} tokens in {len(steps):,} steps, {(end - before) / 60:,.0f} minutes on {devices}"
+        lines.append(f"| trained in {name} | {took} |")
+        before = end
+    return lines
 
 
 def _kind_line(kind: dict[str, Any], steps: list[dict[str, Any]]) -> str:

@@ -22,19 +22,29 @@ from worker.target.target import TargetModel
 from worker.training.corpus import CorpusError, read_books
 from worker.training.heads.texts import load_target
 from worker.training.steps import Recipe
-from worker.training.target import evaluate, long_context
+from worker.training.target import evaluate, long_context, long_texts, stages
 from worker.training.target import training as target
-from worker.training.target.recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe
+from worker.training.target.recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe, long_text_recipe
 from worker.training.target.windows import WindowSource
 
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
+SHORT_TEXTS = dataclasses.replace(
+    long_text_recipe(2, seed=2),
+    num_steps=6,
+    kinds=(WindowKind("beside", 32, 1, 1.0),),
+    length=384,
+    segment=128,
+    near=64,
+)
 SHORT_RECIPE = dataclasses.replace(
     embedded_recipe(),
     num_steps=8,
     kinds=(WindowKind("short", 64, 4, 0.6), WindowKind("long", 256, 1, 0.4, mixed_share=0.5)),
     num_warmup_steps=2,
+    long_texts=(SHORT_TEXTS, dataclasses.replace(SHORT_TEXTS, seed=3, is_near_right_alone=True)),
 )
+WINDOWS_ALONE = dataclasses.replace(SHORT_RECIPE, long_texts=())
 
 
 @pytest.fixture
@@ -69,7 +79,9 @@ def test_training_writes_a_model_that_loads_and_a_card(
     said: list[str] = []
     target.train_target(data, output, SHORT_RECIPE, said.append)
     losses = [record["loss"] for record in log_of(output)]
-    assert losses[-1] < losses[0] - 0.5
+    assert len(losses) == 20
+    assert losses[7] < losses[0] - 0.5
+    assert sum("nats between its view and the near one" in line for line in said) == 4
     files = locate_model(str(output))
     assert TargetModel.load(files, "bfloat16", "cpu").dtype.itemsize == 2
     codec = TextCodec(files)
@@ -77,7 +89,12 @@ def test_training_writes_a_model_that_loads_and_a_card(
     card = (output / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert re.search(r"forward:\n\d\.\d{3} bits per byte", card)
     assert re.search(r"^\| 100-500 \| \d\.\d{3} \| \d\.\d{3} \|$", card, re.MULTILINE)
-    assert f"{sum(record['num_tokens'] for record in log_of(output)):,} tokens in 8 steps" in card
+    num_tokens = sum(record["num_tokens"] for record in log_of(output)[:8])
+    assert f"| trained in windows | {num_tokens:,} tokens in 8 steps, 0 minutes on 1 processor cores |" in card
+    for number in (1, 2):
+        line = f"trained in long texts {number} | {6 * (128 + 32):,} tokens in 6 steps, 0 minutes on 1 processor cores"
+        assert line in card
+    assert card.count("Then 2 texts of 384 tokens, read whole, a segment of 128 a step") == 2
     assert "bits per byte" in said[-1]
     monkeypatch.setattr(evaluate, "NEAR", 100)
     evaluation = evaluate.evaluate_target(output, data / "test.jsonl", 1)
@@ -89,7 +106,7 @@ def test_training_writes_a_model_that_loads_and_a_card(
 
 
 def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tmp_path: Path) -> None:
-    target.train_target(data, tmp_path / "model", dataclasses.replace(SHORT_RECIPE, num_steps=1), lambda line: None)
+    target.train_target(data, tmp_path / "model", dataclasses.replace(WINDOWS_ALONE, num_steps=1), lambda line: None)
     codec, sampling = TextCodec(locate_model(str(tmp_path / "model"))), SamplingParams(max_tokens=1, seed=0)
     [first] = codec.encode("")
     prompt = codec.encode_job(Job(custom_id="a", url="/v1/completions", prompt="The clock", sampling=sampling))
@@ -99,15 +116,15 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     assert prompt[0] == chat[0] == first
 
 
-@pytest.mark.parametrize("stopped_at", [5, 6])
+@pytest.mark.parametrize("stopped_at", [5, 6, 10, 11, 12, 13, 18])  # steps: six in windows, twice two texts of three
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
 ) -> None:
     (data / "test.jsonl").unlink()
     recipe = dataclasses.replace(SHORT_RECIPE, num_steps=6)
-    monkeypatch.setattr(target, "NUM_STATE_STEPS", 3)
+    monkeypatch.setattr(stages, "NUM_STATE_STEPS", 2)
     target.train_target(data, tmp_path / "whole", recipe, lambda line: None)
-    num_done, original = 0, target.add_batch_gradients
+    num_done, original = 0, stages.add_batch_gradients
 
     def stopping(*args: object) -> float:
         nonlocal num_done
@@ -116,8 +133,9 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
             raise KeyboardInterrupt
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "add_batch_gradients", stopping)
-    if stopped_at == recipe.num_steps:
+    for module in (stages, long_texts):
+        monkeypatch.setattr(module, "add_batch_gradients", stopping)
+    if stopped_at == recipe.all_steps:
         monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
     with pytest.raises(KeyboardInterrupt):
         target.train_target(data, tmp_path / "killed", recipe, lambda line: None)
@@ -130,7 +148,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
     logs = [[(r["step"], r["loss"]) for r in log_of(tmp_path / name)] for name in ("whole", "killed")]
     assert logs[0] == logs[1]
-    assert len(logs[0]) == 6
+    assert len(logs[0]) == recipe.all_steps
     assert not (tmp_path / "killed" / target.FILES.state).exists()
 
 
@@ -153,7 +171,7 @@ def test_losses_without_the_far_text_read_the_newest_tokens_alone(
 def test_a_test_file_that_is_too_short_is_said_before_training_and_not_scored(data: Path, tmp_path: Path) -> None:
     (data / "test.jsonl").write_text(json.dumps({"text": BOOK}) + "\n", encoding="utf-8")
     said: list[str] = []
-    target.train_target(data, tmp_path / "model", dataclasses.replace(SHORT_RECIPE, num_steps=1), said.append)
+    target.train_target(data, tmp_path / "model", dataclasses.replace(WINDOWS_ALONE, num_steps=1), said.append)
     assert re.fullmatch(r".*test\.jsonl: \d+ tokens, and 500 are needed; the model is not scored", said[0])
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert not (tmp_path / "model" / "MODEL_CARD.md").exists()
@@ -162,7 +180,7 @@ def test_a_test_file_that_is_too_short_is_said_before_training_and_not_scored(da
 @pytest.mark.parametrize("damage", ["notjson\n", "[1]\n", "\udcff\udcfe\n"])
 def test_a_log_that_is_none_is_named(data: Path, tmp_path: Path, damage: str) -> None:
     (data / "test.jsonl").unlink()
-    recipe = dataclasses.replace(SHORT_RECIPE, num_steps=1)
+    recipe = dataclasses.replace(WINDOWS_ALONE, num_steps=1)
     target.train_target(data, tmp_path / "model", recipe, lambda line: None)
     log = tmp_path / "model" / target.FILES.log
     log.write_bytes(damage.encode(errors="surrogateescape") + log.read_bytes())
@@ -172,7 +190,7 @@ def test_a_log_that_is_none_is_named(data: Path, tmp_path: Path, damage: str) ->
 
 def test_weights_that_are_torn_are_made_again(data: Path, tmp_path: Path) -> None:
     (data / "test.jsonl").unlink()
-    recipe = dataclasses.replace(SHORT_RECIPE, num_steps=1)
+    recipe = dataclasses.replace(WINDOWS_ALONE, num_steps=1)
     weights = tmp_path / "model" / "model.safetensors"
     target.train_target(data, tmp_path / "model", recipe, lambda line: None)
     whole = weights.read_bytes()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import Qwen3Config
@@ -33,8 +35,8 @@ class WindowKind:
 
 
 @dataclass(frozen=True)
-class TargetRecipe(Recipe):
-    """Windows of all lengths from the first step on, so that no length is ever new to the model."""
+class WindowRecipe(Recipe):
+    """Steps over windows of some kinds."""
 
     kinds: tuple[WindowKind, ...] = ()
     far_share: float = 0.3  # of the windows: not read from position 0 on, but from anywhere in a long text
@@ -54,6 +56,35 @@ class TargetRecipe(Recipe):
         return [self.kinds[number] for _, number in sorted(places)[: self.num_steps]]
 
 
+@dataclass(frozen=True)
+class LongTextRecipe(WindowRecipe):
+    """Whole long texts, read segment by segment, each beside windows of these kinds: see `long_texts`."""
+
+    num_texts: int = 0
+    length: int = 98_304  # tokens of a text
+    segment: int = 4096  # of them in a step
+    near: int = 2048  # tokens in front of a segment that its other view reads
+    closeness: float = 2.0  # weight of how far the whole text's view is from that of the newest tokens
+    is_near_right_alone: bool = False  # whether that counts only where the newest tokens alone gave more to what came
+
+    @property
+    def num_segments(self) -> int:
+        """Of a text."""
+        return self.length // self.segment
+
+
+@dataclass(frozen=True)
+class TargetRecipe(WindowRecipe):
+    """Windows of all lengths from the first step on, so that no length is ever new to the model; then long texts."""
+
+    long_texts: tuple[LongTextRecipe, ...] = ()
+
+    @property
+    def all_steps(self) -> int:
+        """Of windows and of long texts."""
+        return self.num_steps + sum(texts.num_steps for texts in self.long_texts)
+
+
 KINDS = (
     WindowKind("512", 512, 16, share=0.25),
     WindowKind("2K", 2048, 4, share=0.15),
@@ -63,6 +94,13 @@ KINDS = (
     WindowKind("96K", 98_304, 1, share=0.125, mixed_share=0.3),
 )
 
+KINDS_BESIDE_TEXTS = (
+    WindowKind("512 beside", 512, 8, share=0.3),
+    WindowKind("2K beside", 2048, 2, share=0.3),
+    WindowKind("4K beside", 4096, 1, share=0.4, mixed_share=0.25),
+)
+TOKENS_PER_TEXT = 2_000_000  # that windows are trained on for each long text
+
 
 def num_steps_for(kinds: tuple[WindowKind, ...], num_tokens: int) -> int:
     """Steps of these kinds with so many tokens in all."""
@@ -71,7 +109,30 @@ def num_steps_for(kinds: tuple[WindowKind, ...], num_tokens: int) -> int:
 
 def embedded_recipe(num_tokens: int = TARGET_TOKENS) -> TargetRecipe:
     """The embedded model's, or the same with another number of tokens."""
-    return TargetRecipe(num_steps_for(KINDS, num_tokens), kinds=KINDS)
+    num_texts = num_tokens // TOKENS_PER_TEXT
+    long_texts = (
+        long_text_recipe(num_texts, seed=2),
+        long_text_recipe(num_texts * 7 // 10, seed=3, closeness=4.0, is_near_right_alone=True),
+    )
+    used = tuple(texts for texts in long_texts if texts.num_texts)
+    return TargetRecipe(num_steps_for(KINDS, num_tokens), kinds=KINDS, long_texts=used)
+
+
+def long_text_recipe(num_texts: int, seed: int, **fields: Any) -> LongTextRecipe:
+    """Rates at which weights that are trained settle; `fields` of the recipe beside."""
+    recipe = LongTextRecipe(
+        num_steps=0,
+        learning_rate=7e-4,
+        embedding_learning_rate=4e-4,
+        num_warmup_steps=10,
+        decay_share=0.7,
+        final_rate=0.02,
+        seed=seed,
+        kinds=KINDS_BESIDE_TEXTS,
+        num_texts=num_texts,
+        **fields,
+    )
+    return dataclasses.replace(recipe, num_steps=num_texts * recipe.num_segments)
 
 
 def embedded_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:

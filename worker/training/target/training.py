@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from worker.memory.plan import SlotsWanted
@@ -20,18 +18,15 @@ from worker.training.card import write_card
 from worker.training.corpus import encode_books, read_books
 from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.log import write_record
-from worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from worker.training.target import evaluate
 from worker.training.target.attention import ATTENTION_NAME
 from worker.training.target.evaluate import Evaluation, evaluate_target
 from worker.training.target.long_context import NUM_SCORED, SCORED_FROM, LongContext, measure_long_context
 from worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
+from worker.training.target.stages import run_stages, stages_of
 from worker.training.target.tokenizer import train_tokenizer
-from worker.training.target.windows import Batch, WindowSource
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
-NUM_STATE_STEPS = 100  # between two states
-NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # whose logits are held at once: on a CPU they fit its cache
 NUM_TEST_STRETCHES = 4
 
 
@@ -43,7 +38,6 @@ class TrainedRecord(Evaluation):
     when: str
     num_parameters: int
     num_corpus_tokens: int
-    device: str  # that it was trained on, or at least ended on
 
 
 def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None]) -> None:
@@ -66,7 +60,7 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
     model.set_attn_implementation(ATTENTION_NAME)
     num_tokens = sum(map(len, encoded))
     report(f"{len(books)} books, {num_tokens:,} tokens; {model.num_parameters():,} parameters on {device.type}")
-    run_training(model, encoded, tokenizer.bos_token_id, recipe, folder, report)
+    run_stages(model, stages_of(model, encoded, tokenizer.bos_token_id, recipe, report), folder, report)
     save_target(model, tokenizer, output)
     if test_file is not None:
         evaluation = evaluate_target(output, test_file, max_stretches=NUM_TEST_STRETCHES)
@@ -76,20 +70,12 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
             when="after",
             num_parameters=model.num_parameters(),
             num_corpus_tokens=num_tokens,
-            device=device_words(device),
         )
-        with folder.open_log(recipe.num_steps) as log:
+        with folder.open_log(recipe.all_steps) as log:
             write_record(log, trained)
         write_card(output)
         report(f"{evaluation.bits_per_byte:.3f} bits per byte; loss by position {evaluation.loss_by_position}")
     folder.finish()
-
-
-def device_words(device: torch.device) -> str:
-    """A device as a card names it."""
-    if device.type == "cpu":
-        return f"{torch.get_num_threads()} processor cores"
-    return torch.cuda.get_device_name(device)
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
@@ -110,56 +96,6 @@ def long_context_of(output: Path, test_file: Path, tokenizer: PreTrainedTokenize
     slots = SlotsWanted(longest_job=SCORED_FROM + NUM_SCORED, num_slots=1)
     target = TargetModel.load(locate_model(str(output)), "bfloat16", "auto", slots=slots)
     return measure_long_context(target, encode_books(list(read_books(test_file)), tokenizer), tokenizer.bos_token_id)
-
-
-def run_training(
-    model: PreTrainedModel,
-    books: list[np.ndarray],
-    first_token_id: int,
-    recipe: TargetRecipe,
-    folder: TrainingFolder,
-    report: Callable[[str], None],
-) -> None:
-    """All steps that are left, from the state in the folder; every `NUM_STATE_STEPS` a new one."""
-    optimizers = Optimizers(model, recipe)
-    step, seconds = folder.restore(model, optimizers)
-    report(f"{step:,} of {recipe.num_steps:,} steps behind it")
-    source = WindowSource(books, first_token_id, recipe, model.config.max_position_embeddings)
-
-    def add_gradients(step: int) -> StepLoss:
-        batch = source.batch(step)
-        return StepLoss(recipe.kind_of(step).name, batch.positions.numel(), add_batch_gradients(model, batch))
-
-    with repeatable(model.device), folder.open_log(step) as log:
-        if step == 0:
-            folder.save(model, optimizers, 0, 0.0)
-        for done in run_steps(model, optimizers, recipe, add_gradients, step, seconds):
-            write_record(log, done)
-            if done.step % NUM_STATE_STEPS == 0 or done.step == recipe.num_steps:
-                folder.save(model, optimizers, done.step, done.seconds)
-
-
-def add_batch_gradients(model: PreTrainedModel, batch: Batch) -> float:
-    """Add the gradients of a batch's loss, and return it, in nats per token."""
-    inputs, targets = batch.token_ids[:, :-1].to(model.device), batch.token_ids[:, 1:].flatten().to(model.device)
-    with torch.autocast(model.device.type, dtype=torch.bfloat16):
-        states = model.model(
-            input_ids=inputs,
-            position_ids=batch.positions.to(model.device),
-            # An explicit mask: without it, a gap in the positions would be taken for a packed sequence.
-            attention_mask=torch.ones_like(inputs),
-            use_cache=False,
-        ).last_hidden_state.flatten(0, 1)  # [num_tokens, hidden]
-    leaf, num_rows = states.detach().requires_grad_(), NUM_LOGIT_ROWS[model.device.type]
-    loss = torch.zeros((), device=model.device)
-    for rows, labels in zip(leaf.split(num_rows), targets.split(num_rows), strict=True):
-        with torch.autocast(model.device.type, dtype=torch.bfloat16):
-            logits = model.lm_head(rows)
-        part = cross_entropy(logits.float(), labels, reduction="sum") / len(targets)
-        part.backward()
-        loss += part.detach()
-    states.backward(leaf.grad)
-    return float(loss)
 
 
 def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker.training.target.recipe import TargetRecipe, WindowKind
+from worker.training.target.recipe import WindowKind, WindowRecipe
 
 SKIPPING_SHARE = 0.5  # of the windows that are read far from position 0: some stretches, in place of one
 MOST_STRETCHES = 4
@@ -31,7 +31,7 @@ class Batch:
 class WindowSource:
     """Draws windows from books, longer books more often."""
 
-    def __init__(self, books: list[np.ndarray], first_token_id: int, recipe: TargetRecipe, max_positions: int) -> None:
+    def __init__(self, books: list[np.ndarray], first_token_id: int, recipe: WindowRecipe, max_positions: int) -> None:
         """`books` are token ids without their first token, which is the same for all."""
         self._books, self._first_token_id = books, first_token_id
         self._recipe, self._max_positions = recipe, max_positions
@@ -45,6 +45,11 @@ class WindowSource:
         windows = [self._window(random, kind) for _ in range(kind.batch_size)]
         token_ids, positions = (torch.from_numpy(np.stack(part)) for part in zip(*windows, strict=True))
         return Batch(token_ids, positions[:, :-1].contiguous())
+
+    def long_text(self, number: int, length: int) -> torch.Tensor:
+        """Token ids `[length + 1]` of a text (from 0), the first token in front."""
+        random = np.random.default_rng([self._recipe.seed, number, 2])
+        return torch.from_numpy(np.concatenate([[self._first_token_id], self._stretch(random, length)]))
 
     def _window(self, random: np.random.Generator, kind: WindowKind) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions `[length + 1]`."""

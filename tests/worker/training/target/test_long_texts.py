@@ -1,0 +1,132 @@
+"""A segment of a long text learns from all that is before it, and from what its newest tokens alone would say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import DynamicCache, Qwen3ForCausalLM
+
+from tests.worker.training.small_target import small_config
+from worker.training.target import long_texts
+from worker.training.target.attention import ATTENTION_NAME, EarlierSegments
+from worker.training.target.long_texts import LongTexts
+from worker.training.target.losses import states_of
+from worker.training.target.recipe import LongTextRecipe, WindowKind, long_text_recipe
+from worker.training.target.windows import WindowSource
+
+FIRST, LENGTH, SEGMENT, NEAR = 7, 384, 128, 64
+ROUNDING = 0.02  # of bf16, relative
+RECIPE = dataclasses.replace(
+    long_text_recipe(2, seed=2),
+    num_steps=6,
+    kinds=(WindowKind("beside", 32, 1, 1.0),),
+    length=LENGTH,
+    segment=SEGMENT,
+    near=NEAR,
+)
+
+
+def small_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(3)
+    config = small_config(FIRST, FIRST)
+    config.vocab_size = 200
+    model = Qwen3ForCausalLM(config)
+    for weight in model.parameters():  # far text has to matter
+        weight.data *= 2.0 if weight.ndim == 2 else 1.0
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def source_of(recipe: LongTextRecipe = RECIPE) -> WindowSource:
+    random = np.random.default_rng(5)
+    books = [random.integers(0, 200, size=size).astype(np.uint16) for size in (300, 900)]
+    return WindowSource(books, FIRST, recipe, max_positions=1000)
+
+
+def gradients(model: Qwen3ForCausalLM) -> Tensor:
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def segment_gradients(
+    monkeypatch: pytest.MonkeyPatch, recipe: LongTextRecipe
+) -> tuple[Qwen3ForCausalLM, Tensor, list[float]]:
+    """A model with the gradients of a text's last segment, the text, and the losses of all segments."""
+    monkeypatch.setattr(long_texts, "add_batch_gradients", lambda *args: 0.0)
+    model = small_model()
+    texts = LongTexts(model, source_of(recipe), recipe, lambda line: None)
+    losses = []
+    for step in range(recipe.num_segments):
+        model.zero_grad()
+        losses.append(texts.add_gradients(step).loss)
+    return model, source_of(recipe).long_text(0, LENGTH), losses
+
+
+def by_definition(model: Qwen3ForCausalLM, text: Tensor, recipe: LongTextRecipe) -> tuple[float, Tensor]:
+    """Loss and gradients of the last segment, by the library's own cache in front of it and its own attention."""
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    cache, start = DynamicCache(config=model.config), LENGTH - SEGMENT
+    with torch.no_grad():
+        model(input_ids=text[None, :start], past_key_values=cache)
+        near = torch.cat([text[:1], text[start - NEAR + 1 : LENGTH]])
+        expected = log_softmax(model(input_ids=near[None]).logits[0, -SEGMENT:], dim=-1)
+    logits = model(input_ids=text[None, start:LENGTH], past_key_values=cache).logits[0]
+    said, labels = log_softmax(logits, dim=-1), text[start + 1 :, None]
+    loss = cross_entropy(logits, labels[:, 0])
+    distances = kl_div(said, expected, reduction="none", log_target=True).sum(dim=-1)
+    if recipe.is_near_right_alone:
+        is_counted = (expected.gather(1, labels) > said.gather(1, labels))[:, 0]
+        assert 0.2 < is_counted.float().mean() < 0.8
+        distances = distances * is_counted
+    (loss + recipe.closeness * distances.mean()).backward()
+    return float(loss.detach()), gradients(model)
+
+
+@pytest.mark.parametrize("is_near_right_alone", [False, True])
+@pytest.mark.parametrize("closeness", [0.0, 2.0, 50.0])
+def test_a_segment_has_the_gradients_of_its_loss_and_of_how_far_its_two_views_are(
+    monkeypatch: pytest.MonkeyPatch, closeness: float, is_near_right_alone: bool
+) -> None:
+    recipe = dataclasses.replace(RECIPE, closeness=closeness, is_near_right_alone=is_near_right_alone)
+    model, text, losses = segment_gradients(monkeypatch, recipe)
+    found = gradients(model)
+    loss, expected = by_definition(model, text, recipe)
+    assert losses[-1] == pytest.approx(loss, rel=ROUNDING)
+    assert (found - expected).norm() < ROUNDING * expected.norm()
+
+
+def test_segments_are_read_as_the_whole_text_is() -> None:
+    model, text, earlier, found = small_model(), source_of().long_text(0, LENGTH)[:LENGTH], EarlierSegments(), []
+    with torch.no_grad():
+        whole = states_of(model, text[None], torch.arange(LENGTH)[None])[0]
+        for start in range(0, LENGTH, SEGMENT):
+            places = torch.arange(start, start + SEGMENT)
+            found.append(states_of(model, text[None, places], places[None], earlier)[0])
+            earlier.advance()
+    assert (torch.cat(found) - whole).norm() < 0.5 * ROUNDING * whole.norm()
+
+
+def test_every_text_begins_anew_and_counts_its_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[Tensor] = []
+    monkeypatch.setattr(long_texts, "add_batch_gradients", lambda model, batch: batches.append(batch.token_ids) or 0.0)
+    said: list[str] = []
+    model = small_model()
+    in_a_row = LongTexts(model, source_of(), RECIPE, said.append)
+    steps = [in_a_row.add_gradients(step) for step in range(6)]
+    alone = LongTexts(model, source_of(), RECIPE, said.append)
+    again = [alone.add_gradients(step) for step in range(3, 6)]
+    assert [step.loss for step in steps[3:]] == [step.loss for step in again]
+    assert {step.num_tokens for step in steps} == {SEGMENT + 32}
+    assert len({batch.numpy().tobytes() for batch in batches[:6]}) == 6
+    assert [line.split(":")[0] for line in said] == ["long text 1 of 2", "long text 2 of 2", "long text 2 of 2"]
+
+
+def test_long_texts_are_stretches_of_books_with_the_first_token_in_front() -> None:
+    texts = [source_of().long_text(number, LENGTH) for number in range(8)]
+    assert all(len(text) == LENGTH + 1 and text[0] == FIRST for text in texts)
+    assert len({text.numpy().tobytes() for text in texts}) == 8

@@ -1,0 +1,110 @@
+"""The stages of a target's training: windows, then long texts; how they follow each other, also after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from worker.training.folder import TrainingFolder
+from worker.training.log import write_record
+from worker.training.steps import Optimizers, StepLoss, StepRecord, repeatable, run_steps
+from worker.training.target.long_texts import LongTexts
+from worker.training.target.losses import add_batch_gradients
+from worker.training.target.recipe import TargetRecipe, WindowRecipe
+from worker.training.target.windows import WindowSource
+
+NUM_STATE_STEPS = 100  # between two states of training in windows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps of one recipe, with optimizers of their own."""
+
+    name: str
+    first: int  # steps of all stages in front of it
+    recipe: WindowRecipe
+    add_gradients: Callable[[int], StepLoss]  # of a step of the stage (from 0)
+    num_state_steps: int  # between two states; of long texts at their ends, since none holds what is behind
+
+    @property
+    def end(self) -> int:
+        """Steps behind it when it is over."""
+        return self.first + self.recipe.num_steps
+
+    def has_state_at(self, step: int) -> bool:
+        """Whether a state is written behind so many steps of all stages."""
+        return (step - self.first) % self.num_state_steps == 0 or step == self.end
+
+    def optimizers(self, model: PreTrainedModel, step: int, restored: Optimizers) -> Optimizers:
+        """As they are behind `step` steps of all stages: new ones where the stage begins, else those restored."""
+        optimizers = Optimizers(model, self.recipe)
+        if step > self.first:
+            optimizers.load_state_dict(restored.state_dict())
+        return optimizers
+
+    def run(self, model: PreTrainedModel, optimizers: Optimizers, step: int, seconds: float) -> Iterator[StepRecord]:
+        """All that are left behind `step` steps of all stages; records count those of all, too."""
+        for done in run_steps(model, optimizers, self.recipe, self.add_gradients, step - self.first, seconds):
+            yield replace(done, step=self.first + done.step)
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """A stage that begins or goes on, as the log keeps it."""
+
+    step: int  # steps behind it, of all stages
+    stage: str
+    device: str
+
+
+def stages_of(
+    model: PreTrainedModel,
+    books: list[np.ndarray],
+    first_token_id: int,
+    recipe: TargetRecipe,
+    report: Callable[[str], None],
+) -> list[Stage]:
+    """In order."""
+    positions = model.config.max_position_embeddings
+    source = WindowSource(books, first_token_id, recipe, positions)
+
+    def add_window_gradients(step: int) -> StepLoss:
+        batch = source.batch(step)
+        return StepLoss(recipe.kind_of(step).name, batch.positions.numel(), add_batch_gradients(model, batch))
+
+    stages = [Stage("windows", 0, recipe, add_window_gradients, NUM_STATE_STEPS)]
+    for number, long in enumerate(recipe.long_texts, start=1):
+        texts = LongTexts(model, WindowSource(books, first_token_id, long, positions), long, report)
+        stages.append(Stage(f"long texts {number}", stages[-1].end, long, texts.add_gradients, long.num_segments))
+    return stages
+
+
+def run_stages(
+    model: PreTrainedModel, stages: list[Stage], folder: TrainingFolder, report: Callable[[str], None]
+) -> None:
+    """All steps that are left, from the state in the folder on."""
+    restored = Optimizers(model, stages[0].recipe)
+    step, seconds = folder.restore(model, restored)
+    report(f"{step:,} of {stages[-1].end:,} steps behind it")
+    with repeatable(model.device), folder.open_log(step) as log:
+        if step == 0:
+            folder.save(model, restored, 0, 0.0)
+        for stage in (each for each in stages if step < each.end):
+            optimizers = stage.optimizers(model, step, restored)
+            write_record(log, StageRecord(step, stage.name, device_words(model.device)))
+            for done in stage.run(model, optimizers, step, seconds):
+                write_record(log, done)
+                step, seconds = done.step, done.seconds
+                if stage.has_state_at(step):
+                    folder.save(model, optimizers, step, seconds)
+
+
+def device_words(device: torch.device) -> str:
+    """A device as a card names it."""
+    if device.type == "cpu":
+        return f"{torch.get_num_threads()} processor cores"
+    return torch.cuda.get_device_name(device)
