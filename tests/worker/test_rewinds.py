@@ -22,7 +22,7 @@ from worker.target.target import TargetModel
 NUM_TOKENS = 64
 LOOP = {"max_pattern_size": 32, "min_count": 2, "action": "rewind", "max_rewinds": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sampled": {"temperature": 0.4},
+    "sampled": {"temperature": 0.2},
     "adjusted": {"temperature": 0.5, "repetition_penalty": 0.95, "penalty_window": 20, "presence_penalty": -0.6},
 }
 

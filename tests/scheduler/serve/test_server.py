@@ -34,7 +34,7 @@ CHAT = {
     "body": {"messages": [{"role": "user", "content": "jumps over"}], "max_tokens": 5},
 }
 MAX_FILE_BYTES = 100_000
-NUM_TOKENS = 1200
+NUM_TOKENS = 2500
 LONG = (request("short", 5), request("drawn", NUM_TOKENS, min_p=0.02))
 
 
