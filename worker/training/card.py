@@ -68,12 +68,16 @@ the likeliest then.
 """
 
 LONG_TEXTS = """
-Then {num_texts} texts of {length:,} tokens, read whole, a segment of {segment:,} a step with all that is before it in
-view; gradients stop where it begins (Dai et al. 2019). Each segment behind {near:,} tokens is read once more with that
-many of the newest alone in front of it, and how far the first view is from the second (Kullback-Leibler divergence)
-counts {closeness:g} times beside the first one's loss, {where}. Beside each segment come windows of 512 to 4,096. Rates
-{learning_rate} and {embedding_learning_rate}, {num_warmup_steps} warm-up steps, linear fall over the last
-{decay_share:.0%} of the steps to {final_rate:.0%}; seed {seed}.
+Then long texts, read whole, a segment of {segment:,} tokens a step with all that is before it in view; gradients stop
+where it begins (Dai et al. 2019). Each segment behind {near:,} tokens is read once more with that many of the newest
+alone in front of it, and how far the first view is from the second (Kullback-Leibler divergence) counts so many times
+beside the first one's loss, everywhere or where the second gave more to what came. Beside each segment come windows of
+512 to 4,096. Rates {learning_rate} and {embedding_learning_rate}, {num_warmup_steps} warm-up steps, linear fall over
+the last {decay_share:.0%} of a stage's steps to {final_rate:.0%}.
+
+| long texts | number | tokens of each | second view counts | where | seed |
+|---|---|---|---|---|---|
+{rows}
 """
 
 
@@ -114,7 +118,7 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
             "rope_theta": config["rope_parameters"]["rope_theta"],
             "stages": "\n".join(_stage_lines(records)),
             "kinds": "\n".join(kinds),
-            "long_texts": "".join(map(_long_texts_paragraph, recipe["long_texts"])),
+            "long_texts": _long_texts_section(recipe["long_texts"]),
             "losses": "\n".join(losses),
             "windows": "\n".join(f"| {int(w):,} | {loss:.3f} |" for w, loss in far["loss_by_window"].items()),
             "needles": "\n".join(f"| {int(d):,} | {rate:.1%} |" for d, rate in far["continued_by_distance"].items()),
@@ -124,9 +128,18 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
     )
 
 
-def _long_texts_paragraph(recipe: dict[str, Any]) -> str:
-    alone = recipe["is_near_right_alone"]
-    return LONG_TEXTS.format(**recipe, where="where the second gave more to what came" if alone else "everywhere")
+def _long_texts_section(recipes: list[dict[str, Any]]) -> str:
+    """All stages of long texts; they differ in what their table says."""
+    if not recipes:
+        return ""
+    rows = [_long_texts_line(number, recipe) for number, recipe in enumerate(recipes, start=1)]
+    return LONG_TEXTS.format(**recipes[0], rows="\n".join(rows))
+
+
+def _long_texts_line(number: int, recipe: dict[str, Any]) -> str:
+    where = "where it gave more" if recipe["is_near_right_alone"] else "everywhere"
+    figures = f"{recipe['num_texts']} | {recipe['length']:,} | {recipe['closeness']:g} times | {where}"
+    return f"| {number} | {figures} | {recipe['seed']} |"
 
 
 def _stage_lines(records: list[dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +38,13 @@ SHORT_TEXTS = dataclasses.replace(
     segment=128,
     near=64,
 )
+LATER: dict[str, Any] = {"seed": 3, "closeness": 4.0, "is_near_right_alone": True}
 SHORT_RECIPE = dataclasses.replace(
     embedded_recipe(),
     num_steps=8,
     kinds=(WindowKind("short", 64, 4, 0.6), WindowKind("long", 256, 1, 0.4, mixed_share=0.5)),
     num_warmup_steps=2,
-    long_texts=(SHORT_TEXTS, dataclasses.replace(SHORT_TEXTS, seed=3, is_near_right_alone=True)),
+    long_texts=(SHORT_TEXTS, dataclasses.replace(SHORT_TEXTS, **LATER)),
 )
 WINDOWS_ALONE = dataclasses.replace(SHORT_RECIPE, long_texts=())
 
@@ -94,7 +96,9 @@ def test_training_writes_a_model_that_loads_and_a_card(
     for number in (1, 2):
         line = f"trained in long texts {number} | {6 * (128 + 32):,} tokens in 6 steps, 0 minutes on 1 processor cores"
         assert line in card
-    assert card.count("Then 2 texts of 384 tokens, read whole, a segment of 128 a step") == 2
+    assert "Then long texts, read whole, a segment of 128 tokens a step" in card
+    assert "| 1 | 2 | 384 | 2 times | everywhere | 2 |" in card
+    assert "| 2 | 2 | 384 | 4 times | where it gave more | 3 |" in card
     assert "bits per byte" in said[-1]
     monkeypatch.setattr(evaluate, "NEAR", 100)
     evaluation = evaluate.evaluate_target(output, data / "test.jsonl", 1)

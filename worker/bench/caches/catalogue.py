@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from worker.bench.caches.importance import ImportanceKVCache
+from worker.bench.caches.quantized import QuantizedKVCache
 from worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
 from worker.caches.partial import PartialCacheFactory
 from worker.caches.summary import SummaryKVCache
@@ -18,6 +19,7 @@ PARTIAL_CACHES: dict[str, PartialCacheFactory] = {
     "retrieval": RetrievalKVCache,  # the chunks that the newest query attends to most
     "streaming": StreamingKVCache,  # the newest positions
     "h2o": HeavyHitterKVCache,  # half the newest, half those that had most attention so far
+    "quantized": QuantizedKVCache,  # all, in as many bits as the budget says
     "topk": functools.partial(ImportanceKVCache, period=1),  # as dynamic, chosen before every draft
 }
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from worker.target.loading import resolve_device
 from worker.training.corpus import encode_books, read_books
+from worker.training.target.attention import ATTENTION_NAME
 
 STRETCH = 100_000  # tokens of concatenated books that one forward sees
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
@@ -41,6 +42,7 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
         model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
     ).eval()
     model.to(resolve_device("auto"))
+    model.set_attn_implementation(ATTENTION_NAME)
     first = np.array([tokenizer.bos_token_id])
     books = encode_books(list(read_books(test_file)), tokenizer)
     stream = np.concatenate([part for book in books for part in (first, book.astype(np.int64))])

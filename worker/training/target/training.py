@@ -64,6 +64,8 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
     save_target(model, tokenizer, output)
     if test_file is not None:
         evaluation = evaluate_target(output, test_file, max_stretches=NUM_TEST_STRETCHES)
+        losses = f"loss by position {evaluation.loss_by_position}, without far text {evaluation.near_loss_by_position}"
+        report(f"{evaluation.bits_per_byte:.3f} bits per byte; {losses}")
         trained = TrainedRecord(
             **asdict(evaluation),
             long_context=long_context_of(output, test_file, tokenizer),
@@ -74,7 +76,6 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
         with folder.open_log(recipe.all_steps) as log:
             write_record(log, trained)
         write_card(output)
-        report(f"{evaluation.bits_per_byte:.3f} bits per byte; loss by position {evaluation.loss_by_position}")
     folder.finish()
 
 
