@@ -88,6 +88,7 @@ def decode(**options: Any) -> None:
 @MIN_P
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
+@click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Keep caches there.")
 @JSON
 @COMPUTING
 def auto(**options: Any) -> None:

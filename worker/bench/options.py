@@ -15,6 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from jobs.frozen import Frozen
 from jobs.run.dtypes import Device, Dtype
 from worker.bench.engine import BenchError
+from worker.caches.room import check_folder
 from worker.config import Computation
 from worker.memory.plan import SlotsWanted
 from worker.model.files import ModelFiles
@@ -42,13 +43,16 @@ class BenchOptions(Frozen):
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
 
-    def load(self, files: ModelFiles, slots: SlotsWanted | None = None) -> TargetModel:
+    def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
         """The model, computing as was asked for; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError.
 
-        Without `slots` caches come one by one, and the model is run by `transformers` there.
+        Without `slots` caches come one by one, and the model is run by `transformers` there. With `kv_offload`, a
+        folder, they lie outside the device.
         """
         torch.set_num_threads(self.num_threads)
-        return TargetModel.load(files, self.dtype, self.device, slots=slots)
+        folder = None if kv_offload is None else str(kv_offload)
+        check_folder(folder)
+        return TargetModel.load(files, self.dtype, self.device, folder, slots)
 
     def write(self, content: dict[str, Any], target: TargetModel, **further: Any) -> None:
         """Write figures with what they were measured with, where a file was named: it is whole at any moment."""

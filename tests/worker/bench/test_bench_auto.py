@@ -13,6 +13,9 @@ from tests.worker.bench.bench_parts import words
 from worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
 from worker.bench.auto.records import AutoRecord, render
 from worker.bench.engine import BenchError
+from worker.caches.full import CacheShape
+from worker.caches.offloaded import OffloadedKVCache
+from worker.caches.room import KVRoomError
 
 
 @pytest.fixture
@@ -38,6 +41,24 @@ def test_every_cell_has_all_engines_with_the_same_tokens(tiny_model: Path, text:
         assert all(rate > 0 for rate in record.tokens_per_second.values())
         assert record.has_same_tokens
     assert json.loads(path.read_text())["results"] == [record.model_dump() for record in records]
+
+
+def test_caches_outside_the_device_give_the_same_tokens(
+    tiny_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    new_cache = OffloadedKVCache.__init__
+
+    def noted(cache: OffloadedKVCache, shape: CacheShape, max_length: int, folder: str) -> None:
+        made.append(folder)
+        new_cache(cache, shape, max_length, folder)
+
+    monkeypatch.setattr(OffloadedKVCache, "__init__", noted)
+    records = run_auto_bench(make_options(tiny_model, text, positions=(60,), kv_offload=tmp_path))
+    assert [record.has_same_tokens for record in records] == [True] * 4
+    assert set(made) == {str(tmp_path)}
+    with pytest.raises(KVRoomError, match="--kv-offload"):
+        run_auto_bench(make_options(tiny_model, text, kv_offload=tmp_path / "none"))
 
 
 def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:

@@ -56,6 +56,7 @@ class AutoBenchOptions(BenchOptions):
     min_p: float = Field(ge=0.0, le=1.0)
     seed: int = Field(ge=0)
     text: Path
+    kv_offload: Path | None = None  # folder of caches outside the device
 
     @field_validator("engines")
     @classmethod
@@ -75,7 +76,8 @@ def run_auto_bench(options: AutoBenchOptions, report: Callable[[str], None] = la
     files, highest = locate_model(options.model), options.positions[-1]
     check_length(files, highest, ROOM * options.num_tokens)
     longest = max(highest + ROOM * options.num_tokens, num_warmup_tokens(files))
-    target = options.load(files, bench_slots(options.contestants, longest, options.slot_counts[-1]))
+    slots = bench_slots(options.contestants, longest, options.slot_counts[-1])
+    target = options.load(files, slots, options.kv_offload)
     text = text_tokens(options.text, files, highest)
     records: list[AutoRecord] = []
     for record in _Grid(target, options, text).records(report):
