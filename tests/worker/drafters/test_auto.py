@@ -11,7 +11,8 @@ from tests.worker.kernels.kernel_parts import needs_kernels
 from worker.caches.partial import NUM_PINNED
 from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
 from worker.caches.scan.coding import SCAN_CHUNK
-from worker.drafters.auto.auto import CHUNKS_AT_ONCE, AutoDrafter, auto
+from worker.drafters.auto import auto as auto_module
+from worker.drafters.auto.auto import AutoDrafter, auto
 from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, STEPS_TO_KNOW, Rounds, RoundsPlanner, costs_on_a_gpu
 from worker.drafters.budget import NODE_CHOICES
 from worker.drafters.catalogue import create_drafter
@@ -218,8 +219,9 @@ def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> No
     drafter.stop(sequence)
 
 
-def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel) -> None:
-    sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + (CHUNKS_AT_ONCE + 2) * SCAN_CHUNK, 300)
+def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_module, "CHUNKS_AT_ONCE", 16)
+    sequence = new_sequence(target, "T=0", NUM_PINNED + NUM_RECENT + 18 * SCAN_CHUNK, 300)
     drafter, cache = drafter_with(target, rounds_always_pay()), target.new_cache(sequence.max_length)
     cache.advance(len(sequence) - 1)
     drafter.start(sequence, cache)
@@ -228,7 +230,7 @@ def test_a_long_text_is_taken_in_over_several_steps(target: TargetModel) -> None
         proposed(drafter, sequence, 31, 20)
         kinds.append(drafter.draft_kind)
         keys = drafter._chains._tracked["a"].partial._scannable  # type: ignore[union-attr]
-        assert keys.end <= NUM_PINNED + len(kinds) * CHUNKS_AT_ONCE * SCAN_CHUNK
+        assert keys.end <= NUM_PINNED + len(kinds) * 16 * SCAN_CHUNK
     assert kinds == ["tree", "chain", "chain"]
 
 

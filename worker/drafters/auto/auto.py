@@ -30,7 +30,7 @@ from worker.verification import Verification
 
 NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 32  # steps: to plan takes a fifth of a short step
-CHUNKS_AT_ONCE = 16  # of all texts of a step that are taken in
+CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
 
 
