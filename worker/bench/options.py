@@ -52,7 +52,7 @@ class BenchOptions(Frozen):
         torch.set_num_threads(self.num_threads)
         folder = None if kv_offload is None else str(kv_offload)
         check_folder(folder)
-        return TargetModel.load(files, self.dtype, self.device, folder, slots)
+        return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
 
     def write(self, content: dict[str, Any], target: TargetModel, **further: Any) -> None:
         """Write figures with what they were measured with, where a file was named: it is whole at any moment."""
