@@ -69,6 +69,27 @@ def test_hostile_words_run_nothing_and_fit_every_screen(service: tuple[Service, 
     assert not browser.run(HAS_RUN)
 
 
+OPEN_AT_ONCE = """
+new MutationObserver((changes, observer) => {
+  const cancel = document.querySelector("details.cancel");
+  if (cancel) { cancel.open = true; observer.disconnect(); }
+}).observe(document, {childList: true, subtree: true});
+"""
+
+
+def test_what_was_opened_before_the_script_ran_stays_open(
+    service: tuple[Service, str], browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_pages, "REFRESH_SECONDS", 0.3)
+    in_progress(service[0])
+    early = browser.cdp("Page.addScriptToEvaluateOnNewDocument", source=OPEN_AT_ONCE)
+    browser.open(f"{service[1]}/")
+    browser.cdp("Page.removeScriptToEvaluateOnNewDocument", **early)
+    new_batch(service[0])
+    wait_until(lambda: not browser.run("return document.getElementById('news').hidden"))  # it was refreshed
+    assert browser.run("return document.querySelector('details.cancel').open")
+
+
 def test_figures_change_while_one_looks(
     service: tuple[Service, str], browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
