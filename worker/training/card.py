@@ -75,8 +75,8 @@ beside the first one's loss, everywhere or where the second gave more to what ca
 512 to 4,096. Rates {learning_rate} and {embedding_learning_rate}, {num_warmup_steps} warm-up steps, linear fall over
 the last {decay_share:.0%} of a stage's steps to {final_rate:.0%}.
 
-| long texts | number | tokens of each | second view counts | where | seed |
-|---|---|---|---|---|---|
+| long texts | number | tokens of each | books | second view counts | where | seed |
+|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -138,7 +138,8 @@ def _long_texts_section(recipes: list[dict[str, Any]]) -> str:
 
 def _long_texts_line(number: int, recipe: dict[str, Any]) -> str:
     where = "where it gave more" if recipe["is_near_right_alone"] else "everywhere"
-    figures = f"{recipe['num_texts']} | {recipe['length']:,} | {recipe['closeness']:g} times | {where}"
+    books = "in pieces of {:,} to {:,}".format(*recipe["pieces"]) if recipe["pieces"] else "to their ends"
+    figures = f"{recipe['num_texts']} | {recipe['length']:,} | {books} | {recipe['closeness']:g} times | {where}"
     return f"| {number} | {figures} | {recipe['seed']} |"
 
 

@@ -39,12 +39,13 @@ SHORT_TEXTS = dataclasses.replace(
     near=64,
 )
 LATER: dict[str, Any] = {"seed": 3, "closeness": 4.0, "is_near_right_alone": True}
+LAST: dict[str, Any] = LATER | {"seed": 4, "pieces": (64, 200)}
 SHORT_RECIPE = dataclasses.replace(
     embedded_recipe(),
     num_steps=8,
     kinds=(WindowKind("short", 64, 4, 0.6), WindowKind("long", 256, 1, 0.4, mixed_share=0.5)),
     num_warmup_steps=2,
-    long_texts=(SHORT_TEXTS, dataclasses.replace(SHORT_TEXTS, **LATER)),
+    long_texts=(SHORT_TEXTS, *(dataclasses.replace(SHORT_TEXTS, **fields) for fields in (LATER, LAST))),
 )
 WINDOWS_ALONE = dataclasses.replace(SHORT_RECIPE, long_texts=())
 
@@ -97,8 +98,9 @@ def test_training_writes_a_model_that_loads_and_a_card(
         line = f"trained in long texts {number} | {6 * (128 + 32):,} tokens in 6 steps, 0 minutes on 1 processor cores"
         assert line in card
     assert "Then long texts, read whole, a segment of 128 tokens a step" in card
-    assert "| 1 | 2 | 384 | 2 times | everywhere | 2 |" in card
-    assert "| 2 | 2 | 384 | 4 times | where it gave more | 3 |" in card
+    assert "| 1 | 2 | 384 | to their ends | 2 times | everywhere | 2 |" in card
+    assert "| 2 | 2 | 384 | to their ends | 4 times | where it gave more | 3 |" in card
+    assert "| 3 | 2 | 384 | in pieces of 64 to 200 | 4 times | where it gave more | 4 |" in card
     assert "bits per byte" in said[-1]
     monkeypatch.setattr(evaluate, "NEAR", 100)
     evaluation = evaluate.evaluate_target(output, data / "test.jsonl", 1)

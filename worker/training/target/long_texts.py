@@ -37,7 +37,8 @@ class LongTexts:
         """Add those of a step (from 0): of a segment, and of the windows beside it."""
         number, place = divmod(step, self._recipe.num_segments)
         if place == 0:
-            self._text, self._earlier = self._source.long_text(number, self._recipe.length), EarlierSegments()
+            self._text = self._source.long_text(number, self._recipe.length, self._recipe.pieces)
+            self._earlier = EarlierSegments()
             self._figures = []
         self._figures.append(self._add_segment(place * self._recipe.segment))
         batch = self._source.batch(step)

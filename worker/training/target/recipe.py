@@ -66,6 +66,7 @@ class LongTextRecipe(WindowRecipe):
     near: int = 2048  # tokens in front of a segment that its other view reads
     closeness: float = 2.0  # weight of how far the whole text's view is from that of the newest tokens
     is_near_right_alone: bool = False  # whether that counts only where the newest tokens alone gave more to what came
+    pieces: tuple[int, int] | None = None  # shortest and longest piece of a book that a text consists of; None: whole
 
     @property
     def num_segments(self) -> int:
@@ -99,6 +100,7 @@ KINDS_BESIDE_TEXTS = (
     WindowKind("2K beside", 2048, 2, share=0.3),
     WindowKind("4K beside", 4096, 1, share=0.4, mixed_share=0.25),
 )
+PIECES = (4096, 49_152)  # of other books in front of most tokens: where far text was still found to do harm
 TOKENS_PER_TEXT = 2_000_000  # that windows are trained on for each long text
 
 
@@ -113,6 +115,7 @@ def embedded_recipe(num_tokens: int = TARGET_TOKENS) -> TargetRecipe:
     long_texts = (
         long_text_recipe(num_texts, seed=2),
         long_text_recipe(num_texts * 7 // 10, seed=3, closeness=4.0, is_near_right_alone=True),
+        long_text_recipe(num_texts, seed=4, closeness=4.0, is_near_right_alone=True, pieces=PIECES),
     )
     used = tuple(texts for texts in long_texts if texts.num_texts)
     return TargetRecipe(num_steps_for(KINDS, num_tokens), kinds=KINDS, long_texts=used)

@@ -46,10 +46,14 @@ class WindowSource:
         token_ids, positions = (torch.from_numpy(np.stack(part)) for part in zip(*windows, strict=True))
         return Batch(token_ids, positions[:, :-1].contiguous())
 
-    def long_text(self, number: int, length: int) -> torch.Tensor:
-        """Token ids `[length + 1]` of a text (from 0), the first token in front."""
+    def long_text(self, number: int, length: int, pieces: tuple[int, int] | None = None) -> torch.Tensor:
+        """Token ids `[length + 1]` of a text (from 0), the first token in front.
+
+        It goes on from one book to the next where that ends, or behind a piece of it whose length is between `pieces`.
+        """
         random = np.random.default_rng([self._recipe.seed, number, 2])
-        return torch.from_numpy(np.concatenate([[self._first_token_id], self._stretch(random, length)]))
+        token_ids = self._stretch(random, length) if pieces is None else self._pieces(random, length, pieces)
+        return torch.from_numpy(np.concatenate([[self._first_token_id], token_ids]))
 
     def _window(self, random: np.random.Generator, kind: WindowKind) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions `[length + 1]`."""
@@ -70,6 +74,14 @@ class WindowSource:
         while (missing := length - sum(map(len, parts))) > 0:
             parts += [np.array([self._first_token_id]), self._drawn_book(random)[: missing - 1].astype(np.int64)]
         return np.concatenate(parts)
+
+    def _pieces(self, random: np.random.Generator, length: int, sizes: tuple[int, int]) -> np.ndarray:
+        """Stretches of books, each with the first token between it and the one before; short ones are as likely."""
+        parts: list[np.ndarray] = []
+        while (missing := length - sum(map(len, parts))) > 0:
+            size = min(missing, round(np.exp(random.uniform(*np.log(sizes)))))
+            parts += [self._stretch(random, size), np.array([self._first_token_id])]
+        return np.concatenate(parts)[:length]
 
     def _far(self, random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """A stretch of a book, or some with what lies between them left out, far from the window's first token."""

@@ -130,3 +130,21 @@ def test_long_texts_are_stretches_of_books_with_the_first_token_in_front() -> No
     texts = [source_of().long_text(number, LENGTH) for number in range(8)]
     assert all(len(text) == LENGTH + 1 and text[0] == FIRST for text in texts)
     assert len({text.numpy().tobytes() for text in texts}) == 8
+
+
+def test_texts_of_pieces_have_another_book_behind_each() -> None:
+    books = [np.full(5000, token) for token in range(1, 7)]
+    source = WindowSource(books, FIRST + 90, RECIPE, max_positions=1000)
+    lengths: list[int] = []
+    for number in range(20):
+        text = source.long_text(number, 900, (50, 200)).numpy()
+        assert len(text) == 901
+        begins = np.flatnonzero(text == FIRST + 90)
+        pieces = np.split(text, begins)[1:]
+        assert begins[0] == 0
+        assert all(len(set(piece[1:])) <= 1 for piece in pieces)
+        lengths += [len(piece) - 1 for piece in pieces[:-1]]
+    assert np.quantile(lengths, 0.1) >= 49  # a book may end sooner
+    assert max(lengths) <= 200
+    assert np.median(lengths) < 115  # short ones are as likely as long ones: half of them below the mean of logarithms
+    assert len({source.long_text(number, 900, (50, 200)).numpy().tobytes() for number in range(8)}) == 8
