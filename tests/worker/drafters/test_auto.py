@@ -163,7 +163,7 @@ def test_what_is_not_accepted_and_what_takes_long_promises_less() -> None:
     alike, compared = rejecting.state()["rounds_plan"][1:]
     assert alike / compared < 0.2 < PRIOR_ALIKE
     for planner in (rejecting, slow):  # neither holds for ever
-        for _ in range(150):
+        for _ in range(250):
             planner.forget()
         assert best([100_000], planner) > 0.95 * best([100_000])
 
@@ -254,6 +254,37 @@ def test_where_no_drafts_pay_no_candidates_are_looked_for(target: TargetModel) -
         results = engine.step()
         wanted += [verification.top_ids is not None for _, verification in results]
     assert wanted == [False] * 8
+
+
+def test_of_new_texts_little_is_known_and_soon_they_are_planned_for_again(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, planned = drafter_with(target, long_caches_cost()), []
+    monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned.append(len(steps)))
+    engine, first, second = Engine(target, drafter), *(new_sequence(target, "T=0", 20, 1500, name) for name in "ab")
+    steps: list[object] = []
+
+    def run_steps(number: int) -> None:
+        for _ in range(number):
+            steps.append(engine.step())
+
+    engine.start(first)
+    run_steps(61)
+    engine.start(second)
+    run_steps(14)
+    assert [after for after in planned if after < 61] == [0, 4, 12, 28, 60]
+    assert [after - 61 for after in planned if after >= 61] == [0, 4, 12]
+
+
+def test_chains_become_as_long_as_forwards_have_rows_where_all_of_them_is_accepted() -> None:
+    dear = StepCosts((64, 8192), np.array([[0.001] * 6, [1.0] * 6]))  # whatever reads the cache, rows are free
+    planner, lengths = RoundsPlanner(dear), np.array([8000])
+    for _ in range(50):
+        planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
+        planner.observe(
+            ChainTree(DraftTree.chain([1] * 31), 31, [Round(0, [], planner._expected)] * 31), list(range(31))
+        )
+    assert planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0).chain_length == 31
 
 
 def test_nothing_is_planned_before_it_is_asked_for() -> None:

@@ -30,6 +30,7 @@ from worker.verification import Verification
 
 NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 32  # steps: to plan takes a fifth of a short step
+FIRST_PLAN = 4  # steps to the second one for new sequences: of these nothing is known at first
 CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
 
@@ -65,6 +66,7 @@ class AutoDrafter(Drafter):
         self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
         self._names: list[str] = []  # of the sequences that this was planned for
         self._num_steps = 0  # since then
+        self._steps_per_plan = FIRST_PLAN
         self._caches: dict[str, FullKVCache] = {}
         self._in_chains: set[str] = set()  # sequences that chains were drawn for
         self._is_chain = False  # what was proposed last
@@ -141,13 +143,15 @@ class AutoDrafter(Drafter):
         self._num_steps += 1
         if self._num_steps < self._steps_per_plan and names == self._names:
             return
+        steps = 2 * self._steps_per_plan if names == self._names else FIRST_PLAN
         self._names, self._num_steps = names, 0
         self._rounds = self._rounds_that_pay(requests)
+        self._steps_per_plan = min(steps, self._most_steps_per_plan)
         if self._rounds is None:
             self._planner.forget()
 
     @property
-    def _steps_per_plan(self) -> int:
+    def _most_steps_per_plan(self) -> int:
         """Rounds that were never tried here are looked at after every step: what they take is a guess."""
         if self._rounds is None:
             return TREES_PER_PLAN

@@ -16,7 +16,7 @@ from worker.drafters.two_level.plan import Planner
 from worker.target.step_costs import StepCosts
 from worker.target.tiles import TILE_ROWS
 
-CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15)
+CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
 FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # of a sequence: none to a chain and its root
 ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
 LEARNING_RATE = 0.03
@@ -41,10 +41,13 @@ class RoundCosts:
     scan_share: float  # of the seconds that a row takes for all keys: what it takes to scan them
     row_share: float  # of a row's scan: what the next row of the same sequence takes
     seconds: float  # of a round beside its forward
+    row_seconds: float  # of each row of a sequence beside the first: it looks for the best keys by itself
     taking_in_rows: float  # rows that take as long, behind a text, as to make it ready to be scanned
 
 
-ON_A_CPU = RoundCosts(scan_share=0.12, row_share=0.33, seconds=0.0004, taking_in_rows=10)  # measured
+ON_A_CPU = RoundCosts(  # measured
+    scan_share=0.08, row_share=0.33, seconds=0.0002, row_seconds=0.0002, taking_in_rows=10
+)
 
 
 def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
@@ -55,7 +58,7 @@ def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
     cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
     scanned = head_dim / 4 + cloud_bytes / (CLOUD_CHUNKS * SCAN_CHUNK)
     share = scanned / (2 * head_dim * item_size)
-    return RoundCosts(share, row_share=0.0, seconds=HOST_SECONDS, taking_in_rows=LAUNCHES_IN_ROWS)
+    return RoundCosts(share, row_share=0.0, seconds=HOST_SECONDS, row_seconds=0.0, taking_in_rows=LAUNCHES_IN_ROWS)
 
 
 @dataclass(frozen=True)
@@ -180,4 +183,5 @@ class RoundsPlanner(Planner):
         """Of one round for all sequences: some entries are read exactly, all others are scanned."""
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
-        return self._rounds.seconds + exact + share * texts.beyond
+        beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number
+        return beside + exact + share * texts.beyond
