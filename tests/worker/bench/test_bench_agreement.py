@@ -39,7 +39,7 @@ def make_options(text: Path, **changes: object) -> AgreementOptions:
 
 @needs_kernels
 def test_a_cache_that_holds_everything_always_agrees_and_others_less(text: Path) -> None:
-    options = make_options(text)
+    options = make_options(text, dtype="float32")  # in bfloat16 two candidates may tie within rounding
     records = run_agreement_bench(options)
     shares = {(record.cache, record.temperature): record.share_alike for record in records}
     assert shares["full:1", 0.0] == shares["full:1", 1.0] == 1.0
