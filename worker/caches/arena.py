@@ -107,6 +107,10 @@ class ArenaKVCache(FullKVCache):
         """Its entries, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`: a part of the buffer."""
         return self._buffer
 
+    def key_addresses(self) -> list[int]:
+        """Where each layer's keys begin, `[num_kv_heads, ..., head_dim]` with the strides of the arena's buffer."""
+        return [self._buffer[layer, 0].data_ptr() for layer in range(len(self._buffer))]
+
     def commit(self, path: list[int]) -> None:
         if self._arena.move_rows is None:
             super().commit(path)

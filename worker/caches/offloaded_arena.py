@@ -49,6 +49,7 @@ class OffloadedArena(KVArena):
 
 def _release(memory: PinnedMemory, streams: Streams) -> None:
     streams.wait_for_copies()
+    streams.computation.record_event().synchronize()  # rounds read it by themselves
     memory.release()
 
 

@@ -187,16 +187,18 @@ def test_a_model_of_two_layers_brings_new_rows_alone() -> None:
     assert coming.lengths == [2] * 4
 
 
-def test_memory_is_given_back_when_no_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes, released = (LazyStream(), LazyStream()), []
+def test_memory_is_given_back_when_nobody_copies_or_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes, released = [LazyStream(), LazyStream()], []
     forwards = RingForwards(4, *lanes)
+    lanes.append(forwards.computation)  # rounds read it, too
     pair = forwards.pair()
     forwards.step([pair], [9], [[0, 1]])
     forwards.forward([(pair, pair.ours.length, 3)])
+    forwards.computation.submit(lambda: None)
     monkeypatch.setattr(PinnedMemory, "release", lambda _: released.append([lane.num_waiting for lane in lanes]))
     del pair
     gc.collect()
-    assert released == [[0, 0]]
+    assert released == [[0, 0, 0]]
     assert forwards.arena.num_free == forwards.arena.num_slots
 
 

@@ -13,7 +13,15 @@ from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
 from worker.caches.scan.coding import SCAN_CHUNK
 from worker.drafters.auto import auto as auto_module
 from worker.drafters.auto.auto import AutoDrafter, auto
-from worker.drafters.auto.plan import NO_ROUNDS, PRIOR_ALIKE, STEPS_TO_KNOW, Rounds, RoundsPlanner, costs_on_a_gpu
+from worker.drafters.auto.plan import (
+    NO_ROUNDS,
+    PRIOR_ALIKE,
+    STEPS_TO_KNOW,
+    Rounds,
+    RoundsPlanner,
+    costs_beside_a_gpu,
+    costs_on_a_gpu,
+)
 from worker.drafters.budget import NODE_CHOICES
 from worker.drafters.catalogue import create_drafter
 from worker.drafters.two_level.chain import Round
@@ -143,6 +151,12 @@ def test_on_a_gpu_a_scan_costs_its_share_of_the_bytes() -> None:
     halves, floats = (costs_on_a_gpu(128, item_size).scan_share for item_size in (2, 4))
     assert 1 / 16 < halves < 1 / 12  # two bits of sixteen of a key alone, and clouds
     assert floats == halves / 2
+
+
+def test_a_row_that_brings_all_keys_from_the_host_makes_scans_cheap() -> None:
+    beside, here = costs_beside_a_gpu(128, 2), costs_on_a_gpu(128, 2)
+    assert beside.scan_share < here.scan_share / 20  # codes lie on the GPU
+    assert beside.taking_in_rows < 10  # of which each takes as long as all keys to come
 
 
 def test_one_long_text_makes_no_batch_of_short_ones_wait() -> None:

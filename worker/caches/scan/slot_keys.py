@@ -10,14 +10,14 @@ from worker.kernels.cuda.scan.texts import ScannedTexts
 
 
 class SlotKeys:
-    """Of one sequence's cache, which has all layers on the device. Kernels read what lies in the slot, not this."""
+    """Of one sequence's cache, in an arena. Kernels read what lies in the slot, and the cache itself, not this."""
 
     def __init__(self, full: ArenaKVCache, texts: ScannedTexts, slot: int) -> None:
         """In a slot of `texts`, whoever had it before."""
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
-        texts.places[slot, 0].fill_(full.slot)
-        texts.places[slot, 1].fill_(0)
+        texts.addresses[:, slot] = torch.tensor(full.key_addresses())
+        texts.num_chunks[slot].fill_(0)
 
     @property
     def end(self) -> int:
@@ -31,14 +31,16 @@ class SlotKeys:
             for layer in range(sizes.num_layers):  # one by one: what they take meanwhile is small
                 self._add_chunk(layer)
             self._num_chunks += 1
-            self._texts.places[self._slot, 1].fill_(self._num_chunks)
+            self._texts.num_chunks[self._slot].fill_(self._num_chunks)
             flatness = flat_deviation(sizes.num_best, self._num_chunks * SCAN_CHUNK)
             self._texts.flat_deviations[self._slot].fill_(flatness)
 
     def _add_chunk(self, layer: int) -> None:
         texts, slot, chunk = self._texts, self._slot, self._num_chunks
         positions = slice(self.end, self.end + SCAN_CHUNK)
-        (keys, mean_keys), (values, mean_values) = (centred(part[:, positions]) for part in self._full.stored(layer))
+        device = texts.codes.device
+        parts = (part[:, positions].to(device) for part in self._full.stored(layer))
+        (keys, mean_keys), (values, mean_values) = map(centred, parts)
         texts.means[layer, slot, :, chunk] = mean_keys
         if chunk == 0:
             texts.spreads[layer, slot] = keys.abs().mean(dim=1)

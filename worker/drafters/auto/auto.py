@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from worker.caches.full import FullKVCache
-from worker.caches.offloaded_arena import OffloadedArena
 from worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
-from worker.drafters.auto.plan import ON_A_CPU, RoundCosts, Rounds, RoundsPlanner, costs_on_a_gpu
+from worker.drafters.auto.plan import ON_A_CPU, RoundCosts, Rounds, RoundsPlanner, costs_beside_a_gpu, costs_on_a_gpu
 from worker.drafters.auto.proposer import RecycledProposer
 from worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
 from worker.drafters.catalogue import ENGINES
@@ -44,13 +43,14 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """None where no kernel scans keys, where caches lie outside of the GPU, and where all texts stay short."""
+    """None where no kernel scans keys, and where all texts stay short."""
     if isinstance(target.forwards, NativeForwards):
         return ON_A_CPU
     arena = target.forwards.arena
-    if arena is None or isinstance(arena, OffloadedArena) or arena.longest_job < SHORTEST_SCANNED:
+    if arena is None or arena.longest_job < SHORTEST_SCANNED:
         return None
-    return costs_on_a_gpu(arena.shape.head_dim, arena.shape.dtype.itemsize)
+    costs_of = costs_on_a_gpu if arena.holds_all else costs_beside_a_gpu
+    return costs_of(arena.shape.head_dim, arena.shape.dtype.itemsize)
 
 
 class AutoDrafter(Drafter):

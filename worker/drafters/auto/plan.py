@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -31,6 +31,8 @@ KEPT = 0.97  # of what earlier steps count, with every step
 MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
 LAUNCHES_IN_ROWS = 100  # of a GPU: what it takes in are launches rather than bytes
+CROSSINGS_IN_ROWS = 3  # where each row brings all keys from the host: these come once more, and launches
+CROSSING_SHARE = 0.02  # of the bytes that a GPU reads of its own memory, those that reach it from the host meanwhile
 HOST_SECONDS = 0.001  # of a GPU's step: the host's part, as docs/gpu.md has it
 
 
@@ -59,6 +61,12 @@ def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
     scanned = head_dim / 4 + cloud_bytes / (CLOUD_CHUNKS * SCAN_CHUNK)
     share = scanned / (2 * head_dim * item_size)
     return RoundCosts(share, row_share=0.0, seconds=HOST_SECONDS, row_seconds=0.0, taking_in_rows=LAUNCHES_IN_ROWS)
+
+
+def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
+    """With keys and values on the host: codes and clouds are on the GPU, where reading them is next to nothing."""
+    here = costs_on_a_gpu(head_dim, item_size)
+    return replace(here, scan_share=CROSSING_SHARE * here.scan_share, taking_in_rows=CROSSINGS_IN_ROWS)
 
 
 @dataclass(frozen=True)

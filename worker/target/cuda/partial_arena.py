@@ -84,7 +84,7 @@ class SlotEntries(Entries):
         return self.arena.means[:, part, self.slot, :, :num_chunks]
 
     def new_keys(self, full: FullKVCache) -> SlotKeys | None:
-        if self.arena.texts is None or not _has_all_layers(full):
+        if self.arena.texts is None or not isinstance(full, ArenaKVCache):
             return None
         return SlotKeys(full, self.arena.texts, self.slot)
 

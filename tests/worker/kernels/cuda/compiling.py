@@ -29,9 +29,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
 INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
-INTEGERS += ("texts_ptr", "entries_ptr", "counts_ptr")
+INTEGERS += ("num_chunks_ptr", "entries_ptr", "counts_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
-LONG_INTEGERS = ("words_ptr", "places_ptr")
+LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
 SUMS = ("lse_ptr", "noise_ptr", "means_ptr", "spreads_ptr", "moments_ptr", "stats_ptr", "gains_ptr", "limits_ptr")
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 

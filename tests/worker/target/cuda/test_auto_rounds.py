@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,8 @@ from worker.tree import DraftTree
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
 LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
+MakeTarget = Callable[[ModelFiles, torch.dtype, int, int], TargetModel]
+PLACES = pytest.mark.parametrize("make", [cuda_target, offloaded_target], ids=["on the device", "on the host"])
 PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
 
 
@@ -88,13 +91,15 @@ def run(target: TargetModel, drafter: Drafter, together: list[Sequence]) -> list
     return [sequence.output_ids.tolist() for sequence in together]
 
 
+@PLACES
 def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
-    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+    files: ModelFiles, make: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "LAUNCHES_IN_ROWS", 0)  # few tokens as there are
+    for taking_in in ("LAUNCHES_IN_ROWS", "CROSSINGS_IN_ROWS"):
+        monkeypatch.setattr(plan, taking_in, 0)  # few tokens as there are
     reference = TargetModel.load(files, "float32", "cpu")
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
-    target = cuda_target(files, torch.float32, 2, LONGEST)
+    target = make(files, torch.float32, 2, LONGEST)
     drafter = auto(target, rounds_always_pay, None)
     assert isinstance(drafter, AutoDrafter)
     arena = drafter._chains._new_entries.__self__  # type: ignore[attr-defined]
@@ -105,14 +110,17 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
             tensor.fill_(torch.nan)
     assert run(target, drafter, sequences(target)) == plain
     assert drafter.counters.num_rounds > 2
-    assert sorted(arena.texts.places[:, 1].tolist()) == [0, 1]  # chunks that were scanned
+    assert sorted(arena.texts.num_chunks.tolist()) == [0, 1]  # that were scanned
     assert arena.num_free == 2
 
 
+@PLACES
 @pytest.mark.parametrize(("num_best", "away"), [(1, 0.6), (CHUNK, 0.05)], ids=["by a cloud", "exactly"])
-def test_a_round_says_nearly_what_the_target_says(files: ModelFiles, num_best: int, away: float) -> None:
+def test_a_round_says_nearly_what_the_target_says(
+    files: ModelFiles, make: MakeTarget, num_best: int, away: float
+) -> None:
     """Of every layer by its own keys: without those that are scanned it says something else."""
-    target = cuda_target(files, torch.float32, 1, LONGEST)
+    target = make(files, torch.float32, 1, LONGEST)
     new_entries = target.forwards.room_for(ScanKVCache, num_best)
     sequence = sequences(target)[0]
     full, prompt = target.new_cache(LONGEST), sequence.token_ids.tolist()
@@ -124,7 +132,7 @@ def test_a_round_says_nearly_what_the_target_says(files: ModelFiles, num_best: i
     expected, found = exact.logits[0].clone(), []
     texts = partial.entries.arena.texts  # type: ignore[attr-defined]
     for num_chunks in (1, 0):
-        texts.places[:, 1] = num_chunks
+        texts.num_chunks.fill_(num_chunks)
         [rows] = target.check([partial_rows(partial, prompt[-1], full.length, DraftTree())])
         found.append(float((rows.logits[0] - expected).norm() / expected.norm()))
     assert found[0] < away * found[1]
@@ -140,6 +148,5 @@ def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> 
 
 
 def test_where_nothing_can_be_scanned_there_are_trees_alone(files: ModelFiles) -> None:
-    short = cuda_target(files, torch.float32, 1, 16)
-    for target in (short, offloaded_target(files, torch.float32, 1, LONGEST)):
-        assert isinstance(auto(target, rounds_always_pay, None), TokenRecyclingDrafter)
+    for make in (cuda_target, offloaded_target):
+        assert isinstance(auto(make(files, torch.float32, 1, 16), rounds_always_pay, None), TokenRecyclingDrafter)

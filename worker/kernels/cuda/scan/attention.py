@@ -14,11 +14,12 @@ class ScanAttention:
     """Takes turns with another one, whose queries and partial sums it uses."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor) -> None:
-        """The best keys are read from `full [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
+        """The best keys are read where `texts` has them, laid out as in `full [:, 2, :, num_kv_heads, :, head_dim]`."""
         shape, num_heads = other.shape, other.query.shape[1]
         scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device)
-        self._other, self._full = other, full
-        self._scan = Scan(shape, texts, scratch, other.scale)
+        self._other = other
+        strides = full.stride(1), full.stride(3), full.stride(4)
+        self._scan = Scan(shape, texts, scratch, other.scale, strides)
         self.query = other.query
 
     @property
@@ -35,7 +36,7 @@ class ScanAttention:
         if bias is None:
             raise ValueError("found no biases, which entries of partial caches have")
         scratch = self._other.scratch
-        scan_attend(self._scan, layer, self.query, (keys, values), self._full[layer], bias, table, scratch, mixed)
+        scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)
 
     def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
         self._other.put(query, table)

@@ -1,4 +1,7 @@
-"""Attention to the keys that were chosen, read exactly from the full cache."""
+"""Attention to the keys that were chosen, read exactly from the full cache, wherever that is.
+
+One in the host's pinned memory has an address on the device too, and of its keys only those that are read cross.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,22 @@ def attend_chosen(
 
 @triton.jit
 def attend_best(
-    query_ptr, key_ptr, value_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr, groups_ptr, texts_ptr,
-    scale_log2, first, stride_slot, stride_head, stride_entry,
+    query_ptr, addresses_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr, groups_ptr, num_chunks_ptr,
+    scale_log2, first, stride_value, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, split): the chosen keys of its chunks; normalised output and LSE, -inf for none."""
-    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, texts_ptr, NUM_KV_HEADS)
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
     start = tl.program_id(1) * per_split
     end = tl.minimum(start + per_split, num_chunks)
     if start >= end:
         return
-    cache = tl.load(texts_ptr + slot * 2).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * stride_head
+    cache_ptr = tl.multiple_of(tl.load(addresses_ptr + slot).to(query_ptr.dtype), 16)  # else dimensions come singly
+    key_ptr = cache_ptr + kv_head.to(tl.int64) * stride_head
+    value_ptr = key_ptr + stride_value
     columns = tl.arange(0, WIDTH)
     n = tl.arange(0, BLOCK)
     for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
@@ -59,7 +64,7 @@ def attend_best(
                 is_listed = listed + n < count
                 entries = tl.load(entries_ptr + number * CHUNK + listed + n, mask=is_listed, other=0)
                 is_chosen = ((entries[None, :] >> tl.arange(0, TILE_ROWS)[:, None]) & 1) != 0
-                places = cache + (first + chunk * CHUNK + (entries >> 16)).to(tl.int64)[:, None] * stride_entry
+                places = (first + chunk * CHUNK + (entries >> 16)).to(tl.int64)[:, None] * stride_entry
                 highest, total, acc = attend_chosen(
                     query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
                     HEAD_DIM,

@@ -15,13 +15,13 @@ from worker.kernels.cuda.scan.scores import offset_of, quarter_of, score_block
 
 @triton.jit
 def sample_scores(
-    query_ptr, codes_ptr, means_ptr, spreads_ptr, samples_ptr, groups_ptr, texts_ptr,
+    query_ptr, codes_ptr, means_ptr, spreads_ptr, samples_ptr, groups_ptr, num_chunks_ptr,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
     MOST_SAMPLED: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, some sampled blocks): their scores, every block's where these are few."""
-    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, texts_ptr, NUM_KV_HEADS)
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     num_blocks = num_chunks * (CHUNK // BLOCK)
     stride = tl.cdiv(num_blocks, MOST_SAMPLED)
     first_sample = tl.program_id(1) * PER_PROGRAM
@@ -56,7 +56,7 @@ def in_order(bits):
 
 @triton.jit
 def find_threshold(
-    samples_ptr, stats_ptr, limits_ptr, rows_ptr, texts_ptr, flat_deviations_ptr, num_best,
+    samples_ptr, stats_ptr, limits_ptr, rows_ptr, num_chunks_ptr, flat_deviations_ptr, num_best,
     NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLOUD_CHUNKS: tl.constexpr,
     MOST_SAMPLED: tl.constexpr, MOST_CLOUDS: tl.constexpr, CLOUDS_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def find_threshold(
     row = tl.program_id(0)
     row_head = row * NUM_HEADS + tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
-    num_chunks = tl.load(texts_ptr + slot * 2 + 1)
+    num_chunks = tl.load(num_chunks_ptr + slot)
     if (tl.load(rows_ptr + row * 5 + 2) == 0) | (num_chunks == 0):
         return
     cloud = tl.arange(0, CLOUDS_WIDTH)
@@ -107,13 +107,13 @@ def list_chosen(scores, limits, is_real, first_entry, count, entries_ptr, TILE_R
 
 @triton.jit
 def choose_keys(
-    query_ptr, codes_ptr, means_ptr, spreads_ptr, limits_ptr, entries_ptr, counts_ptr, groups_ptr, texts_ptr,
+    query_ptr, codes_ptr, means_ptr, spreads_ptr, limits_ptr, entries_ptr, counts_ptr, groups_ptr, num_chunks_ptr,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, split): the keys of its chunks that a tile's queries read, in order, and how many."""
-    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, texts_ptr, NUM_KV_HEADS)
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
     start = tl.program_id(1) * per_split
     end = tl.minimum(start + per_split, num_chunks)

@@ -35,13 +35,13 @@ def times_changes(row_ptr, is_real, changes_ptr, some, HEAD_DIM: tl.constexpr, C
 
 @triton.jit
 def look_at_clouds(
-    query_ptr, moments_ptr, stats_ptr, gains_ptr, groups_ptr, texts_ptr, scale,
+    query_ptr, moments_ptr, stats_ptr, gains_ptr, groups_ptr, num_chunks_ptr, scale,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CLOUD_CHUNKS: tl.constexpr,
     MOST_CLOUDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, cloud): mean and deviation of scores, and what values gain with them."""
-    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, texts_ptr, NUM_KV_HEADS)
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     cloud = tl.program_id(1)
     if cloud * CLOUD_CHUNKS >= num_chunks:
         return

@@ -28,7 +28,7 @@ def merge_cloud(
 @triton.jit
 def scan_merge(
     query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, best_output_ptr, best_lse_ptr, moments_ptr, stats_ptr,
-    gains_ptr, limits_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, texts_ptr,
+    gains_ptr, limits_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, num_chunks_ptr,
     scale_log2, scale, stride_slot, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -60,7 +60,7 @@ def scan_merge(
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
 
-    num_chunks = tl.load(texts_ptr + slot * 2 + 1)
+    num_chunks = tl.load(num_chunks_ptr + slot)
     chunks_per_split = tl.cdiv(num_chunks, NUM_SPLITS)
     for split in range(0, tl.cdiv(num_chunks, tl.maximum(chunks_per_split, 1))):
         place = split * (NUM_ROWS * num_heads) + row_head

@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def group_of(groups_ptr, texts_ptr, NUM_KV_HEADS: tl.constexpr):
+def group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS: tl.constexpr):
     """The group and KV head of program 0: slot, head, first row, the row behind the last, chunks (0: padding)."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     slot = tl.load(group_ptr).to(tl.int64)
     first_row = tl.load(group_ptr + 1)
     num_rows = tl.load(group_ptr + 2)
-    num_chunks = tl.where(num_rows > 0, tl.load(texts_ptr + slot * 2 + 1), 0)
+    num_chunks = tl.where(num_rows > 0, tl.load(num_chunks_ptr + slot), 0)
     return slot, tl.program_id(0) % NUM_KV_HEADS, first_row, first_row + num_rows, num_chunks
 
 

@@ -36,6 +36,7 @@ class Scan:
     texts: ScannedTexts
     scratch: ScanScratch
     scale: float
+    strides: tuple[int, int, int]  # of a layer of full caches: from keys to values, heads, entries
 
     def choose(self, layer: int, query: Tensor, table: RowTable[Tensor]) -> None:
         """Fill the scratch but for what is attended: queries `[NUM_ROWS, num_heads, head_dim]` behind the table."""
@@ -44,27 +45,27 @@ class Scan:
         codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
         num_pairs = len(table.groups) * num_kv_heads
         look_at_clouds[(num_pairs, texts.sizes.most_clouds)](
-            query, texts.moments[layer], scratch.stats, scratch.gains, table.groups, texts.places,
+            query, texts.moments[layer], scratch.stats, scratch.gains, table.groups, texts.num_chunks,
             self.scale, **constants["look_at_clouds"],
         )  # fmt: skip
         sample_scores[(num_pairs, MOST_SAMPLED // SAMPLED_PER_PROGRAM)](
-            query, codes, means, spreads, scratch.samples, table.groups, texts.places, **constants["sample_scores"],
+            query, codes, means, spreads, scratch.samples, table.groups, texts.num_chunks, **constants["sample_scores"],
         )  # fmt: skip
         find_threshold[(NUM_ROWS, num_kv_heads * self.shape.heads_per_kv)](
-            scratch.samples, scratch.stats, scratch.limits, table.rows, texts.places, texts.flat_deviations,
+            scratch.samples, scratch.stats, scratch.limits, table.rows, texts.num_chunks, texts.flat_deviations,
             texts.sizes.num_best, **constants["find_threshold"],
         )  # fmt: skip
         choose_keys[(num_pairs, self.shape.num_splits)](
-            query, codes, means, spreads, scratch.limits, scratch.entries, scratch.counts, table.groups, texts.places,
-            **constants["choose_keys"],
+            query, codes, means, spreads, scratch.limits, scratch.entries, scratch.counts, table.groups,
+            texts.num_chunks, **constants["choose_keys"],
         )  # fmt: skip
 
-    def read_best(self, query: Tensor, keys: Tensor, values: Tensor, table: RowTable[Tensor]) -> None:
-        """To the chosen keys of one layer of full caches, `[num_slots, num_kv_heads, capacity, head_dim]`."""
+    def read_best(self, layer: int, query: Tensor, table: RowTable[Tensor]) -> None:
+        """To the chosen keys of one layer of full caches."""
         texts, scratch = self.texts, self.scratch
         attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
-            query, keys, values, scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups,
-            texts.places, self.scale * math.log2(math.e), texts.sizes.first, *keys.stride()[:3],
+            query, texts.addresses[layer], scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups,
+            texts.num_chunks, self.scale * math.log2(math.e), texts.sizes.first, *self.strides,
             **scan_constants(self.shape, texts.sizes)["attend_best"],
         )  # fmt: skip
 
@@ -76,7 +77,7 @@ class Scan:
         texts, scratch = self.texts, self.scratch
         scan_merge[(NUM_ROWS, self.shape.num_kv_heads)](
             query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
-            scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots, texts.places,
+            scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots, texts.num_chunks,
             self.scale * math.log2(math.e), self.scale, *keys.stride()[:3],
             **scan_constants(self.shape, texts.sizes)["scan_merge"],
         )  # fmt: skip
@@ -87,7 +88,6 @@ def scan_attend(
     layer: int,
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
     entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
-    full: Tensor,  # [2, num_slots, num_kv_heads, capacity, head_dim], keys and values of full caches
     bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
     table: RowTable[Tensor],
     prefixes: Scratch,
@@ -102,6 +102,5 @@ def scan_attend(
         HAS_BIAS=True, **shape.prefix_constants(),
     )  # fmt: skip
     scan.choose(layer, query, table)
-    full_keys, full_values = full
-    scan.read_best(query, full_keys, full_values, table)
+    scan.read_best(layer, query, table)
     scan.merge(layer, query, keys, values, prefixes, table, mixed)

@@ -40,14 +40,15 @@ class TextSizes:
 
 @dataclass(frozen=True)
 class ScannedTexts:
-    """Of every layer and slot, what stands for its chunks; those in use are counted in `places`."""
+    """Of every layer and slot, what stands for its chunks, of which `num_chunks` are in use, and where its keys lie."""
 
     sizes: TextSizes
     codes: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks * SCAN_CHUNK * head_dim / 4] uint8
     means: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks, head_dim] float32
     spreads: Tensor  # [num_layers, num_slots, num_kv_heads, head_dim] float32
     moments: Tensor  # [num_layers, num_slots, num_kv_heads, most_clouds, 2 * head_dim * (head_dim + 1)] float32
-    places: Tensor  # [num_slots, 2] int32: slot of the full cache, chunks
+    addresses: Tensor  # [num_layers, num_slots] int64: of the full cache's keys, on the device or the host
+    num_chunks: Tensor  # [num_slots] int32
     flat_deviations: Tensor  # [num_slots] float32: of scores, below which no key is worth reading
 
     @classmethod
@@ -60,12 +61,15 @@ class ScannedTexts:
             torch.empty(*heads, sizes.most_chunks, head_dim, device=device),
             torch.empty(*heads, head_dim, device=device),
             torch.empty(*heads, sizes.most_clouds, 2 * head_dim * (head_dim + 1), device=device),
-            torch.zeros(sizes.num_slots, 2, dtype=torch.int32, device=device),
+            torch.zeros(sizes.num_layers, sizes.num_slots, dtype=torch.int64, device=device),
+            torch.zeros(sizes.num_slots, dtype=torch.int32, device=device),
             torch.zeros(sizes.num_slots, device=device),
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.codes, self.means, self.spreads, self.moments, self.places, self.flat_deviations
+        return (
+            self.codes, self.means, self.spreads, self.moments, self.addresses, self.num_chunks, self.flat_deviations,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ class Texts:
         scratch = ScanScratch.empty(self.texts.sizes, num_heads, NUM_SPLITS, CPU)
         for tensor in scratch.tensors():
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
-        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5)
+        strides = self.full.stride(1), self.full.stride(3), self.full.stride(4)
+        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, strides)
 
     def attended(self, scan: Scan, query: Tensor) -> Tensor:
         """Real rows `[num_rows, num_heads, head_dim]`; those of padding were not written."""
@@ -123,7 +124,7 @@ class Texts:
         prefixes.lse.fill_(NAN)
         mixed = torch.full_like(query, NAN)
         bias = torch.zeros(len(self.sequences), ENTRIES)
-        scan_attend(scan, 0, query, tuple(self.entries[0]), self.full[0], bias, self.table(), prefixes, mixed)
+        scan_attend(scan, 0, query, tuple(self.entries[0]), bias, self.table(), prefixes, mixed)
         num_rows = sum(rows.num_rows for rows in self.sequences)
         assert mixed[num_rows:].isnan().all()
         return mixed[:num_rows]
