@@ -13,7 +13,7 @@ import numpy as np
 
 from worker.drafters.base import Drafter, DraftRequest
 from worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
-from worker.drafters.step_clock import StepClock
+from worker.drafters.step_clock import StepClock, together
 from worker.sequence import Sequence
 from worker.target.step_costs import Costs, StepCosts
 from worker.tree import DraftTree
@@ -57,7 +57,7 @@ def rate_of(
     """
     sequences = np.arange(len(chosen))
     forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
-    return float(tokens[sequences, chosen].sum() / (forward + overhead + proposing * bool(chosen.any())))
+    return float(tokens[sequences, chosen].sum() / (together(forward, overhead) + proposing * bool(chosen.any())))
 
 
 class SharedBudget:
@@ -129,6 +129,8 @@ class SharedBudget:
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
         shares: list[int] = best_shares(self._costs, tokens, lengths, overhead, self.clock.drafting_seconds).tolist()
         plan = dict(zip(names, shares, strict=True))
+        if not any(shares):
+            self.clock.doubt("tree")
         is_same = plan == self._plan
         self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if is_same else PLAN_EVERY
         self._plan, self._num_observed = plan, 0

@@ -18,6 +18,11 @@ SETTLED = 2  # steps of a kind before one that counts: what another kind left in
 LOOK_EVERY, LOOK_SOON = 96, 12  # steps with drafts between looks at plain ones; until there are enough of these
 
 
+def together(forward_seconds: float, beside: float) -> float:
+    """What a step takes: half its forward at least, however much sooner than expected such steps were done."""
+    return max(forward_seconds + beside, forward_seconds / 2)
+
+
 class StepClock:
     """From the planning of one step to that of the next."""
 
@@ -37,8 +42,10 @@ class StepClock:
         return self._num_drafted >= (LOOK_EVERY if is_known else LOOK_SOON)
 
     def beside(self, kind: StepKind, otherwise: float) -> float:
-        """Seconds of a step beside what was expected, 0 or more; `otherwise` before enough of the kind have passed."""
-        return max(0.0, statistics.median(self._beside[kind])) if self._is_known(kind) else otherwise
+        """Seconds of a step beside what was expected, less than 0 where it is sooner done; `otherwise` before enough
+        of the kind have passed.
+        """
+        return statistics.median(self._beside[kind]) if self._is_known(kind) else otherwise
 
     @property
     def drafting_seconds(self) -> float:
@@ -67,6 +74,14 @@ class StepClock:
             kept = self._beside.setdefault(self._kind, deque(maxlen=NUM_KEPT))
             kept.append(min(time.perf_counter() - begun - expected, expected))
         self._open = None
+
+    def doubt(self, kind: StepKind) -> None:
+        """Steps of a kind do not pay: the longest that is known goes, until they are new and tried again.
+
+        Those that were known may have been a neighbour's moment, and while none is made none tells otherwise.
+        """
+        if kept := self._beside.get(kind):
+            kept.remove(max(kept))
 
     def _is_known(self, kind: StepKind) -> bool:
         return len(self._beside.get(kind, ())) >= FEWEST

@@ -27,6 +27,7 @@ from worker.tree import DraftTree
 from worker.verification import Verification
 
 FREE_ROWS = free_rows()
+CHEAP_ROWS = StepCosts((64, 8192), 0.001 * np.array([[0.9, 0.92, 0.95, 1.0, 1.05, 1.1]] * 2))
 DEAR_ROWS = StepCosts((64, 8192), np.array([[1.0, 1.05, 1.1, 1.2, 1.5, 2.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]]))
 
 
@@ -171,6 +172,21 @@ def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None
         drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
         sizes.append(len(tree))
     assert 0 not in sizes[-LOOK_EVERY:]
+
+
+def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned of trees that are not made: what a neighbour did to the first ones held for ever."""
+    now, slowness, sizes = [0.0], 3.0, []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: CHEAP_ROWS)
+    for step in range(1000):
+        [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        sizes.append(len(tree))
+        now[0] += 0.001 * (slowness if len(tree) and step < 60 else 1.0)
+        path = list(range(len(tree)))[:1]
+        drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
+    assert sum(size > 0 for size in sizes[60:120]) < 15  # looks alone
+    assert sum(size > 0 for size in sizes[-100:]) > 80
 
 
 def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> None:

@@ -6,7 +6,16 @@ import time
 
 import pytest
 
-from worker.drafters.step_clock import FEWEST, LOOK_EVERY, LOOK_SOON, SETTLED, StepClock, StepKind
+from worker.drafters.step_clock import (
+    FEWEST,
+    LOOK_EVERY,
+    LOOK_SOON,
+    NUM_KEPT,
+    SETTLED,
+    StepClock,
+    StepKind,
+    together,
+)
 
 
 @pytest.fixture
@@ -36,6 +45,30 @@ def test_what_drafting_adds_is_what_steps_with_drafts_take_longer(
     assert clock.beside("chain", 7.0) == 7.0
     steps(monkeypatch, clock, [1.9] * 20, "plain")
     assert clock.drafting_seconds == 0.0  # and never less
+
+
+def test_steps_that_are_sooner_done_than_expected_say_so_too(
+    monkeypatch: pytest.MonkeyPatch, clock: StepClock
+) -> None:
+    """The machine was busy when costs were measured: drafts promise what they bring beside plain steps as they are."""
+    steps(monkeypatch, clock, [0.7] * (SETTLED + FEWEST), "plain")
+    steps(monkeypatch, clock, [1.2] * (SETTLED + FEWEST), "tree")
+    assert clock.beside("plain", 7.0) == pytest.approx(-0.3)
+    assert clock.drafting_seconds == pytest.approx(0.5)
+    assert together(1.0, -0.3) == pytest.approx(0.7)
+    assert together(0.1, -0.3) == 0.05  # of shorter texts; a step never takes nothing
+
+
+def test_what_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
+    clock.doubt("tree")  # of which nothing is known
+    steps(monkeypatch, clock, [1.0] * (SETTLED + FEWEST), "plain")
+    steps(monkeypatch, clock, [1.2] * (SETTLED + 1) + [1.9] * NUM_KEPT, "tree")
+    seen = []
+    while clock.drafting_seconds:
+        seen.append(clock.drafting_seconds)
+        clock.doubt("tree")
+    assert len(seen) == NUM_KEPT - FEWEST + 1
+    assert seen == sorted(seen, reverse=True)
 
 
 def test_the_first_steps_of_a_kind_are_not_counted(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from worker.caches.scan.cache import MOST_ENTRIES
 from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK
 from worker.drafters.budget import NODE_CHOICES
+from worker.drafters.step_clock import together
 from worker.drafters.two_level.chain import RoundPlan
 from worker.drafters.two_level.chain_tree import ChainTree
 from worker.drafters.two_level.plan import Planner
@@ -118,7 +119,7 @@ class RoundsPlanner(Planner):
             for chain_length, seconds in zip(CHAIN_LENGTHS, verifying, strict=True):
                 drafting = max(1.0, chain_length / drawn) * round_seconds
                 tokens = len(lengths) * self._tokens(chain_length)
-                plans.append(Rounds(num_nodes, chain_length, tokens / (drafting + seconds + overhead)))
+                plans.append(Rounds(num_nodes, chain_length, tokens / (drafting + together(seconds, overhead))))
         return max(plans, key=lambda plan: plan.rate)
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:

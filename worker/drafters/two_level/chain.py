@@ -47,12 +47,15 @@ class Chain:
         plan: RoundPlan,
         max_nodes: int,
         max_depth: int,
+        keeps_logits: bool = False,
     ) -> None:
+        """`keeps_logits`: of the row that the newest token was drawn from."""
         self.sequence = sequence.fork()
         self.sampler = sampler.fork(self.sequence)
         self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one
-        self.logits: torch.Tensor | None = None  # [vocab] that the newest token was drawn from, under its penalty
+        self.logits: torch.Tensor | None = None  # [vocab], under its penalty, that the newest token was drawn from
         self.plan = plan
+        self._keeps_logits = keeps_logits
         self._cache = cache
         self._num_committed = len(sequence)
         self._max_nodes = max_nodes
@@ -105,7 +108,8 @@ class Chain:
         self._cache.keep(walk.path)
         self.hidden = outputs.hidden[last_row]
         self.sequence.extend(walk.drawn[:-1])
-        self.logits = penalised(self.sampler, outputs.logits[last_row])
+        if self._keeps_logits:  # a penalty takes as long as the draw itself
+            self.logits = penalised(self.sampler, outputs.logits[last_row])
         self.sequence.extend(walk.drawn[-1:])
         if walk.failed_row is not None:  # nothing can be drawn behind the newest token
             self._max_depth = self.num_tokens

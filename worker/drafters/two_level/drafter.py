@@ -130,7 +130,16 @@ class TwoLevelDrafter(Drafter):
         if self.needs_hidden and tracked.hidden is None and tracked.cache.length > 0:
             tracked.hidden = self._last_hidden(sequence, tracked.cache)
         max_nodes = min(request.max_nodes, self._planner.max_nodes)
-        return Chain(sequence, tracked.sampler, tracked.partial, tracked.hidden, plan, max_nodes, request.max_depth)
+        return Chain(
+            sequence,
+            tracked.sampler,
+            tracked.partial,
+            tracked.hidden,
+            plan,
+            max_nodes,
+            request.max_depth,
+            keeps_logits=self._num_alternatives > 1,
+        )
 
     def _new_partial(self, sequence: Sequence) -> PartialCache | None:
         budget = min(self._budget, sequence.max_length)
