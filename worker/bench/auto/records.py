@@ -39,10 +39,10 @@ def render(records: Items[AutoRecord]) -> Table:
         "T",
         "jobs",
         "plain\ntokens/s",
-        "auto\n/ plain",
+        "auto\nto\nplain",
         "best other",
-        "its\n/ plain",
-        "auto\n/ best",
+        "its\nto\nplain",
+        "auto\nto\nbest",
     )
     table = new_table("", (), headers)
     table.add_column("same\ntokens")

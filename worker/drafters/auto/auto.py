@@ -28,7 +28,7 @@ from worker.tree import DraftTree
 from worker.verification import Verification
 
 NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
-ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 32  # steps: to plan takes a fifth of a short step
+ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 64  # steps: to plan takes a fifth of a short step
 FIRST_PLAN = 4  # steps to the second one for new sequences: of these nothing is known at first
 CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
