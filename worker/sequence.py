@@ -62,6 +62,10 @@ class Sequence:
         """Prompt and output so far, a view `[length] int64`."""
         return self._buffer[: self._length]
 
+    def ahead(self, num_tokens: int) -> np.ndarray:
+        """Where the next tokens go, a view `[num_tokens] int64` behind `token_ids`; they count once it is extended."""
+        return self._buffer[self._length : self._length + num_tokens]
+
     @property
     def output_ids(self) -> np.ndarray:
         """Committed output tokens, a view `[num_generated] int64`."""

@@ -93,6 +93,10 @@ class PartialCache(ABC):
         """Keep the chain's newest token and the nodes `path` below it, forget its other nodes."""
         self._num_drawn = self.entries.keep_path(self.num_entries, path) - self._num_sequence_entries
 
+    def keep_drawn(self, num_rows: int) -> None:
+        """Keep rows that were written one behind the other: the chain's newest token and those drawn behind it."""
+        self._num_drawn += num_rows
+
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
         """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
         return full.stored(layer)[0][:, positions].to(self.shape.device)

@@ -63,8 +63,8 @@ class NativeLayers:
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
         counts = {name: getattr(sizes, name) for name in CDecoderSizes.COUNTS}
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], epsilon=sizes.epsilon, scale=sizes.scale, **counts)
-        self._handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
-        weakref.finalize(self, team.retire, self._library.decoder_free, self._handle)
+        self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
+        weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         for number, layer in enumerate(layers):
             self._load_layer(number, layer)
 
@@ -86,30 +86,47 @@ class NativeLayers:
         """
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
             raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
-        table = RowTable.of(
-            self._library, groups, [self._place(group.cache, layers) for group in groups], self.sizes.vocab
-        )
+        table = self.table(groups, layers)
         shape = (table.num_rows, self.sizes.hidden)
         if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
         self._check_queries(queries, len(layers), table.num_rows)
         with self.team.lock:
-            call = CForwardCall(
-                token_ids=table.token_ids.ctypes.data if embeds else None,
-                positions=table.positions.ctypes.data,
-                angles=self._angles.address(int(table.positions.max())),
-                groups=ctypes.addressof(table.groups),
-                num_rows=table.num_rows,
-                num_groups=table.num_groups,
-                first_layer=layers.start,
-                end_layer=layers.stop,
-                state=state.data_ptr(),
-                hidden=None if hidden is None else hidden.data_ptr(),
-                logits=None if logits is None else logits.data_ptr(),
-                queries=None if queries is None else queries.data_ptr(),
-            )
-            self._library.decoder_forward(self._handle, self.team.handle, ctypes.byref(call))
+            call = self.call(table, layers, int(table.positions.max()), state, embeds, hidden, logits, queries)
+            self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
             self.team.hold(list(groups))
+
+    def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
+        """The rows of a call over some layers of their caches. Raises ValueError for what would reach beyond one."""
+        places = [self._place(group.cache, layers) for group in groups]
+        return RowTable.of(self._library, groups, places, self.sizes.vocab)
+
+    def call(
+        self,
+        table: RowTable,
+        layers: range,
+        last_position: int,
+        state: Tensor,
+        embeds: bool,
+        hidden: Tensor | None,
+        logits: Tensor | None,
+        queries: Tensor | None = None,
+    ) -> CForwardCall:
+        """As C takes it, for positions up to the last one; under the team's lock until the call is over."""
+        return CForwardCall(
+            token_ids=table.token_ids.ctypes.data if embeds else None,
+            positions=table.positions.ctypes.data,
+            angles=self._angles.address(last_position),
+            groups=ctypes.addressof(table.groups),
+            num_rows=table.num_rows,
+            num_groups=table.num_groups,
+            first_layer=layers.start,
+            end_layer=layers.stop,
+            state=state.data_ptr(),
+            hidden=None if hidden is None else hidden.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
+            queries=None if queries is None else queries.data_ptr(),
+        )
 
     def _check_queries(self, queries: Tensor | None, num_layers: int, num_rows: int) -> None:
         shape = (num_layers, num_rows, self.sizes.num_heads, self.sizes.head_dim)
@@ -137,7 +154,7 @@ class NativeLayers:
     def _load(self, layer: int, role: int, weight: Tensor, bias: Tensor | None = None) -> None:
         weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
         self._library.decoder_load(
-            self._handle, layer, role, weight.data_ptr(), None if bias is None else bias.data_ptr()
+            self.handle, layer, role, weight.data_ptr(), None if bias is None else bias.data_ptr()
         )
 
 

@@ -74,7 +74,7 @@ class NativeDecoder(NativeLayers):
         logits = torch.empty(len(hidden), self.sizes.vocab)
         with self.team.lock:
             self._library.decoder_head(
-                self._handle,
+                self.handle,
                 self.team.handle,
                 len(hidden),
                 hidden.data_ptr(),

@@ -90,7 +90,9 @@ class NativeSampler:
                 f"{num_counted} that its sampler has seen"
             )
 
-    def _walk(self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None) -> tuple[CTreeWalk, np.ndarray]:
+    def walk_call(
+        self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None
+    ) -> tuple[CTreeWalk, np.ndarray]:
         """One tree for C, and the memory that it points into: nodes, parents, drawn tokens, path, one row each."""
         self._check_grown()
         num_nodes, token_ids = len(tree), self.sequence.token_ids
@@ -127,7 +129,7 @@ def walk(
     if any(sampler.sequence.vocab_size != vocab_size for sampler in samplers):
         raise ValueError(f"sequences have different vocabularies; expected {vocab_size} tokens in all")
     given = zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
-    made = [sampler._walk(tree, rows, words) for sampler, tree, rows, words in given]
+    made = [sampler.walk_call(tree, rows, words) for sampler, tree, rows, words in given]
     walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
     kernels().sampling_walk(walks, len(made), vocab_size, scratch(vocab_size))
     return [_outcome(walk, room) for walk, (_, room) in zip(walks, made, strict=True)]
@@ -143,7 +145,7 @@ def logprobs(
     mask: np.ndarray | None = None,
 ) -> TokenLogprobs:
     """Those of the tokens that a walk has drawn from these rows; before they come to the sampler's sequence."""
-    call, room = sampler._walk(tree, logits, mask)
+    call, room = sampler.walk_call(tree, logits, mask)
     call.num_drawn = len(walked.drawn)
     room[2, : len(walked.drawn)], room[3, : len(walked.path)] = walked.drawn, walked.path
     found, vocab_size = TokenLogprobs.empty(len(walked.drawn), num_top), sampler.sequence.vocab_size

@@ -40,6 +40,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
+    "draw_chains": (INT, [POINTER, POINTER, POINTER, POINTER]),
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
     "scan_take_in": (None, [POINTER, POINTER, POINTER, INT, INT]),
     "griffin_new": (POINTER, [POINTER]),

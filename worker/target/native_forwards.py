@@ -8,7 +8,9 @@ from worker.caches.entries import Entries, NewEntries
 from worker.caches.full import CacheShape, FullKVCache
 from worker.caches.partial import PartialCacheFactory
 from worker.drawing import Drawing, create_drawing
+from worker.kernels.chains import Drawn, draw_chains
 from worker.kernels.native import NativeDecoder
+from worker.kernels.sampling import NativeSampler
 from worker.kernels.variants import numerics_of
 from worker.kernels.weights import DecoderWeights
 from worker.target.forwards import MOST_READ
@@ -53,6 +55,10 @@ class NativeForwards:
         assert hidden is not None
         assert logits is not None
         return hidden, logits
+
+    def draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:
+        """As `worker.kernels.chains` has it: what as many calls of `check` and draws give, nearly."""
+        return draw_chains(self._decoder, groups, samplers, num_rounds)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
         return Entries

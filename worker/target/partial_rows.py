@@ -55,6 +55,12 @@ def partial_rows(cache: PartialCache, token_id: int, position: int, tree: DraftT
     return PartialRows(cache, token_ids, positions, first_entry, boundary, entries, lengths, biases, scanned)
 
 
+def row_ahead(cache: PartialCache, token_id: int, position: int) -> PartialRows:
+    """The row of a token alone; in its tail, not seen yet, the entries of those that are to be drawn behind it."""
+    row = partial_rows(cache, token_id, position, DraftTree())
+    return replace(row, tail_entries=row.first_entry + np.arange(BLOCK)[None])
+
+
 def _biases(cache: PartialCache, boundary: int) -> np.ndarray | None:
     if cache.bias is None and cache.num_entries == boundary:
         return None

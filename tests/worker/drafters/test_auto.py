@@ -97,8 +97,22 @@ def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: 
     assert [each.output_ids.tolist() for each in together] == [each.output_ids.tolist() for each in alone]
 
 
-def test_a_resumed_job_drafts_the_same_chain(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(3, 9, rate=1e9))  # plans follow measured times
+def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(0, 9, rate=1e9))
+    made = [[new_sequence(target, "T=1, min-p 0.1, penalty", n, 60, f"{n}") for n in (1400, 2500)] for _ in "ab"]
+    run(Engine(target, create_drafter("autoregressive", target, free_rows)), *made[0])
+    drafter = drafter_with(target, rounds_always_pay())
+    monkeypatch.setattr(target, "check", None)
+    run(Engine(target, drafter), *made[1])
+    assert drafter.counters.num_rounds > 60
+    assert [each.output_ids.tolist() for each in made[1]] == [each.output_ids.tolist() for each in made[0]]
+
+
+@pytest.mark.parametrize("num_nodes", [0, 3])
+def test_a_resumed_job_drafts_the_same_chain(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+) -> None:
+    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(num_nodes, 9, rate=1e9))  # plans follow measured times
     undisturbed, resumed = (drafter_with(target, rounds_always_pay()) for _ in range(2))
     sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
     engine = Engine(target, undisturbed)

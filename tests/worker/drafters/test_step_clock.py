@@ -47,9 +47,7 @@ def test_what_drafting_adds_is_what_steps_with_drafts_take_longer(
     assert clock.drafting_seconds == 0.0  # and never less
 
 
-def test_steps_that_are_sooner_done_than_expected_say_so_too(
-    monkeypatch: pytest.MonkeyPatch, clock: StepClock
-) -> None:
+def test_steps_that_are_sooner_done_than_expected_say_so_too(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
     """The machine was busy when costs were measured: drafts promise what they bring beside plain steps as they are."""
     steps(monkeypatch, clock, [0.7] * (SETTLED + FEWEST), "plain")
     steps(monkeypatch, clock, [1.2] * (SETTLED + FEWEST), "tree")

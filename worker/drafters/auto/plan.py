@@ -44,12 +44,13 @@ class RoundCosts:
     scan_share: float  # of the seconds that a row takes for all keys: what it takes to scan them
     row_share: float  # of a row's scan: what the next row of the same sequence takes
     seconds: float  # of a round beside its forward
+    tree_seconds: float  # of one that checks trees, beside that
     row_seconds: float  # of each row of a sequence beside the first: it looks for the best keys by itself
     taking_in_rows: float  # rows that take as long, behind a text, as to make it ready to be scanned
 
 
 ON_A_CPU = RoundCosts(  # measured
-    scan_share=0.08, row_share=0.33, seconds=0.0002, row_seconds=0.0002, taking_in_rows=10
+    scan_share=0.08, row_share=0.33, seconds=0.00002, tree_seconds=0.0003, row_seconds=0.0002, taking_in_rows=10
 )
 
 
@@ -61,7 +62,9 @@ def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
     cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
     scanned = head_dim / 4 + cloud_bytes / (CLOUD_CHUNKS * SCAN_CHUNK)
     share = scanned / (2 * head_dim * item_size)
-    return RoundCosts(share, row_share=0.0, seconds=HOST_SECONDS, row_seconds=0.0, taking_in_rows=LAUNCHES_IN_ROWS)
+    return RoundCosts(
+        share, row_share=0.0, seconds=HOST_SECONDS, tree_seconds=0.0, row_seconds=0.0, taking_in_rows=LAUNCHES_IN_ROWS
+    )
 
 
 def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
@@ -193,4 +196,5 @@ class RoundsPlanner(Planner):
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
         beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number
+        beside += self._rounds.tree_seconds if num_nodes else 0.0
         return beside + exact + share * texts.beyond

@@ -8,8 +8,9 @@ import torch
 
 from worker.caches.partial import PartialCache
 from worker.drawing import Sampler, penalised
+from worker.kernels.chains import Drawn
 from worker.sequence import Sequence
-from worker.target.partial_rows import PartialRows, partial_rows
+from worker.target.partial_rows import PartialRows, partial_rows, row_ahead
 from worker.target.target import RowOutputs
 from worker.tree import DraftTree
 from worker.verification import Walk
@@ -88,13 +89,37 @@ class Chain:
 
     @property
     def wants_round(self) -> bool:
-        length = min(self.plan.chain_length, self._max_depth)
-        return self.num_tokens < length and len(self.rounds) < self.plan.num_rounds
+        return self._num_rounds_left > 0
+
+    @property
+    def num_bare_rounds(self) -> int:
+        """How many rounds are to come, where none of them checks a tree."""
+        return 0 if self.plan.num_round_nodes else self._num_rounds_left
 
     @property
     def num_round_nodes(self) -> int:
         """How many nodes the next round may check."""
         return 0 if self.plan.is_first_bare and not self.rounds else self.plan.num_round_nodes
+
+    @property
+    def _num_rounds_left(self) -> int:
+        """Of those that draw one token each."""
+        length = min(self.plan.chain_length, self._max_depth)
+        return min(length - self.num_tokens, self.plan.num_rounds - len(self.rounds))
+
+    def row_ahead(self) -> PartialRows:
+        """The row of the newest token, in front of those that are drawn behind it."""
+        assert self._cache is not None
+        return row_ahead(self._cache, self.newest, len(self.sequence) - 1)
+
+    def extend(self, drawn: Drawn, seconds: float) -> None:
+        """Keep what was drawn in rounds without trees, of so many seconds each."""
+        assert self._cache is not None
+        self._cache.keep_drawn(len(drawn.token_ids))
+        self.sequence.extend(drawn.token_ids)
+        self.rounds += [Round(0, [], seconds)] * len(drawn.token_ids)
+        if drawn.has_failed:
+            self._max_depth = self.num_tokens
 
     def rows(self, tree: DraftTree) -> PartialRows:
         """Rows that check a tree below the newest token."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ from worker.drafters.two_level.chain import Chain, Round
 from worker.drafters.two_level.chain_tree import ChainTree, assemble
 from worker.drafters.two_level.plan import Planner
 from worker.drafters.two_level.proposer import Proposer
-from worker.drawing import Sampler
+from worker.drawing import Drawing, NativeDrawing, Sampler
+from worker.kernels.sampling import NativeSampler
 from worker.sequence import Sequence
+from worker.target.native_forwards import NativeForwards
 from worker.target.target import TargetModel
 from worker.target.tiles import tree_rows
 from worker.tree import DraftTree
@@ -65,6 +68,9 @@ class TwoLevelDrafter(Drafter):
         self._new_cache, self._budget = new_cache, budget
         self._new_entries = target.forwards.room_for(new_cache, budget)
         self._num_alternatives = num_alternatives
+        self._native = _native_forwards(target, self._drawing)
+        if num_alternatives > 1 or self.needs_hidden:  # which are those of a round's rows
+            self._native = None
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -75,7 +81,11 @@ class TwoLevelDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         chains = [self._open(request, len(requests)) for request in requests]
         while active := [chain for chain in chains if chain.wants_round]:
-            self._round(active)
+            num_bare = min(chain.num_bare_rounds for chain in active)
+            if self._native is not None and num_bare > 1:
+                self._draw(self._native, active, num_bare)
+            else:
+                self._round(active)
         return self._close(chains)
 
     def learn(self, rows: ReadRows) -> None:
@@ -148,6 +158,16 @@ class TwoLevelDrafter(Drafter):
         except KVRoomError:  # a draft less is no reason to refuse a job
             return None
 
+    def _draw(self, forwards: NativeForwards, chains: list[Chain], num_rounds: int) -> None:
+        """So many rounds without trees at once."""
+        started = time.perf_counter()
+        with timed(self.counters.seconds, "check"):
+            rows, samplers = [chain.row_ahead() for chain in chains], [chain.sampler for chain in chains]
+            drawn = forwards.draw_chains(rows, cast("list[NativeSampler]", samplers), num_rounds)
+        seconds = (time.perf_counter() - started) / (len(chains) * num_rounds)
+        for chain, tokens in zip(chains, drawn, strict=True):
+            chain.extend(tokens, seconds)
+
     def _round(self, chains: list[Chain]) -> None:
         """Propose below every chain's newest token and let the target with the partial caches draw there."""
         started = time.perf_counter()
@@ -190,3 +210,9 @@ class TwoLevelDrafter(Drafter):
         cache = self._tracked[sequence.sequence_id].cache
         with cache.replayed(position) as before:
             return self._target.queries(before, int(sequence.token_ids[position]))
+
+
+def _native_forwards(target: TargetModel, drawing: Drawing) -> NativeForwards | None:
+    """Those that draw chains in one call, where draws are in C as well."""
+    forwards = target.forwards
+    return forwards if isinstance(forwards, NativeForwards) and isinstance(drawing, NativeDrawing) else None

@@ -1,0 +1,26 @@
+// Chains that a target draws behind partial caches, round by round, without a return to Python in between.
+#include "chain.h"
+
+// Append what a sequence has drawn: its next row. A late helper may still read these numbers, and nobody looks at what
+// it makes of them. False where nothing was drawn.
+static bool append_drawn(const chain_call *call, int number) {
+    tree_walk *walk = call->walks + number;
+    if (walk->failed_row >= 0) return false;
+    int64_t token_id = walk->drawn[0];
+    call->texts[number][walk->length++] = token_id;
+    call->token_ids[number] = (int32_t)token_id;
+    call->positions[number]++;
+    call->tail_lengths[number]++;
+    call->groups[number].first_slot++;
+    return true;
+}
+
+int32_t draw_chains(decoder *decoder, team *team, const chain_call *call, void *scratch) {
+    int32_t num_rounds = 0, num_sequences = call->forward.num_groups;
+    for (bool goes_on = true; goes_on && num_rounds < call->num_rounds; num_rounds++) {
+        decoder_forward(decoder, team, &call->forward);
+        sampling_walk(call->walks, num_sequences, call->vocab, scratch);
+        for (int i = 0; i < num_sequences; i++) goes_on &= append_drawn(call, i);
+    }
+    return num_rounds;
+}
