@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import transformers
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from jobs.frozen import Frozen
 from jobs.run.dtypes import Device, Dtype
@@ -32,6 +32,16 @@ def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
 Positions = Annotated[tuple[int, ...], AfterValidator(_ascending)]
 
 
+def _some(temperatures: tuple[float, ...]) -> tuple[float, ...]:
+    if not temperatures:
+        raise ValueError("got none; expected at least one temperature")
+    return temperatures
+
+
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+Temperatures = Annotated[tuple[Temperature, ...], AfterValidator(_some)]
+
+
 class BenchOptions(Frozen):
     """A model, what it computes in and on, and the file for the figures."""
 
@@ -42,6 +52,13 @@ class BenchOptions(Frozen):
     device: Device = Computation.device
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
+
+    @field_validator("json_path", "plot_path", check_fields=False)
+    @classmethod
+    def _in_a_folder(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.parent.is_dir():  # else it would be found out when all is measured
+            raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
+        return path
 
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
         """The model, computing as was asked for; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError.

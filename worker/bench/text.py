@@ -36,7 +36,9 @@ def read_text(path: Path) -> str:
     """A plain UTF-8 file, or the `text` fields of a `.jsonl` file one after the other. Raises BenchError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BenchError(f"text {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise BenchError(f"text {path}: cannot be read as UTF-8: {error}") from error
     if path.suffix != ".jsonl":
         return text

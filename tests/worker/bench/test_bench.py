@@ -130,6 +130,8 @@ def test_a_bad_text_line_is_named(tmp_path: Path, line: str, number: int) -> Non
 def test_a_missing_text_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"none\.txt: cannot be read"):
         read_text(tmp_path / "none.txt")
+    with pytest.raises(BenchError, match="cannot be read: Is a directory"):
+        read_text(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:
         ({"slot_counts": ()}, "got none; expected numbers from 1 to 32"),
         ({"slot_counts": (0,)}, "expected numbers from 1 to 32"),
         ({"temperatures": (-1.0,)}, "temperatures"),
+        ({"temperatures": ()}, "at least one temperature"),
+        ({"json_path": Path("nowhere/auto.json")}, "there is none at nowhere"),
         ({"positions": ()}, "at least one position"),
         ({"num_tokens": 4}, "num_tokens"),
     ],
@@ -91,8 +93,9 @@ def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:
 def test_a_grid_that_can_not_be_is_refused(
     tiny_model: Path, text: Path, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ValidationError, match=message) as refusal:
         make_options(tiny_model, text, **changes)
+    assert refusal.value.error_count() == 1  # and nothing else is wrong
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_model: Path, text: Path) -> None:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from jobs.sampling import SamplingParams
 from worker.bench.caches.catalogue import PARTIAL_CACHES
 from worker.bench.decode.decode import read_tokens
 from worker.bench.engine import BenchError
-from worker.bench.options import BenchOptions, Positions, check_length
+from worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from worker.bench.text import text_tokens
 from worker.caches.full import FullKVCache
 from worker.caches.partial import PartialCache
@@ -35,8 +34,6 @@ from worker.tree import DraftTree
 
 CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
-
 
 class AgreementOptions(BenchOptions):
     """What is to be measured: `num_tokens` behind each of `positions`, at each temperature, with each of `caches`."""
@@ -44,7 +41,7 @@ class AgreementOptions(BenchOptions):
     caches: tuple[str, ...]  # name, or name:budget
     positions: Positions
     num_tokens: int = Field(ge=1)
-    temperatures: tuple[Temperature, ...] = Field(min_length=1)
+    temperatures: Temperatures
     min_p: float = Field(ge=0.0, le=1.0)
     text: Path
     seed: int = Field(ge=0)

@@ -20,7 +20,7 @@ from worker.bench.decode.decode import (
     read_tokens,
     warm_drafters,
 )
-from worker.bench.options import BenchOptions, Positions, check_length
+from worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from worker.bench.text import text_tokens
 from worker.bench.variants import bench_slots, create_bench_drafter
 from worker.caches.full import FullKVCache
@@ -42,7 +42,6 @@ def _counts(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Counts = Annotated[tuple[int, ...], AfterValidator(_counts)]
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
 
 
 class AutoBenchOptions(BenchOptions):
@@ -51,7 +50,7 @@ class AutoBenchOptions(BenchOptions):
     engines: tuple[str, ...]  # that are compared beside those two
     positions: Positions
     slot_counts: Counts  # sequences of a step
-    temperatures: tuple[Temperature, ...] = Field(min_length=1)
+    temperatures: Temperatures
     num_tokens: int = Field(ge=NUM_ROUNDS)  # of each sequence
     min_p: float = Field(ge=0.0, le=1.0)
     seed: int = Field(ge=0)
