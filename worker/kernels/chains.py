@@ -51,28 +51,37 @@ def draw_chains(
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
         raise ValueError(f"found {num_rounds} rounds, expected from 1 to {MOST_ROUNDS}, and to {room} tokens left")
-    sizes = decoder.sizes
-    layers = range(sizes.num_layers)
-    table = decoder.table(groups, layers)
+    table = decoder.table(groups, range(decoder.sizes.num_layers))
     if table.num_rows != len(samplers) or table.num_groups != len(samplers):
         raise ValueError(f"found {table.num_rows} rows of {table.num_groups} groups for {len(samplers)} sequences")
     _check_room(table, groups, num_rounds)
+    walks = _run(decoder, table, groups, samplers, num_rounds)
+    return [_drawn(sampler, walk) for sampler, walk in zip(samplers, walks, strict=True)]
+
+
+def _run(
+    decoder: NativeDecoder,
+    table: RowTable,
+    groups: Many[PartialRows],
+    samplers: Many[NativeSampler],
+    num_rounds: int,
+) -> Many[CTreeWalk]:
+    """The call: each sequence's newest walk, whose length says how many tokens it has then."""
+    sizes = decoder.sizes
     state = torch.empty(table.num_rows, sizes.hidden)
     hidden = torch.empty(table.num_rows, sizes.hidden, dtype=sizes.dtype)
     logits = torch.empty(table.num_rows, sizes.vocab)
     made = [sampler.walk_call(DraftTree(), row[None]) for sampler, row in zip(samplers, logits, strict=True)]
     walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
     texts = (ctypes.c_void_p * len(made))(*(address_of(sampler.sequence.token_ids) for sampler in samplers))
-    slots, tail_lengths, *_ = table.arrays
-    assert slots is not None
     last_position = int(table.positions.max()) + num_rounds
     with decoder.team.lock:
         call = CChainCall(
-            forward=decoder.call(table, layers, last_position, state, True, hidden, logits),
+            forward=decoder.call(table, range(sizes.num_layers), last_position, state, True, hidden, logits),
             groups=ctypes.addressof(table.groups),
             token_ids=address_of(table.token_ids),
             positions=address_of(table.positions),
-            tail_lengths=address_of(tail_lengths),
+            tail_lengths=address_of(table.arrays[1]),
             walks=ctypes.addressof(walks),
             texts=ctypes.addressof(texts),
             num_rounds=num_rounds,
@@ -80,7 +89,7 @@ def draw_chains(
         )
         decoder.team.library.draw_chains(decoder.handle, decoder.team.handle, ctypes.byref(call), scratch(sizes.vocab))
         decoder.team.hold([list(groups), table, state, hidden, logits])
-    return [_drawn(sampler, walk) for sampler, walk in zip(samplers, walks, strict=True)]
+    return list(walks)
 
 
 def _check_room(table: RowTable, groups: Many[PartialRows], num_rounds: int) -> None:

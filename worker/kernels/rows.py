@@ -91,7 +91,7 @@ class RowTable:
     num_rows: int
     token_ids: NDArray[np.int32]  # [num_rows]
     positions: NDArray[np.int32]  # [num_rows]
-    arrays: tuple[NDArray[Any] | None, ...]  # that `groups` points into
+    arrays: tuple[NDArray[Any] | None, ...]  # that `groups` points into: tail slots, tail lengths, then biases
 
     @classmethod
     def of(cls, library: ctypes.CDLL, groups: Sequence[Rows], places: Sequence[CachePlace], vocab: int) -> RowTable:

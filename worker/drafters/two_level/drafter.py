@@ -68,9 +68,8 @@ class TwoLevelDrafter(Drafter):
         self._new_cache, self._budget = new_cache, budget
         self._new_entries = target.forwards.room_for(new_cache, budget)
         self._num_alternatives = num_alternatives
-        self._native = _native_forwards(target, self._drawing)
-        if num_alternatives > 1 or self.needs_hidden:  # which are those of a round's rows
-            self._native = None
+        reads_rounds = num_alternatives > 1 or self.needs_hidden  # logits or hidden states of their rows
+        self._native = None if reads_rounds else _native_forwards(target, self._drawing)
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -82,7 +81,7 @@ class TwoLevelDrafter(Drafter):
         chains = [self._open(request, len(requests)) for request in requests]
         while active := [chain for chain in chains if chain.wants_round]:
             num_bare = min(chain.num_bare_rounds for chain in active)
-            if self._native is not None and num_bare > 1:
+            if self._native is not None and num_bare:
                 self._draw(self._native, active, num_bare)
             else:
                 self._round(active)
