@@ -34,6 +34,7 @@ class RunManifest(Frozen):
     model: str
     model_fingerprint: str
     text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
+    model_files: dict[str, str] | None = None  # the SHA-256 of each of its files, by its place; None in older runs
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device

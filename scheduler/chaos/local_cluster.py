@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.processes import environment_of_code
 from scheduler.chaos.options import ChaosError
 from scheduler.cluster.cluster import OBJECT_STORE_BYTES
 from scheduler.cluster.embedded_ray import kill_sessions
@@ -149,7 +150,7 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS) -> Iterator[Loc
 
 
 def cluster_environment() -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {name: value for name, value in environment_of_code().items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return environment | FAST_HEALTH_CHECKS | secret | settings

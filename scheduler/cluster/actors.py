@@ -1,15 +1,12 @@
-"""The Ray actor around one worker's session."""
+"""A worker's session, as its process has it: started, then told what to do."""
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worker.config import EngineConfig
@@ -53,12 +50,10 @@ class WorkerActor:
         self._spec = spec
 
     def start(self) -> WorkerInfo:
-        """Load the model. A method of its own, so that its error arrives as the error it is."""
+        """Load the model."""
         import ray
 
         spec = self._spec
-        if spec.log_folder is not None:
-            write_output_to(Path(spec.log_folder) / f"{self._worker_id}.log")
         module, _, name = spec.session_factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
         self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
@@ -74,13 +69,3 @@ class WorkerActor:
     def drain(self, seconds: float) -> WorkReport:
         """Write what is unwritten, token logs first, in at most `seconds`, and hand every job back."""
         return self._session.drain(seconds)
-
-
-def write_output_to(path: Path) -> None:
-    """Send this process's stdout and stderr, and a crash's stack, to a file: Ray's own log folder is hard to find."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    faulthandler.enable(file=2)
-    print(f"worker process {os.getpid()} starts", file=sys.stderr, flush=True)

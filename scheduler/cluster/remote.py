@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from jobs.storage.store import StoreError
-from scheduler.cluster.actors import WorkerActor, WorkerInfo, WorkerSpec
-from worker.model.files import ModelError
+from scheduler.cluster import bootstrap
+from scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from scheduler.cluster.bootstrap import Code, OtherCodeError
+from worker.model.files import ModelError, OtherModelError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayError
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from worker.session.work import WorkReport
 
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
+OTHER_MODEL = "other_model"  # the worker's model is not the run's
+OTHER_CODE = "other_code"  # the worker's code is not the driver's
 
 # Handles and references stay `Any`: Ray's types know those of decorated classes only.
 
@@ -27,11 +32,13 @@ class WorkerLostError(RuntimeError):
         super().__init__(message)
 
 
-def create_actor(worker_id: str, spec: WorkerSpec, *, num_cpus: int, num_gpus: int) -> Any:
+def create_actor(worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int, num_gpus: int) -> Any:
     """Start a worker's process somewhere on the cluster and return its handle at once."""
     options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
     # No restarts by Ray: a restarted actor would come back without its session and its jobs.
-    return _actor_class().options(max_restarts=0, **options).remote(worker_id, spec)
+    return (
+        _actor_class().options(max_restarts=0, **options).remote(worker_id, code, spec.log_folder, pickle.dumps(spec))
+    )
 
 
 @functools.cache
@@ -39,7 +46,8 @@ def _actor_class() -> Any:
     """Sent to the cluster's head with the first worker only: with each one, a head that hangs would hang us."""
     import ray
 
-    return ray.remote(WorkerActor)
+    ray.cloudpickle.register_pickle_by_value(bootstrap)
+    return ray.remote(bootstrap.WorkerProcess)
 
 
 def wait(calls: list[Any], seconds: float) -> list[Any]:
@@ -76,6 +84,10 @@ def _explain(error: RayError) -> tuple[str, str]:
 
     if isinstance(error, RayTaskError):
         cause = error.cause
+        if isinstance(cause, OtherCodeError):
+            return OTHER_CODE, str(cause)
+        if isinstance(cause, OtherModelError):
+            return OTHER_MODEL, str(cause)
         if isinstance(cause, ModelError):
             return "model_refused", str(cause)
         if isinstance(cause, StoreError):

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from jobs.processes import environment_of_code, module_command
 from jobs.run.run import Run, RunError, WorkerStatus
 from scheduler.demo.prompts import PROMPTS
 from scheduler.display.summary import duration
@@ -42,7 +43,9 @@ def main() -> None:
     command = ["submit", str(jobs_file), "--run", str(FOLDER), "--workers", str(NUM_WORKERS), "--slots", "2"]
     click.echo(f"$ swiftbatch {' '.join(command)}")
     started = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "scheduler.cli", *command, "--checkpoint-seconds", "2"])
+    process = subprocess.Popen(
+        module_command("scheduler.cli", *command, "--checkpoint-seconds", "2"), env=environment_of_code()
+    )
     try:
         kill = kill_a_worker_midway(process, len(PROMPTS) * NUM_TOKENS // 2)
         code = process.wait()

@@ -12,6 +12,7 @@ from jobs.errors import UserError
 from jobs.run.records import RunState
 from jobs.run.run import Run, RunError
 from jobs.storage.store import Store, StoreError
+from scheduler.cluster.remote import OTHER_CODE, OTHER_MODEL
 from scheduler.cluster.watch import ClusterLostError
 from scheduler.display.end_events import LimitReached
 from scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
@@ -108,6 +109,7 @@ class Driver:
         events = self._fleet.wait(WAIT_SECONDS, now)
         for event in events:
             self._intake.take_in(event)
+        self._refuse_others(events)
         self._refuse_endless_starts(events)
         if not events and all(worker.is_idle for worker in self._fleet.workers):
             time.sleep(WAIT_SECONDS)  # every job left waits for its next attempt
@@ -123,6 +125,16 @@ class Driver:
                 self._intake.take_in(event)
             if self._hold.is_due(now):
                 self._beat("running")
+
+    def _refuse_others(self, events: list[Event]) -> None:
+        """Raise DriverError where a worker has another model or other code: its tokens would be others.
+
+        Nobody knows which worker is next to meet them, so the others hand their jobs back first.
+        """
+        for event in events:
+            if isinstance(event, Lost) and event.reason in (OTHER_MODEL, OTHER_CODE):
+                self._drain_all("driver_stopped")
+                raise DriverError(event.message)
 
     def _refuse_endless_starts(self, events: list[Event]) -> None:
         if any(worker.info for worker in self._fleet.workers):

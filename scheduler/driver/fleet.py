@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.cluster import remote
 from scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from scheduler.cluster.bootstrap import own_code
+from scheduler.cluster.last_words import last_words
 from scheduler.driver.speed import Speed
 from scheduler.process.awake_clock import AwakeClock
 from worker.session.work import Orders, WorkReport
@@ -91,6 +93,7 @@ class Fleet:
 
     def __init__(self, spec: WorkerSpec, cluster: Cluster, timeout: float) -> None:
         self._spec = spec
+        self._code = own_code(is_sent=not cluster.is_embedded)
         self._cluster = cluster
         self._timeout = timeout
         self._clock = AwakeClock()
@@ -107,7 +110,7 @@ class Fleet:
             self._num_created += 1
             worker_id = f"w{self._num_created}"
             num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
-            actor = remote.create_actor(worker_id, self._spec, num_cpus=num_cpus, num_gpus=num_gpus)
+            actor = remote.create_actor(worker_id, self._spec, self._code, num_cpus=num_cpus, num_gpus=num_gpus)
             self.workers.append(Worker(worker_id, actor, actor.start.remote()))
 
     def num_gpus_per_worker(self) -> int:
@@ -183,8 +186,10 @@ class Fleet:
 
     def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:
         self.retire(worker)
+        message = str(error)
         if worker.info is None:
+            message += last_words(self._spec.log_folder, worker.id)
             self.num_failed_starts += 1
             delay = FIRST_RESTART_SECONDS * 2 ** (self.num_failed_starts - 1)
             self._restart_not_before = now + min(LONGEST_RESTART_SECONDS, delay)
-        return Lost(worker, error.reason, str(error))
+        return Lost(worker, error.reason, message)

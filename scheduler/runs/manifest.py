@@ -74,6 +74,7 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
         update={
             "model_fingerprint": files.fingerprint,
             "text_fingerprint": files.text_fingerprint,
+            "model_files": {**files.digests.model, **files.digests.text},
             "exactness": known_verdict(key),
         }
     )

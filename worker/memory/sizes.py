@@ -9,7 +9,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from worker.caches.room import ITEM_SIZES, bytes_per_position
-from worker.model.files import ModelFiles, read_config, weight_files
+from worker.model.digests import weight_files
+from worker.model.files import ModelFiles, read_config
 
 
 @dataclass(frozen=True)

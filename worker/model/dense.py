@@ -12,7 +12,9 @@ from safetensors import safe_open
 
 from worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
 from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
-from worker.model.files import ModelFiles, read_config, weight_files
+from worker.model.digests import weight_files
+from worker.model.files import ModelFiles, read_config
+from worker.model.tensors import read_tensors
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SWITCHED_WINDOWS = ("qwen2", "qwen3")  # whose window is not in use unless `use_sliding_window` says so
@@ -93,12 +95,13 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
         sizes, rotary = _sizes(config, dtype), _rotary(config)
     except (KeyError, TypeError, ValueError):
         return None
-    tensors = _Tensors(files, dtype, device)
-    if sizes.num_layers > len(tensors.names) or tensors.names != _names(config):
+    if sizes.num_layers > len(names := _stored_names(files)) or names != _names(config):
         return None
+    # in this order: fewer bytes pass where files are the narrower
+    tensors = read_tensors(files, lambda tensor: tensor.to(device).to(dtype))
     embedding = tensors["model.embed_tokens.weight"]
     head = embedding if config.get("tie_word_embeddings", False) else tensors["lm_head.weight"]
-    layers = [tensors.layer(f"model.layers.{number}.") for number in range(sizes.num_layers)]
+    layers = [_layer(tensors, f"model.layers.{number}.") for number in range(sizes.num_layers)]
     return DecoderWeights(sizes, embedding, layers, tensors["model.norm.weight"], Linear(head), rotary)
 
 
@@ -175,28 +178,18 @@ def _biased(config: dict[str, Any]) -> list[str]:
     return ["query", "key", "value", "output"] * bool(attention) + ["gate", "up", "down"] * bool(mlp)
 
 
-class _Tensors:
-    """The tensors of a model's files, read when asked for."""
+def _stored_names(files: ModelFiles) -> set[str]:
+    """The names of the tensors in a model's files; none where one is there twice, as nobody says which of two it is."""
+    opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.path)]
+    names = [name for file in opened for name in file.keys()]  # noqa: SIM118 (no mapping)
+    return set(names) if len(set(names)) == len(names) else set()
 
-    def __init__(self, files: ModelFiles, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.path)]
-        named = [(name, file) for file in opened for name in file.keys()]  # noqa: SIM118 (no mapping)
-        self._places = dict(named)
-        self.names = set(self._places) if len(self._places) == len(named) else set()  # nobody says which of two it is
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._places[name].get_tensor(name)
-        return tensor.to(self._device).to(self._dtype)  # in this order: fewer bytes pass where files are the narrower
-
-    def get(self, name: str) -> torch.Tensor | None:
-        return self[name] if name in self.names else None
-
-    def layer(self, prefix: str) -> LayerWeights:
-        linears = {
-            role: Linear(self[f"{prefix}{part}.weight"], self.get(f"{prefix}{part}.bias"))
-            for role, part in LINEARS.items()
-        }
-        norms = {role: self[f"{prefix}{part}.weight"] for role, part in NORMS.items()}
-        head_norms = {role: self.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
-        return LayerWeights(**linears, **norms, **head_norms)  # type: ignore[arg-type]
+def _layer(tensors: dict[str, torch.Tensor], prefix: str) -> LayerWeights:
+    linears = {
+        role: Linear(tensors[f"{prefix}{part}.weight"], tensors.get(f"{prefix}{part}.bias"))
+        for role, part in LINEARS.items()
+    }
+    norms = {role: tensors[f"{prefix}{part}.weight"] for role, part in NORMS.items()}
+    head_norms = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
+    return LayerWeights(**linears, **norms, **head_norms)  # type: ignore[arg-type]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs.errors import UserError
-from worker.model.faults import (
-    GENERATION_FILE,
-    INDEX_FILE,
-    config_fault,
-    folder_fault,
-    weight_names,
-    weights_fault,
-)
+from worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
+from worker.model.faults import GENERATION_FILE, config_fault, folder_fault, weights_fault
 from worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
@@ -25,21 +20,14 @@ PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
-HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
-TEXT_FILES = (
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "*vocab*",
-    "*merges*",
-    "*token*.json",
-    "chat_template*.json",
-    "*chat_templates/**/*",
-)
 
 
 class ModelError(UserError):
     """A model that cannot be found, read or used."""
+
+
+class OtherModelError(ModelError):
+    """A model's file that is not the one that was expected: a run's tokens would be others with it."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +36,42 @@ class ModelFiles:
 
     name: str
     path: Path
-    fingerprint: str  # SHA-256 over config, tokenizer and weights: what drafts are trained for
-    text_fingerprint: str  # SHA-256 over all else that makes tokens of a text
+    digests: Digests
     max_positions: int
     vocab_size: int
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over config, tokenizer and weights: what drafts are trained for."""
+        return self.digests.fingerprint
 
-def locate_model(model: str) -> ModelFiles:
+    @property
+    def text_fingerprint(self) -> str:
+        """SHA-256 over all else that makes tokens of a text."""
+        return self.digests.text_fingerprint
+
+    def refuse_other(self, expected: Mapping[str, str]) -> None:
+        """Raise OtherModelError where a file is not as expected: a SHA-256 for each name."""
+        if different := self.digests.difference(expected):
+            self._refuse(*different)
+
+    def refuse_other_weights(self, name: str, found: str) -> None:
+        """Raise OtherModelError where a file of weights, as it was loaded, has another SHA-256 than `digests` says."""
+        if found != self.digests.model.get(name):
+            self._refuse(name, found, self.digests.model.get(name))
+
+    def _refuse(self, name: str, found: str | None, expected: str | None) -> None:
+        is_found, is_expected = (f"SHA-256 {each[:12]}" if each else "no such file" for each in (found, expected))
+        raise OtherModelError(
+            f"model {self.name}: on node {socket.gethostname()} {self.path / name} is not the file that was expected: "
+            f"found {is_found}, expected {is_expected}; put the expected one there, or make another run"
+        )
+
+
+def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
     """Find `embedded`, a folder, or a hub id's local snapshot (downloaded where the hub can be reached).
+
+    Weights whose SHA-256 is in `known_weights` are taken at its word until they are loaded, and compared then.
 
     Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
     """
@@ -71,24 +87,8 @@ def locate_model(model: str) -> ModelFiles:
     for file in weights:
         if fault := weights_fault(file):
             raise ModelError(f"model {model}: {fault}")
-    fingerprint = _fingerprint(path, [path / name for name in HASHED_FIRST] + weights)
-    text_fingerprint = _fingerprint(path, text_files(path))
-    positions, vocab_size = config["max_position_embeddings"], config["vocab_size"]
-    return ModelFiles(model, path, fingerprint, text_fingerprint, positions, vocab_size)
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files of a model that hold its weights, of a folder without `folder_fault`; what else lies there is not read.
-
-    As `transformers` chooses: the single file, else those that the index names.
-    """
-    return sorted(path / name for name in weight_names(path))
-
-
-def text_files(path: Path) -> list[Path]:
-    """The files of a model that make tokens of a text and are not in its `fingerprint`: chat templates among them."""
-    found = {file for pattern in TEXT_FILES for file in path.glob(pattern)}
-    return sorted(file for file in found if file.name not in HASHED_FIRST)
+    digests = digests_of(path, known_weights)
+    return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
 
 
 def model_folder(model: str) -> Path:
@@ -119,17 +119,6 @@ def _hub_snapshot(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", *TEXT_FILES]))
     except Exception as error:  # the hub's client raises many kinds; each means: not to be had
         raise ModelError(f"{problem} ({type(error).__name__})") from error
-
-
-def _fingerprint(path: Path, files: list[Path]) -> str:
-    """Hash the files that are there, with their places in the folder."""
-    digest = hashlib.sha256()
-    for file in files:
-        if file.is_file():
-            digest.update(file.relative_to(path).as_posix().encode())
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
 
 
 def let_others_read(path: Path) -> None:

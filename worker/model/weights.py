@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging
 
-from worker.model.files import ModelError, ModelFiles
+from worker.model.files import ModelError, ModelFiles, eos_token_ids_of
+from worker.model.tensors import read_tensors
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
@@ -19,16 +20,18 @@ OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias
 def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     """Load safetensors weights from a folder; nothing is unpickled and no remote code is run.
 
-    Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong.
+    Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong, and
+    OtherModelError as `read_tensors` does.
     """
+    tensors = read_tensors(files, lambda tensor: tensor)
     try:
         with _quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                files.path,
+            config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+            model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict={name: _Once(tensors, name) for name in tensors},
                 dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
                 attn_implementation="eager",  # not one that a config asks for and this machine lacks
                 ignore_mismatched_sizes=True,  # told below, by name
                 output_loading_info=True,
@@ -41,9 +44,29 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
             f"model {files.name}: {problem}; its config.json and its weights do not belong together, or files are "
             "missing: copy all of them again"
         )
+    model.generation_config.eos_token_id = sorted(eos_token_ids_of(files)) or None
     model.config.return_dict = True  # a config may switch off what our forwards read
     model.config.output_hidden_states = model.config.output_router_logits = False
     return model
+
+
+class _Once:
+    """A tensor that is given away when it is asked for, as `transformers` asks each slice of a file.
+
+    So experts that it joins are not held twice.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
+        self._tensors, self._name = tensors, name
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensors[self._name].shape)
+
+    def get_dtype(self) -> str:
+        return str(self._tensors[self._name].dtype)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._tensors.pop(self._name)[key]
 
 
 def _problem(found: dict[str, Any]) -> str | None:

@@ -29,13 +29,14 @@ from worker.drafters.gpu_room import slots_wanted
 from worker.engine import Engine
 from worker.exactness.numerics import exactness_of
 from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelFiles, locate_model
+from worker.model.files import ModelFiles
 from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.session.checkpointing import Checkpointing
 from worker.session.reasoning import reasoning_of
 from worker.session.resume import Resumer
 from worker.session.running_job import RunningJob
+from worker.session.same_model import located_model, refuse_changed_meanwhile
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from worker.stopping import LENGTH, may_rewind, rewound, text_of
 from worker.target.finite import NOT_FINITE
@@ -55,15 +56,16 @@ class WorkerSession:
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         torch.set_num_threads(config.num_threads)
         check_folder(config.kv_offload)
-        files = locate_model(config.model)
         counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
         self._config = config
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
+        files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore(self._run.store), KeptLogs(self._run.store)
         self._codec = TextCodec(files, config.thinking_markers)
         target = TargetModel.load(
             files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
         )
+        refuse_changed_meanwhile(files)
         self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
         self.num_free_positions = target.num_free_positions()
         costs = step_costs_of(target)

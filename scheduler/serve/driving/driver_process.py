@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
+from jobs.processes import environment_of_code, module_command
 from jobs.storage.store import Store
 from scheduler.process.parent import BAD_INPUT
 
@@ -32,7 +32,7 @@ class DriverProcess:
     """A driver at work. To be made by a thread that lives as long as the server: the driver ends with that thread."""
 
     def __init__(self, arguments: Sequence[str], run: Store, first_number: int = 0) -> None:
-        command = [sys.executable, "-m", "scheduler.bound_driver", str(os.getpid()), *arguments]
+        command = module_command("scheduler.bound_driver", str(os.getpid()), *arguments)
         self.events: deque[Told] = deque(maxlen=MAX_EVENTS)
         self.metrics_address: str | None = None
         self.has_begun = False  # its jobs; before that it starts Ray
@@ -42,6 +42,7 @@ class DriverProcess:
         self._log = _log_of(run)
         self._process = subprocess.Popen(
             command,
+            env=environment_of_code(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -190,6 +191,32 @@ def test_a_model_that_a_worker_refuses_ends_the_run_at_the_first_one_in_one_line
     assert current_progress(run).jobs["pending"] == 1
     time.sleep(1.0)  # what Ray would print of a worker that nobody waits for
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_with_another_model_ends_the_run_though_others_have_the_right_one(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    run, display = make_run(tmp_path / "run", {"a": 100_000}), RecordingDisplay()
+
+    def kill_the_first(progress: Progress) -> None:
+        if progress.num_generated_tokens and progress.workers and progress.workers[0].id == "w1":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(progress.workers[0].pid, signal.SIGKILL)
+
+    display.on_update = kill_the_first
+    with pytest.raises(DriverError, match=r"^model counting: its weights are not the file that was expected$"):
+        make_driver(run, cluster, display, workers=1, session="OtherModelSession").run()
+    assert sum("is lost" in note for note in display.notes) == 2  # the one that was killed, and the one in its place
+    assert current_progress(run).jobs["pending"] == 1
+
+
+def test_what_other_workers_have_is_kept_when_one_with_another_model_ends_the_run(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    run = make_run(tmp_path / "run", {"a": 100_000, "b": 100_000})
+    with pytest.raises(DriverError, match="not the file that was expected"):
+        make_driver(run, cluster, RecordingDisplay(), workers=2, session="OtherModelSession").run()
+    assert current_progress(run).jobs == current_progress(run).jobs | {"pending": 2, "running": 0}
 
 
 def test_the_embedded_ray_has_no_process_that_nobody_asks(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from worker.exactness.agreement import Agreement, compare
+from worker.model.digests import Digests
 from worker.model.files import ModelFiles
 from worker.model.kinds import SUPPORTED_KINDS
 from worker.target.target import TargetModel
@@ -85,7 +86,7 @@ def tiny_target(
 ) -> TargetModel:
     """With `variant` heads are wide, and plain layers attend in its kernels."""
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
-    files = ModelFiles(kind, Path(kind), "0" * 64, "0" * 64, NUM_POSITIONS, VOCAB_SIZE)
+    files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
 
 

@@ -8,18 +8,18 @@ import sys
 import weakref
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests import ROOT
 from worker.kernels.weights import DecoderWeights, Linear, decoder_weights
-from worker.model import dense
+from worker.model import tensors
 from worker.model.dense import dense_weights
+from worker.model.digests import digests_of
 from worker.model.files import ModelFiles
 from worker.model.weights import load_causal_lm
 
@@ -75,7 +75,7 @@ def saved(folder: Path, config: PreTrainedConfig) -> ModelFiles:
 
 
 def files_in(folder: Path) -> ModelFiles:
-    return ModelFiles("some-model", folder, "0" * 64, "0" * 64, 512, 48)
+    return ModelFiles("some-model", folder, digests_of(folder), 512, 48)
 
 
 def tensors_of(weights: DecoderWeights) -> dict[str, torch.Tensor | None]:
@@ -170,49 +170,43 @@ def test_of_shards_only_those_count_that_the_index_names(llama: Path, tmp_path: 
     assert dense_weights(files_in(tmp_path), BF16) is None
 
 
-class Watched:
-    """An open file of weights that notes, at every read, the bytes of those read before that somebody still holds."""
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """At every tensor that is read, the bytes of those read before that somebody still holds."""
+    notes: list[int] = []
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    empty = torch.empty
 
-    notes: ClassVar[list[int]] = []
-
-    def __init__(self, file: Path, framework: str) -> None:
-        self._file = safe_open(file, framework=framework)
-        self._held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-
-    def keys(self) -> list[str]:
-        return list(self._file.keys())
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        self.notes.append(sum(tensor.nbytes for tensor in self._held))
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        self._held.add(tensor)
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        notes.append(sum(tensor.nbytes for tensor in alive))
+        alive.add(tensor := empty(*args, **options))
         return tensor
+
+    monkeypatch.setattr(tensors.torch, "empty", noted)
+    return notes
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "float32"])
-def test_for_another_device_the_host_holds_one_tensor_at_a_time(
-    dtype: torch.dtype, llama: Path, monkeypatch: pytest.MonkeyPatch
+def test_for_another_device_the_host_holds_one_tensor_beside_the_one_that_is_read(
+    dtype: torch.dtype, llama: Path, held: list[int]
 ) -> None:
-    """On the device `meta`, which holds no bytes. What the system keeps of the mapped files is not looked at."""
-    monkeypatch.setattr(dense, "safe_open", Watched)
-    Watched.notes.clear()
+    """On the device `meta`, which holds no bytes."""
     weights = dense_weights(files_in(llama), dtype, torch.device("meta"))
     assert weights is not None
     kept = [tensor for tensor in tensors_of(weights).values() if tensor is not None]
     assert {(tensor.device.type, tensor.dtype) for tensor in kept} == {("meta", dtype)}
-    assert len(Watched.notes) == len(load_file(llama / "model.safetensors"))
-    assert set(Watched.notes) == {0}, "the one before is gone when the next one is read"
+    stored = load_file(llama / "model.safetensors").values()
+    assert len(held) == len(stored)
+    assert max(held) <= max(tensor.nbytes for tensor in stored), "the one before is hashed when the next one is read"
 
 
-def test_on_the_cpu_the_tensors_that_were_read_are_those_that_are_kept(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense, "safe_open", Watched)
-    Watched.notes.clear()
+def test_on_the_cpu_the_tensors_that_were_read_are_those_that_are_kept(llama: Path) -> None:
     weights = dense_weights(files_in(llama), BF16)
     assert weights is not None
-    assert Watched.notes == sorted(Watched.notes)
-    assert Watched.notes[-1] > 0.9 * sum(tensor.nbytes for tensor in load_file(llama / "model.safetensors").values())
+    kept = {tensor.data_ptr(): tensor for tensor in tensors_of(weights).values() if tensor is not None}
+    stored = load_file(llama / "model.safetensors").values()
+    assert sum(tensor.nbytes for tensor in kept.values()) == sum(tensor.nbytes for tensor in stored)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in kept.values()}) == len(stored), "no views of one file"
 
 
 def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:

@@ -17,13 +17,14 @@ from worker.exactness import agreement
 from worker.exactness.agreement import compare
 from worker.exactness.probe import probe_rows
 from worker.model import layer_needs
+from worker.model.digests import Digests
 from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
 from worker.model.span import FULL, Span
 from worker.target.transformers_forwards import TransformersForwards
 
 PAGE = ROOT / "docs" / "models.md"
-FILES = ModelFiles("some-model", Path(), "0" * 64, "0" * 64, 1024, 97)
+FILES = ModelFiles("some-model", Path(), Digests({}, {}), 1024, 97)
 PROBED = {"mistral": 40, "gemma2": 100, "gpt_oss": 100, "llama4_text": 40, "deepseek_v3": 100}
 
 

@@ -21,7 +21,7 @@ from jobs.run.results import success_line
 from jobs.run.run import Run
 from jobs.storage.store import StoreError
 from worker.config import EngineConfig
-from worker.model.files import ModelError
+from worker.model.files import ModelError, OtherModelError
 from worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
@@ -161,3 +161,12 @@ class RefusingSession(CountingSession):
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         raise ModelError("model counting: it can't count")
+
+
+class OtherModelSession(CountingSession):
+    """Only the first worker finds the model that the run was made with."""
+
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+        if worker_id != "w1":
+            raise OtherModelError("model counting: its weights are not the file that was expected")
+        super().__init__(config, run_uri, worker_id, metrics_port)

@@ -11,8 +11,10 @@ from jobs.checkpoints.store import CheckpointStore
 from jobs.job import Job, JobRecord
 from jobs.run.run import Run
 from jobs.sampling import SamplingParams
+from scheduler.runs.manifest import with_model
 from tests.jobs.run.run_parts import MANIFEST
 from worker.config import EngineConfig
+from worker.model.files import locate_model
 from worker.session.session import WorkerSession
 from worker.session.work import Assignment, Orders, WorkReport
 
@@ -31,14 +33,25 @@ def record(
 
 
 def make_run(folder: Path) -> Run:
+    """A run whose model the first `session` says."""
     return Run.create_or_open(str(folder), MANIFEST)
+
+
+def made_with(run: Run, model: Path) -> Run:
+    """The run, made with the model in a folder as that is now, where no model was said yet."""
+    known = Run.open(run.store.uri).manifest
+    if known.model_fingerprint == MANIFEST.model_fingerprint:
+        kept = with_model(known, locate_model(str(model)))
+        manifest = kept.model_copy(update={"exactness": known.exactness})
+        run.store.write("run.json", manifest.model_dump_json().encode())
+    return Run.open(run.store.uri)
 
 
 def session(run: Run, model: Path, metrics_port: int | None = None, **changes: Any) -> WorkerSession:
     """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
     fields = {"engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32, **changes}
     config = EngineConfig(model=str(model), dtype="float32", num_threads=1, **fields)
-    return WorkerSession(config, run.store.uri, "w0", metrics_port)
+    return WorkerSession(config, made_with(run, model).store.uri, "w0", metrics_port)
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:

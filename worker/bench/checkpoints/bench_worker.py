@@ -14,6 +14,7 @@ from jobs.run.run import Run, RunManifest
 from jobs.sampling import SamplingParams
 from worker.bench.memory import peak_bytes, reset_peak
 from worker.config import EngineConfig
+from worker.model.files import locate_model
 from worker.session.session import WorkerSession
 from worker.session.work import Assignment, Orders
 
@@ -39,7 +40,7 @@ def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
         run_id="bench",
         created=time.time(),
         model=model,
-        model_fingerprint="",
+        model_fingerprint=locate_model(model).fingerprint,
         engine="",
         dtype="bfloat16",
         device="auto",

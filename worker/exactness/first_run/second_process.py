@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from jobs.errors import UserError
+from jobs.processes import environment_of_code, module_command
 from worker.exactness.first_run.fixed_work import ROOM, work_digest
 from worker.exactness.first_run.parts import Parts
 from worker.kernels.choice import CudaKernels
@@ -30,8 +30,8 @@ def digest_elsewhere(parts: Parts) -> str:
         "kernels": dataclasses.asdict(parts.kernels),
         "lengths": parts.extent.work_lengths,
     }
-    command = [sys.executable, "-m", __name__, json.dumps(order)]
-    ran = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=SECONDS)
+    command = module_command(__name__, json.dumps(order))
+    ran = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, timeout=SECONDS)
     if ran.returncode != 0:
         last = (ran.stderr.strip() or f"exit code {ran.returncode}").splitlines()[-1]
         raise UserError(f"first run: the second process failed: {last}")

@@ -1,0 +1,22 @@
+"""Starts further Python processes with the code of this one: Python's `-m` alone takes the current folder's first."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+INSTALLED = ("site-packages", "dist-packages")  # which every Python knows by itself
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """A command that runs a module of this program; it needs `environment_of_code`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment_of_code() -> dict[str, str]:
+    """This process's environment, in which a checkout that nobody has installed is found, too."""
+    root = Path(__file__).resolve().parents[1]
+    if root.name in INSTALLED:
+        return dict(os.environ)
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}

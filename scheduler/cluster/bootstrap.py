@@ -1,0 +1,128 @@
+"""A worker's process before any code of ours is in it: where that comes from, and whether it is the driver's.
+
+Ray sends this module's content to the workers, not its name: what lies under that name there is the question.
+So it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import importlib
+import importlib.util
+import os
+import pickle
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOMS = ("jobs", "metrics", "scheduler", "worker")
+CODE = ("*.py", "*.c", "*.h", "*.so")  # the kernels' source and what was compiled of it among them
+STARTING = "worker process {} starts"  # in front of what it writes
+
+
+class OtherCodeError(RuntimeError):
+    """A worker's code is not the driver's; the text is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """The driver's code: the folder of its rooms, and their digest.
+
+    `is_sent` says that Ray brings the rooms to the workers; else they are in the same folder there. `added` are the
+    folders that Ray puts in front of the workers' paths: the driver's current folder and its script's.
+    """
+
+    folder: str
+    digest: str
+    added: tuple[str, ...]
+    is_sent: bool
+
+
+class WorkerProcess:
+    """Ray's actor: sees to it that the driver's code runs, then does what `WorkerActor` does."""
+
+    def __init__(self, worker_id: str, code: Code, log_folder: str | None, spec: bytes) -> None:
+        """`spec` is a pickled `WorkerSpec`, whose class may not be known here before `start`."""
+        self._worker_id, self._code, self._log_folder, self._spec = worker_id, code, log_folder, spec
+
+    def start(self) -> Any:
+        """Load the model. Raises OtherCodeError and ImportError, and what `WorkerActor.start` raises.
+
+        A method of its own, so that its error arrives as the error it is.
+        """
+        if self._log_folder is not None:
+            write_output_to(Path(self._log_folder) / f"{self._worker_id}.log")
+        use_code_of_driver(self._code)
+        actors = importlib.import_module("scheduler.cluster.actors")
+        self._actor = actors.WorkerActor(self._worker_id, pickle.loads(self._spec))
+        return self._actor.start()
+
+    def work(self, orders: Any, seconds: float) -> Any:
+        return self._actor.work(orders, seconds)
+
+    def drain(self, seconds: float) -> Any:
+        return self._actor.drain(seconds)
+
+
+def own_code(is_sent: bool) -> Code:
+    """The code of this process, a driver."""
+    folder = Path(__file__).resolve().parents[2]
+    added = (os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0])))
+    return Code(str(folder), digest_of([folder / room for room in ROOMS]), added, is_sent)
+
+
+def use_code_of_driver(code: Code) -> None:
+    """Have the rooms imported from where the driver has or sends them, whatever its current folder holds.
+
+    Raises OtherCodeError where others are found. None of theirs has run then.
+    """
+    sys.path[:] = [place for place in sys.path if place and os.path.abspath(place) not in code.added]
+    if not code.is_sent and any(place is None or place.parent != Path(code.folder) for place in places_of_rooms()):
+        sys.path.insert(0, code.folder)
+    importlib.invalidate_caches()
+    places = places_of_rooms()
+    digest = digest_of([place for place in places if place is not None])
+    if digest != code.digest:
+        raise OtherCodeError(
+            f"the code on node {socket.gethostname()} is not the driver's: found {_shown(places)} with digest "
+            f"{digest[:12]}, expected that of {code.folder} with digest {code.digest[:12]}; install the same "
+            "swiftbatch on all nodes, and start again where it was changed or compiled anew"
+        )
+
+
+def places_of_rooms() -> list[Path | None]:
+    """The folder, or the file, that each room would be imported from; None where there is none."""
+    origins = [None if (spec := importlib.util.find_spec(room)) is None else spec.origin for room in ROOMS]
+    paths = [None if origin is None else Path(origin) for origin in origins]
+    return [path.parent if path is not None and path.name == "__init__.py" else path for path in paths]
+
+
+def digest_of(places: list[Path]) -> str:
+    """A SHA-256 over the code of these folders."""
+    whole = hashlib.sha256()
+    for place in places:
+        for file in sorted(file for pattern in CODE for file in place.rglob(pattern)):
+            whole.update(f"{place.name}/{file.relative_to(place).as_posix()}".encode())
+            whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
+
+
+def write_output_to(path: Path) -> None:
+    """Send this process's stdout and stderr, and a crash's stack, to a file: Ray's own log folder is hard to find."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(file=2)
+    print(STARTING.format(os.getpid()), file=sys.stderr, flush=True)
+
+
+def _shown(places: list[Path | None]) -> str:
+    """The folder that all rooms lie in, else where each of them is."""
+    folders = {None if place is None or place.is_file() else place.parent for place in places}
+    if None not in folders and len(folders) == 1:
+        return str(folders.pop())
+    return ", ".join(f"no {room}" if place is None else str(place) for room, place in zip(ROOMS, places, strict=True))

@@ -1,0 +1,125 @@
+"""Workers run the driver's code, whatever lies in the folder that the command is given in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.processes import environment_of_code, module_command
+from jobs.run.run import Run
+from scheduler.cluster import bootstrap
+from scheduler.cluster.bootstrap import ROOMS, OtherCodeError, own_code
+from scheduler.cluster.last_words import last_words
+from tests import ROOT
+
+LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3, "ignore_eos": True}
+IN_A_WORKER = """
+import json, os, sys
+from scheduler.cluster import bootstrap
+place, folder, digest, is_sent = sys.argv[1:]
+for room in bootstrap.ROOMS:
+    for name in [name for name in sys.modules if name.partition(".")[0] == room]:
+        del sys.modules[name]
+sys.path.insert(0, place)
+code = bootstrap.Code(folder, digest, (place,), is_sent == "sent")
+try:
+    bootstrap.use_code_of_driver(code)
+    import worker.tree
+    print(json.dumps(worker.tree.__file__))
+except bootstrap.OtherCodeError as error:
+    print(json.dumps(f"refused: {error}"))
+"""
+
+
+def checkout(folder: Path) -> Path:
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
+    return folder
+
+
+def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
+    """What a worker imports, or why it refuses, with `place` in front of its path as Ray puts it there."""
+    command = [sys.executable, "-P", "-c", IN_A_WORKER, str(place), str(folder), digest, how]
+    ran = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=True)
+    return str(json.loads(ran.stdout))
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path) -> Path:
+    """A user's folder, with files of his own that are called as rooms are."""
+    folder = tmp_path / "user's"
+    (folder / "metrics").mkdir(parents=True)
+    (folder / "metrics" / "__init__.py").write_text("raise SystemExit('a user's file was run')")
+    for name in ("jobs", "worker"):
+        (folder / f"{name}.py").write_text("raise SystemExit('a user's file was run')")
+    (folder / "jobs.jsonl").write_text(json.dumps(LINE) + "\n")
+    return folder
+
+
+def test_a_run_is_not_disturbed_by_files_of_the_same_names_where_the_command_is_given(users_folder: Path) -> None:
+    ran = subprocess.run(
+        module_command("scheduler.cli", "submit", "jobs.jsonl", "--run", "run"),
+        env=environment_of_code(),
+        cwd=users_folder,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(Run.open(str(users_folder / "run")).ended()[0]) == 1
+
+
+@pytest.mark.parametrize("how", ["here", "sent"])
+def test_another_checkout_in_the_current_folder_is_passed_over(how: str, tmp_path: Path) -> None:
+    other = checkout(tmp_path / "other")
+    code = own_code(is_sent=False)
+    assert in_a_worker(other, ROOT, code.digest, how) == str(ROOT / "worker" / "tree.py")
+
+
+def test_other_code_is_refused_in_a_line_that_names_both_places(tmp_path: Path) -> None:
+    other = checkout(tmp_path / "other")
+    with (other / "worker" / "tree.py").open("a") as file:
+        file.write("# changed\n")
+    code = own_code(is_sent=False)
+    line = in_a_worker(tmp_path, other, code.digest, "here")
+    assert line.startswith("refused: ")
+    assert "\n" not in line
+    assert f"found {other} with digest" in line
+    assert f"expected that of {other} with digest {code.digest[:12]}" in line
+
+
+def test_kernels_belong_to_the_code(tmp_path: Path) -> None:
+    other = checkout(tmp_path / "other")
+    before = bootstrap.digest_of([other / room for room in ROOMS])
+    (other / "worker" / "kernels" / "source" / "new.h").write_text("int new;")
+    after = bootstrap.digest_of([other / room for room in ROOMS])
+    (other / "worker" / "kernels" / "lib").mkdir(exist_ok=True)
+    (other / "worker" / "kernels" / "lib" / "kernels-new.so").write_bytes(b"compiled")
+    assert len({before, after, bootstrap.digest_of([other / room for room in ROOMS])}) == 3
+
+
+def test_rooms_that_are_nowhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the current folder has folders of their names, which are packages of nobody."""
+    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda room: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(OtherCodeError, match="found no jobs, no metrics, no scheduler, no worker with digest"):
+        bootstrap.use_code_of_driver(own_code(is_sent=True))
+
+
+def test_the_last_words_of_a_worker_that_died_while_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "w1.log"
+    assert last_words(None, "w1") == last_words(str(tmp_path), "w1") == ""
+    log.write_text("worker process 7 starts\nof an older driver\n")
+    with log.open("a") as file:
+        file.write("worker process 8 starts\n")
+    assert last_words(str(tmp_path), "w1") == ""
+    with log.open("a") as file:
+        file.write("one\n\ntwo\nthree  words\nfour\n")
+    assert last_words(str(tmp_path), "w1") == "; its last lines: two | three words | four"
+    with log.open("a") as file:
+        file.write('Fatal Python error: Segmentation fault\n\nCurrent thread:\n  File "x.py", line 1\n  File "y.py"\n')
+    assert last_words(str(tmp_path), "w1") == "; its last lines: Fatal Python error: Segmentation fault"

@@ -1,0 +1,164 @@
+"""A worker computes with the model that its run was made with, byte by byte, or with none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jobs.run.run import Run
+from tests.worker.session.session_parts import claimed, digest, made_with, make_run, record, session, to_the_end
+from worker.model import tensors
+from worker.model.digests import digests_of
+from worker.model.files import ModelError, OtherModelError
+from worker.session import same_model
+from worker.session import session as sessions
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path) -> Run:
+    return made_with(make_run(tmp_path / "run"), model)
+
+
+def change_weights(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def change_json(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        said = json.loads((folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps(said | {"a_new_key": 1}), encoding="utf-8")
+
+    return change
+
+
+def write_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+
+
+CHANGES = {
+    WEIGHTS: change_weights,
+    "config.json": change_json("config.json"),
+    "tokenizer.json": change_json("tokenizer.json"),
+    "tokenizer_config.json": change_json("tokenizer_config.json"),
+    "chat_template.jinja": write_template,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("knows_files", [True, False], ids=["run of today", "older run"])
+def test_a_file_that_differs_is_refused_in_a_line_with_node_file_found_and_expected(
+    name: str, knows_files: bool, run: Run, model: Path
+) -> None:
+    if not knows_files:
+        older = run.manifest.model_copy(update={"model_files": None})
+        run.store.write("run.json", older.model_dump_json().encode())
+    before = digests_of(model)
+    CHANGES[name](model)
+    with pytest.raises(OtherModelError) as caught:
+        session(run, model)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert socket.gethostname() in line
+    if knows_files:
+        expected = (before.model | before.text).get(name)
+        found = (digests_of(model).model | digests_of(model).text)[name]
+        assert str(model / name) in line
+        assert (
+            f"found SHA-256 {found[:12]}, expected " + (f"SHA-256 {expected[:12]}" if expected else "no such") in line
+        )
+
+
+def test_a_file_that_is_gone_is_refused(run: Run, model: Path) -> None:
+    (model / "tokenizer_config.json").unlink()
+    with pytest.raises(OtherModelError, match="found no such file, expected SHA-256"):
+        session(run, model)
+
+
+def test_weights_that_change_between_the_look_at_them_and_the_load_are_refused(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def located(name: str, of: Run) -> object:
+        files = same_model.located_model(name, of)
+        change_weights(model)
+        return files
+
+    monkeypatch.setattr(sessions, "located_model", located)
+    with pytest.raises(OtherModelError, match=WEIGHTS):
+        session(run, model)
+
+
+@pytest.mark.parametrize("name", sorted(set(CHANGES) - {WEIGHTS}))
+def test_small_files_that_change_while_the_model_is_loaded_are_refused(
+    name: str, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = sessions.TargetModel.load
+
+    def loaded(*args: object) -> object:
+        target = load(*args)  # type: ignore[arg-type]
+        CHANGES[name](model)
+        return target
+
+    monkeypatch.setattr(sessions.TargetModel, "load", loaded)
+    with pytest.raises(OtherModelError, match=name):
+        session(run, model)
+
+
+def test_what_is_written_into_a_loaded_file_changes_no_token(run: Run, model: Path) -> None:
+    """In place, as `cp` does it; a mapped file would change under the running model."""
+    job, again = record("fox"), record("dog")
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, job), claimed(run, again))
+    other = make_run(model.parent / "other")
+    worker = session(other, model)
+    with (model / WEIGHTS).open("r+b") as file:
+        file.write(b"\x55" * (model / WEIGHTS).stat().st_size)
+    to_the_end(worker, claimed(other, job), claimed(other, again))
+    assert [digest(other, each) for each in (job, again)] == [digest(run, each) for each in (job, again)]
+
+
+def test_a_model_as_it_was_is_taken_again(run: Run, model: Path) -> None:
+    (model / WEIGHTS).rename(model / "kept")
+    shutil.copy(model / "kept", model / WEIGHTS)
+    job = record("fox")
+    assert len(to_the_end(session(run, model), claimed(run, job)).finished) == 1
+
+
+def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path) -> None:
+    files = same_model.locate_model(str(model))
+    read = tensors.read_tensors(files, lambda tensor: tensor)
+    stored = load_file(model / WEIGHTS)
+    assert set(read) == set(stored)
+    assert all(torch.equal(read[name], stored[name]) and read[name].dtype == stored[name].dtype for name in stored)
+
+
+@pytest.mark.parametrize("cut", [4, 100, -1])
+def test_a_file_that_is_cut_off_while_it_is_read_is_refused(cut: int, model: Path) -> None:
+    files = same_model.locate_model(str(model))
+    data = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).write_bytes(data[:cut])
+    with pytest.raises(ModelError, match="damaged or cut off"):
+        tensors.read_tensors(files, lambda tensor: tensor)
+
+
+def test_a_file_with_something_behind_its_tensors_is_refused(model: Path) -> None:
+    files = same_model.locate_model(str(model))
+    with (model / WEIGHTS).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ModelError, match="damaged or cut off"):
+        tensors.read_tensors(files, lambda tensor: tensor)

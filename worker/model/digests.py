@@ -1,0 +1,84 @@
+"""What a model's files are, to the byte: a SHA-256 of each, and the fingerprints that are made of these."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from worker.model.faults import GENERATION_FILE, INDEX_FILE, weight_names
+
+HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
+TEXT_FILES = (
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*vocab*",
+    "*merges*",
+    "*token*.json",
+    "chat_template*.json",
+    "*chat_templates/**/*",
+)
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The SHA-256 of each file that decides a model's tokens, by its place in the folder."""
+
+    model: Mapping[str, str]  # config, tokenizer and weights, in the order in which the fingerprint takes them
+    text: Mapping[str, str]  # all else that makes tokens of a text: chat templates among them
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return _fingerprint(self.model)
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        return _fingerprint(self.text)
+
+    def difference(self, expected: Mapping[str, str]) -> tuple[str, str | None, str | None] | None:
+        """A file that is not as expected, what was found and what was expected (None: no such file); None without."""
+        found = {**self.model, **self.text}
+        names = (name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
+        return next(((name, found.get(name), expected.get(name)) for name in names), None)
+
+
+def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Digests:
+    """The digests of a model folder without `folder_fault`.
+
+    Weights that are in `known_weights` are not read: `read_tensors` compares them as it loads them.
+    """
+    known = known_weights or {}
+    first = {name: _digest(path / name) for name in HASHED_FIRST if (path / name).is_file()}
+    weights = {file.name: known.get(file.name) or _digest(file) for file in weight_files(path)}
+    return Digests(first | weights, {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)})
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a model that hold its weights, of a folder without `folder_fault`; what else lies there is not read.
+
+    As `transformers` chooses: the single file, else those that the index names.
+    """
+    return sorted(path / name for name in weight_names(path))
+
+
+def text_files(path: Path) -> list[Path]:
+    """The files of a model that make tokens of a text and are not in its `fingerprint`: chat templates among them."""
+    found = {file for pattern in TEXT_FILES for file in path.glob(pattern)}
+    return sorted(file for file in found if file.name not in HASHED_FIRST and file.is_file())
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fingerprint(digests: Mapping[str, str]) -> str:
+    """Hash the files with their places in the folder."""
+    whole = hashlib.sha256()
+    for name, digest in digests.items():
+        whole.update(name.encode())
+        whole.update(bytes.fromhex(digest))
+    return whole.hexdigest()

@@ -1,0 +1,120 @@
+"""Reads a model's weights and hashes the bytes that it reads: what is computed with is what was hashed.
+
+The memory is the process's own. A mapped file would change under a running model when somebody writes into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import RawIOBase
+from typing import Any, cast
+
+import torch
+
+from worker.model.digests import weight_files
+from worker.model.files import ModelError, ModelFiles
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+
+
+def read_tensors(files: ModelFiles, place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors of a model's files by name, each as `place` gives it back: on its device, in its dtype.
+
+    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere.
+    Raises ModelError for a damaged file, OtherModelError for one whose bytes are not those of `files.digests`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(files.path):
+        with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
+            hashing = _Hashing(thread)
+            try:
+                for name, tensor in _stored(cast(RawIOBase, stream), hashing):
+                    tensors[name] = place(tensor)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"model {files.name}: {file} is damaged or cut off ({error}); copy it again") from None
+            files.refuse_other_weights(file.name, hashing.digest())
+    return tensors
+
+
+class _Hashing:
+    """A SHA-256 that is computed in another thread, one piece at a time."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._sha256 = hashlib.sha256()
+        self._thread = thread
+        self._pending: Future[None] | None = None
+
+    def take(self, data: bytes | memoryview) -> None:
+        """Hash the next bytes, once those before are done."""
+        self._finish()
+        self._pending = self._thread.submit(self._sha256.update, data)
+
+    def digest(self) -> str:
+        self._finish()
+        return self._sha256.hexdigest()
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+
+def _stored(stream: RawIOBase, hashing: _Hashing) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file in the order of their bytes. Raises ValueError for one that is damaged."""
+    start = _exactly(stream, 8)
+    size = int.from_bytes(start, "little")
+    if size > LONGEST_HEADER:
+        raise ValueError(f"found a header of {size:,} bytes")
+    header = _exactly(stream, size)
+    hashing.take(start + header)
+    said = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    end = 0
+    for name, entry in sorted(said.items(), key=lambda pair: tuple(pair[1]["data_offsets"])):
+        shape, dtype = _form(name, entry, end)
+        end = entry["data_offsets"][1]
+        data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        room = memoryview(cast(Any, data.numpy()))
+        _fill(stream, room)
+        hashing.take(room)
+        yield name, data.view(dtype).view(shape)
+    if stream.read(1):
+        raise ValueError(f"found more than the {end:,} bytes of its tensors")
+
+
+def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of a tensor. Raises ValueError where its bytes are none, or not those behind the last one's."""
+    shape, said, (start, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
+    if said not in DTYPES:
+        raise ValueError(f"found {name} as {said}, expected one of {', '.join(DTYPES)}")
+    if start != expected_start or end - start != math.prod(shape) * DTYPES[said].itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"found {name} of shape {shape} at bytes {start} to {end}")
+    return shape, DTYPES[said]
+
+
+def _exactly(stream: RawIOBase, size: int) -> bytes:
+    data = bytearray(size)
+    _fill(stream, memoryview(data))
+    return bytes(data)
+
+
+def _fill(stream: RawIOBase, room: memoryview) -> None:
+    while room:
+        if not (num_read := stream.readinto(room)):
+            raise ValueError(f"found its end, expected {len(room):,} bytes more")
+        room = room[num_read:]

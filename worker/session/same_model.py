@@ -1,0 +1,36 @@
+"""Whether the model that a worker has loaded is the one that its run was made with."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+from jobs.run.run import Run, RunError
+from worker.model.digests import digests_of
+from worker.model.files import ModelFiles, OtherModelError, locate_model
+
+
+def located_model(model: str, run: Run) -> ModelFiles:
+    """Find the files of a run's model and compare them with the run; weights are compared when they are loaded.
+
+    Raises ModelError as `locate_model` does, OtherModelError for files that are not the run's.
+    """
+    expected = run.manifest.model_files
+    files = locate_model(model, expected)
+    if expected is not None:
+        files.refuse_other(expected)
+        return files
+    try:  # a run of an older version, which knows no single files
+        run.refuse_other_model(files.fingerprint, files.text_fingerprint)
+    except RunError as error:
+        raise OtherModelError(f"on node {socket.gethostname()}: {error}") from None
+    return files
+
+
+def refuse_changed_meanwhile(files: ModelFiles) -> None:
+    """Raise OtherModelError where a small file has changed since `files` was made: either may have been loaded.
+
+    Weights were compared as they were read.
+    """
+    expected = {**files.digests.model, **files.digests.text}
+    replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)
