@@ -32,7 +32,8 @@ class Code:
     """The driver's code: the folder of its rooms, and their digest.
 
     `is_sent` says that Ray brings the rooms to the workers; else they are in the same folder there. `added` are the
-    folders that Ray puts in front of the workers' paths: the driver's current folder and its script's.
+    folders that Ray puts in front of the workers' paths, unless the user's PYTHONPATH has them: the driver's current
+    folder and its script's.
     """
 
     folder: str
@@ -70,8 +71,9 @@ class WorkerProcess:
 def own_code(is_sent: bool) -> Code:
     """The code of this process, a driver."""
     folder = Path(__file__).resolve().parents[2]
-    added = (os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0])))
-    return Code(str(folder), digest_of([folder / room for room in ROOMS]), added, is_sent)
+    added = {os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))}
+    added -= {os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place}
+    return Code(str(folder), digest_of([folder / room for room in ROOMS]), tuple(added), is_sent)
 
 
 def use_code_of_driver(code: Code) -> None:

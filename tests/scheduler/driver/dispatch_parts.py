@@ -147,7 +147,9 @@ def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple
     patch.setattr(remote, "answer", lambda call: call.value)
     patch.setattr(remote, "kill", lambda actor: None)
     patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time, not the driver's
-    cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None)
+    cluster: Any = SimpleNamespace(
+        is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
+    )
     driver = make_driver(dispatched.run, cluster, RecordingDisplay(), workers=NUM_WORKERS, slots=NUM_SLOTS)
     return dispatched, driver
 

@@ -161,7 +161,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
     monkeypatch.setattr(remote, "create_actor", lambda *_, **__: SimpleNamespace(start=method, work=method))
     monkeypatch.setattr(remote, "wait", lambda calls, seconds: [])
     monkeypatch.setattr(remote, "kill", killed.append)
-    cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0)
+    cluster: Any = SimpleNamespace(
+        is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0
+    )
     fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
     fleet.fill(2, 0.0)
     return SilentFleet(fleet, killed, clock)
@@ -216,7 +218,9 @@ def test_why_a_worker_was_lost_is_said_in_a_line(
 
 def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=object)))
-    cluster: Any = SimpleNamespace(num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0)
+    cluster: Any = SimpleNamespace(
+        is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0
+    )
     fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
     fleet.fill(2, 0.0)
     fleet.workers[0].begin_drain("node_drained", 20.0)
