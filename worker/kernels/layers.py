@@ -50,8 +50,11 @@ class CForwardCall(ctypes.Structure):
 class NativeLayers:
     """Layers packed for the kernels, and forwards through them over the rows of any number of sequences."""
 
-    def __init__(self, sizes: DecoderSizes, layers: Sequence[LayerWeights], rotary: Rotary, team: Team) -> None:
-        """Raises ValueError for weights that do not fit together."""
+    def __init__(self, sizes: DecoderSizes, layers: list[LayerWeights], rotary: Rotary, team: Team) -> None:
+        """Take each layer out of `layers` as it is packed: none of them is there twice for long.
+
+        Raises ValueError for weights that do not fit together, and takes none then.
+        """
         if len(layers) != sizes.num_layers:
             raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
         check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
@@ -65,8 +68,8 @@ class NativeLayers:
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], epsilon=sizes.epsilon, scale=sizes.scale, **counts)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
-        for number, layer in enumerate(layers):
-            self._load_layer(number, layer)
+        for number in range(sizes.num_layers):
+            self._load_layer(number, layers.pop(0))
 
     def run(
         self,

@@ -34,7 +34,10 @@ class NativeDecoder(NativeLayers):
     """A whole decoder: embedding, layers, norm, head."""
 
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
-        """Raises ValueError for weights that do not fit together, KernelError where the library does not load."""
+        """Take the layers out of `weights`, as `NativeLayers` does.
+
+        Raises ValueError for weights that do not fit together, KernelError where the library does not load.
+        """
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
         self.embedding = weights.embedding.contiguous()  # the kernels read it where it is

@@ -57,8 +57,14 @@ SHAPES = (
 )
 
 
-@functools.cache
 def random_weights(shape: Shape) -> DecoderWeights:
+    """The same ones at every call, with a list of layers of its own: a decoder takes them out of it."""
+    weights = _random_weights(shape)
+    return dataclasses.replace(weights, layers=[*weights.layers])
+
+
+@functools.cache
+def _random_weights(shape: Shape) -> DecoderWeights:
     generator = torch.Generator().manual_seed(1)
 
     def normal(*sizes: int, scale: float = 1.0) -> Tensor:
