@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -23,9 +21,8 @@ from worker.stopping import ERROR, StopRule
 from worker.target.finite import NOT_FINITE, NotFiniteError, check_finite
 from worker.target.target import RowOutputs, TargetModel
 from worker.target.tiles import max_tree_depth, tree_rows
+from worker.texts.base import OutputText
 from worker.verification import Verification, Walk
-
-Decode = Callable[[list[int]], str]
 
 
 class Engine:
@@ -35,16 +32,19 @@ class Engine:
         self,
         target: TargetModel,
         drafter: Drafter,
-        decode: Decode | None = None,
+        output_text: OutputText | None = None,
         counters: EngineCounters | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         sharing: Sharing | None = None,
     ) -> None:
-        """`logprobs_mode` says what the log-probabilities are of that sequences ask for."""
+        """`output_text` is for stop strings alone.
+
+        `logprobs_mode` says what the log-probabilities are of that sequences ask for.
+        """
         self.target = target
         self.drafter = drafter
         self.counters = counters or EngineCounters()
-        self._decode = decode
+        self._output_text = output_text
         self._logprobs_mode = logprobs_mode
         self._drawing = target.forwards.new_drawing()
         self.sharing = sharing or Sharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
@@ -75,7 +75,7 @@ class Engine:
             sequence,
             cache or self.new_cache(sequence.max_length),
             self._drawing.sampler(sequence),
-            StopRule(sequence, self.target.eos_token_ids, self._decode),
+            StopRule(sequence, self._output_text),
             Constraints(sequence),
             num_shared_tokens,
         )

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from worker.repetition import LoopDetector, first_repetition
 from worker.sequence import Sequence
+from worker.texts.base import OutputText
+from worker.texts.stop_strings import first_stop
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 
 
 class StopRule:
-    """Decides after each committed token; sees tokens one by one, so it never depends on how many a step commits."""
+    """Decides after each committed token; sees tokens one by one, so it never depends on how many a step commits.
 
-    def __init__(
-        self, sequence: Sequence, eos_token_ids: frozenset[int], decode: Callable[[list[int]], str] | None = None
-    ) -> None:
-        params = sequence.sampling
-        if params.stop and decode is None:
-            raise ValueError("stop strings need a tokenizer to decode with")
-        ending = frozenset() if params.ignore_eos else eos_token_ids
-        self._ending_token_ids = ending.union(params.stop_token_ids)
-        self._stop = params.stop
-        self._decode = decode
-        # A byte-level token is at least one byte, so this many tokens cover the longest stop string.
-        self._num_kept = max((len(text.encode()) for text in self._stop), default=0) + 8
-        self._tail = sequence.output_ids[-self._num_kept :].tolist()
+    It is a function of the output's tokens: one that begins behind some of them goes on as the one that saw them come.
+    """
+
+    def __init__(self, sequence: Sequence, output_text: OutputText | None = None) -> None:
+        params, output_ids = sequence.sampling, sequence.output_ids.tolist()
+        self._ending_token_ids = ending_tokens(sequence)
+        self._last = output_ids[-1] if output_ids else None
+        self._search, self._has_stop_string = None, False  # the latter: one ends with the last token
+        if params.stop:
+            if output_text is None:
+                raise ValueError("stop strings need a tokenizer to decode with")
+            self._search = output_text.search(params.stop, params.min_tokens, output_ids[:-1])
+            self._has_stop_string = self._last is not None and self._search.push(self._last)
         self._num_remaining = sequence.num_remaining_tokens
         self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
         detection = params.repetition_detection
@@ -35,27 +35,22 @@ class StopRule:
         """Return the finish reason if `token_id`, committed now, ends the sequence, else None."""
         self._num_remaining -= 1
         self._num_before_stop -= 1
-        self._tail = [*self._tail, token_id][-self._num_kept :]
+        self._last = token_id
+        if self._search is not None:
+            self._has_stop_string = self._search.push(token_id)
         if self._loops is not None:
             self._loops.push(token_id)
         return self.now()
 
     def now(self) -> str | None:
         """Return the finish reason if the last output token ends the sequence, else None (also without output)."""
-        if not self._tail:
+        if self._last is None:
             return None
-        if self._num_before_stop < 0 and (self._tail[-1] in self._ending_token_ids or self._has_stop_string()):
+        if self._num_before_stop < 0 and (self._last in self._ending_token_ids or self._has_stop_string):
             return STOP
         if self._num_remaining <= 0:
             return LENGTH
         return REPETITION if self._loops is not None and self._num_before_stop <= 0 and self._loops.is_loop() else None
-
-    def _has_stop_string(self) -> bool:
-        if not self._stop or self._decode is None:
-            return False
-        num_before = len(self._tail) + self._num_before_stop  # of the tail, in which no stop string may end
-        before = self._decode(self._tail[:num_before]) if num_before > 0 else ""
-        return first_stop(self._decode(self._tail), self._stop, len(before)) is not None
 
 
 def may_rewind(sequence: Sequence) -> bool:
@@ -73,20 +68,20 @@ def rewound(sequence: Sequence) -> Sequence:
     return sequence.rewound(first_repetition(detection, sequence.output_ids))
 
 
-def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0) -> tuple[int, int] | None:
-    """Start and end of the first stop string that does not end within the first characters; None without one."""
-    found = [(text.find(each, max(0, num_before - len(each) + 1)), each) for each in stop]
-    return min(((start, start + len(each)) for start, each in found if start >= 0), default=None)
+def ending_tokens(sequence: Sequence) -> frozenset[int]:
+    """The tokens that end a sequence, each by itself."""
+    params = sequence.sampling
+    return (frozenset() if params.ignore_eos else sequence.eos_token_ids).union(params.stop_token_ids)
 
 
-def text_of(sequence: Sequence, decode: Callable[[list[int]], str]) -> str:
+def text_of(sequence: Sequence, output_text: OutputText) -> str:
     """The output's text, without what ended it where that was a stop token or string and is not asked for."""
     params, output_ids = sequence.sampling, sequence.output_ids.tolist()
     is_stopped = sequence.finish_reason == STOP and len(output_ids) > params.min_tokens
-    if is_stopped and output_ids[-1] in params.stop_token_ids:
-        return decode(output_ids if params.include_stop_str_in_output else output_ids[:-1])
-    text = decode(output_ids)
-    before = decode(output_ids[: params.min_tokens]) if params.stop and params.min_tokens else ""
-    if found := first_stop(text, params.stop, len(before)):
-        return text[: found[params.include_stop_str_in_output]]
-    return text
+    if is_stopped and output_ids[-1] in ending_tokens(sequence):
+        return output_text.decode(output_ids if params.include_stop_str_in_output else output_ids[:-1])
+    if params.stop:  # a character that is not whole yet is none of it
+        text, before = output_text.settled(output_ids), output_text.settled(output_ids[: params.min_tokens])
+        if found := first_stop(text, params.stop, len(before)):
+            return text[: found[params.include_stop_str_in_output]]
+    return output_text.decode(output_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,24 +20,25 @@ class TokenTexts(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for, special ones too."""
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether texts are without it."""
+    def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Where in the text of these tokens each begins, in characters."""
 
 
 def shown_logprobs(
-    job: Job, token_ids: NDArray[np.uint32], logprobs: TokenLogprobs, text: str, tokenizer: TokenTexts
+    job: Job, token_ids: NDArray[np.uint32], logprobs: TokenLogprobs, tokenizer: TokenTexts
 ) -> dict[str, Any]:
-    """Those of all generated tokens, also of tokens that `text`, which they came to, is without."""
+    """Those of all generated tokens.
+
+    Tokens behind the end of the text, as those of a stop text, have the places that they would have had.
+    """
     if len(logprobs) != len(token_ids):
         raise ValueError(f"found {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
     if job.messages is None:
-        return _of_completion(token_ids.tolist(), logprobs, text, tokenizer)
+        return _of_completion(token_ids.tolist(), logprobs, tokenizer)
     return _of_chat(token_ids.tolist(), logprobs, tokenizer)
 
 
-def _of_completion(
-    token_ids: Sequence[int], logprobs: TokenLogprobs, text: str, tokenizer: TokenTexts
-) -> dict[str, Any]:
+def _of_completion(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
     """The drawn token stands in front of the likeliest, if it is none of them. Of two with one text the first stays."""
     texts = _Texts(tokenizer, "bytes:")
     own = _finite(logprobs.logprobs).tolist()
@@ -53,7 +53,7 @@ def _of_completion(
         "tokens": [texts[token_id][0] for token_id in token_ids],
         "token_logprobs": own,
         "top_logprobs": tops,
-        "text_offset": text_offsets(token_ids, text, tokenizer),
+        "text_offset": tokenizer.text_offsets(token_ids),
     }
 
 
@@ -76,23 +76,6 @@ def _of_chat(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: Token
 def _rows(token_ids: Sequence[int], own: list[float], logprobs: TokenLogprobs) -> Any:
     """Token, its log-probability, ids and log-probabilities of the likeliest, of each place."""
     return zip(token_ids, own, logprobs.top_ids.tolist(), _finite(logprobs.top_logprobs).tolist(), strict=True)
-
-
-def text_offsets(token_ids: Sequence[int], text: str, tokenizer: TokenTexts) -> list[int]:
-    """Where in the text each token begins, in characters: that of its first byte where it begins within one.
-
-    Tokens behind the end of the text, as those of a stop text, have the places that they would have had.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    parts: list[str] = []
-    offsets, length = [], 0
-    for token_id in token_ids:
-        offsets.append(length)
-        if not tokenizer.is_special(token_id):
-            parts.append(decoder.decode(tokenizer.token_bytes(token_id)))
-            length += len(parts[-1])
-    is_stripped = not "".join(parts).startswith(text) and "".join(parts).startswith(text, 1)  # of a space in front
-    return [max(0, offset - is_stripped) for offset in offsets]
 
 
 class _Texts(dict[int, tuple[str, list[int]]]):

@@ -12,7 +12,6 @@ from scheduler.driver.heartbeat import current_progress
 from scheduler.runs.cancellation import find_jobs
 
 POLL_SECONDS = 1.0
-BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
 TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
 
 
@@ -26,7 +25,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
     record = _find_choice(run, custom_id, choice)
     checkpoints = CheckpointStore(run.store)
-    codec = TextCodec(locate_model(run.manifest.model))
+    settled = TextCodec(locate_model(run.manifest.model)).output_text.settled
     shown = ""
     while True:
         # looked up before the text, so that what was written in between is not missed
@@ -34,7 +33,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         text = _result_text(run, record.job_id)
         is_whole = text is not None
         if text is None:
-            text = codec.decode(checkpoints.read_tokens(record.job_id).tolist()).rstrip(BROKEN_CHARACTER)
+            text = settled(checkpoints.read_tokens(record.job_id).tolist())
         num_common = _num_common(shown, text)
         is_taken_back = num_common < min(len(shown), len(text))
         yield (TAKEN_BACK if is_taken_back else "") + text[num_common:]

@@ -11,7 +11,6 @@ from jobs.run.job_names import JobName, job_names
 from jobs.run.job_table import paths
 from jobs.run.run import Run
 from jobs.storage.store import Store
-from scheduler.runs.tailing import BROKEN_CHARACTER
 
 if TYPE_CHECKING:
     from worker.model.text import TextCodec
@@ -29,14 +28,14 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
     for job in names_of(run.store):
         if job.name in running:
             token_ids = checkpoints.read_tokens(job.job_id).tolist()
-            shown = token_ids if last_tokens is None else token_ids[-last_tokens:]
-            text = _codec(run.manifest.model).decode(shown).rstrip(BROKEN_CHARACTER)
+            settled = _codec(run.manifest.model).output_text.settled
+            num_before = 0 if last_tokens is None else len(settled(token_ids[:-last_tokens]))
             texts.append(
                 {
                     "custom_id": job.custom_id,
                     "index": job.choice_index,
                     "num_tokens": len(token_ids),
-                    "text": text,
+                    "text": settled(token_ids)[num_before:],
                 }
             )
     return texts

@@ -12,24 +12,30 @@ from worker.model.text import TextCodec
 from worker.sequence import Sequence
 from worker.stopping import StopRule, text_of
 from worker.target.target import TargetModel
+from worker.texts.library_text import LibraryText
 
 
 def spell(token_ids: list[int]) -> str:
     return "".join(chr(token_id) for token_id in token_ids)
 
 
+SPELLED = LibraryText(spell)
+
+
 def rule(params: SamplingParams, output: str = "", eos: frozenset[int] = frozenset({0})) -> StopRule:
     sequence = Sequence("s", [5], params, 200)
+    sequence.eos_token_ids = eos
     sequence.extend([ord(c) for c in output])
-    return StopRule(sequence, eos, spell)
+    return StopRule(sequence, SPELLED)
 
 
-def text_after(params: SamplingParams, output: str) -> str:
+def text_after(params: SamplingParams, output: str, eos: frozenset[int] = frozenset()) -> str:
     """Of a sequence that ended there."""
     sequence = Sequence("s", [5], params, 200)
+    sequence.eos_token_ids = eos
     sequence.extend([ord(c) for c in output])
     sequence.finish_reason = "stop"
-    return text_of(sequence, spell)
+    return text_of(sequence, SPELLED)
 
 
 def test_the_last_token_ends_with_reason_length() -> None:
@@ -67,6 +73,18 @@ def test_a_stop_token_ends_and_is_in_the_text_where_that_is_asked_for(included: 
     assert rule(params, "one #").now() == "stop"
     assert text_after(params, "one #") == text
     assert rule(params.model_copy(update={"ignore_eos": True}), "one ").after(ord("#")) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({}, "one "), ({"include_stop_str_in_output": True}, "one #"), ({"ignore_eos": True}, "one #")],
+)
+def test_an_end_of_sequence_token_that_has_a_text_is_none_of_it_as_a_stop_token(
+    fields: dict[str, bool], text: str
+) -> None:
+    """Some tokenizers do not say of it that it is a special token."""
+    params = SamplingParams(max_tokens=99, **fields)
+    assert text_after(params, "one #", eos=frozenset({ord("#")})) == text
 
 
 def test_nothing_ends_a_text_before_its_least_number_of_tokens_but_the_last_token() -> None:
@@ -110,7 +128,7 @@ def test_a_loop_ends_the_text_from_its_least_number_of_tokens_on_and_after_all_o
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     sequence = Sequence("s", [5], SamplingParams(max_tokens=2, stop=("x",)), 200)
     with pytest.raises(ValueError, match="tokenizer"):
-        StopRule(sequence, frozenset(), None)
+        StopRule(sequence, None)
 
 
 @pytest.mark.parametrize("engine_name", ["suffix", "token-recycling"])
@@ -120,7 +138,7 @@ def test_engines_stop_at_the_same_token(target: TargetModel, embedded_files: obj
     for name in ("autoregressive", engine_name):
         params = SamplingParams(max_tokens=300, temperature=0.0, stop=(" the",), seed=0)
         sequence = Sequence("s", codec.encode("In the morning, when the boats came in,"), params, target.vocab_size)
-        engine = Engine(target, create_drafter(name, target, free_rows), codec.decode)
+        engine = Engine(target, create_drafter(name, target, free_rows), codec.output_text)
         engine.start(sequence)
         while sequence.finish_reason is None:
             engine.step()

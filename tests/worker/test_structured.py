@@ -45,7 +45,7 @@ def generated(
     target: TargetModel, codec: TextCodec, engine_name: str, jobs: Iterable[dict[str, Any]]
 ) -> list[tuple[Sequence, str]]:
     """Sequences of one batch at their end, and their texts."""
-    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows), codec.decode)
+    engine = Engine(target, create_bench_drafter(engine_name, target, free_rows), codec.output_text)
     sequences = []
     for number, fields in enumerate(jobs):
         params = SamplingParams(**{"max_tokens": 300, "seed": number} | fields)
@@ -123,7 +123,7 @@ def test_no_row_is_spent_on_what_can_t_come(target: TargetModel, codec: TextCode
             token_ids = codec.encode("mill and mill", add_special_tokens=False)
             return [DraftTree.chain(token_ids[: request.max_depth]) for request in requests]
 
-    engine = Engine(target, Stubborn(), codec.decode)
+    engine = Engine(target, Stubborn(), codec.output_text)
     params = SamplingParams(max_tokens=50, seed=1, structured_outputs={"choice": ["mill"]})  # type: ignore[arg-type]
     sequence = Sequence("s", codec.encode(PROMPT), params, target.vocab_size, rules=codec.rules(params))
     engine.start(sequence)

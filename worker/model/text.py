@@ -19,8 +19,12 @@ from worker.constraints.thought import Markers, Opening, Thinking
 from worker.model.chat_template import ChatTemplate, words_of
 from worker.model.files import ModelError, ModelFiles, eos_token_ids_of, read_config
 from worker.model.thinking import markers_of
-from worker.model.token_bytes import TokenBytes
 from worker.model.token_length import max_chars_per_token
+from worker.texts.base import OutputText
+from worker.texts.byte_text import ByteText
+from worker.texts.decoder_steps import DecoderSteps, steps_of
+from worker.texts.library_text import LibraryText
+from worker.texts.token_bytes import TokenBytes
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
@@ -124,15 +128,15 @@ class TextCodec:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of tokens, without the special ones."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self.output_text.decode(list(map(int, token_ids)))
+
+    def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Where in the text of tokens each begins, in characters; see `OutputText`."""
+        return self.output_text.offsets(token_ids)[:-1]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for, special ones too; nothing for one that the tokenizer does not have."""
         return self._bytes.of(token_id)
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether decoded texts are without a token."""
-        return self._bytes.is_special(token_id)
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not token_ids:
@@ -180,8 +184,19 @@ class TextCodec:
             )
 
     @cached_property
+    def output_text(self) -> OutputText:
+        """The text that tokens come to."""
+        if self._steps is None:
+            return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
+        return ByteText(self._bytes, self._steps)
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        return steps_of(self._tokenizer)
+
+    @cached_property
     def _bytes(self) -> TokenBytes:
-        return TokenBytes(self._tokenizer)
+        return TokenBytes(self._tokenizer, self._steps)
 
     @cached_property
     def _grammars(self) -> GrammarTokenizer:

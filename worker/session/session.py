@@ -70,7 +70,7 @@ class WorkerSession:
         self.num_free_positions = target.num_free_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
-        self.engine = Engine(target, drafter, self._codec.decode, counters, config.logprobs_mode)
+        self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
         self._resumer = Resumer(self._checkpoints, costs)
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}
@@ -229,7 +229,7 @@ class WorkerSession:
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
-        text, logprobs = text_of(job.sequence, self._codec.decode), job.sequence.kept_logprobs
+        text, logprobs = text_of(job.sequence, self._codec.output_text), job.sequence.kept_logprobs
         attempts = self._checkpoints.history(job.job_id)
         exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
         return success_line(
@@ -240,8 +240,8 @@ class WorkerSession:
             model=self._config.model,
             token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
-            logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, text, self._codec),
-            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.decode),
+            logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
+            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text),
         )
 
     def _release(self, job_ids: Iterable[str], seconds: float) -> list[JobProgress]:

@@ -32,6 +32,21 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
     assert "no job 'z'" in refusal("tail", run.store.uri, "z")
 
 
+def test_tail_shows_characters_as_soon_as_they_are_sure(run: Run, tiny_model: Path) -> None:
+    """One that can't become whole is U+FFFD; the start of one that may is yet to come."""
+    record, codec = run.jobs()[0], TextCodec(locate_model(str(tiny_model)))
+    checkpoints = CheckpointStore(run.store)
+    attempt = checkpoints.claim(record.job_id, "w1")
+    dash, begin = codec.encode("\u2013", add_special_tokens=False), codec.encode("the fox")
+    for bytes_behind, text in (
+        (dash[:1], "the fox"),
+        (dash, "the fox\u2013"),
+        ([*dash[1:], *dash[:2]], "the fox\ufffd\ufffd"),
+    ):
+        checkpoints.write_tokens(record.job_id, attempt, np.array([*begin, *bytes_behind], dtype=np.uint32))
+        assert invoke("tail", run.store.uri, "a").output == f"{text}\n"
+
+
 def pretend_to_run(run: Run) -> None:
     alive = {
         "state": "running",

@@ -13,9 +13,9 @@ from metrics.counters import EngineCounters
 from worker.bench.engine import BenchEngine, BenchError, OwnPositions
 from worker.caches.full import FullKVCache
 from worker.drafters.base import Drafter
-from worker.engine import Decode
 from worker.sequence import Sequence
 from worker.target.target import TargetModel
+from worker.texts.base import OutputText
 
 
 @dataclass
@@ -47,14 +47,14 @@ class EngineContestant:
         drafter: Drafter,
         sequences: list[Sequence],
         caches: list[FullKVCache],
-        decode: Decode | None = None,
+        output_text: OutputText | None = None,
     ) -> None:
         self.name = name
         self.timing = Timing()
         self._target = target
         self._sequences = sequences
         self._own = [OwnPositions(cache) for cache in caches]
-        self._engine = BenchEngine(target, drafter, decode)
+        self._engine = BenchEngine(target, drafter, output_text)
         self.counters = self._engine.counters
         for sequence, cache in zip(sequences, caches, strict=True):
             self._engine.start(sequence, cache)

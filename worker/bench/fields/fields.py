@@ -100,7 +100,7 @@ def _contestants(
         words = codec.bad_word_ids(params.bad_words)
         sequence = Sequence(name, token_ids, params, target.vocab_size, target.device, words, _rules(codec, params))
         drafter = create_bench_drafter(options.engine, target, costs)
-        yield name, EngineContestant(name, target, drafter, [sequence], [cache], codec.decode)
+        yield name, EngineContestant(name, target, drafter, [sequence], [cache], codec.output_text)
 
 
 def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:

@@ -1,0 +1,106 @@
+"""Jobs of a model whose characters are spelled byte by byte: text, stop strings and log-probabilities agree."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.chat import Message
+from jobs.job import JobRecord
+from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
+from tests.worker.texts.text_parts import KINDS
+from worker.model.files import locate_model
+from worker.model.text import TextCodec
+
+LLAMA = KINDS["byte fallback, a space in front"]
+NUM_TOKENS = 64
+FORCED = {str(token_id): 50.0 for token_id in [*LLAMA.spelled("\u4f60"), *LLAMA.spelled("\u00e9 a")]}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a tokenizer as Llama 2's."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("bytes") / "model"))
+    LLAMA.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def job(**drawn: Any) -> JobRecord:
+    """Nothing but the bytes of a few characters, in any order."""
+    return record("fox", NUM_TOKENS, {"logit_bias": FORCED, "logprobs": 0} | drawn, prompt="the END re")
+
+
+def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]:
+    """The choice of a job, and how many tokens it has."""
+    run = make_run(folder)
+    to_the_end(session(run, model), claimed(run, of))
+    found = body(run, of)
+    return found["choices"][0], found["usage"]["completion_tokens"]
+
+
+def bytes_of(choice: dict[str, Any]) -> list[bytes]:
+    """Those of all tokens, as a completion's log-probabilities write them."""
+    tokens = choice["logprobs"]["tokens"]
+    return [
+        bytes.fromhex(each.removeprefix("bytes:").replace("\\x", "")) if each.startswith("bytes:") else each.encode()
+        for each in tokens
+    ]
+
+
+def test_a_text_that_is_cut_within_a_character_loses_that_alone(tmp_path: Path, model: Path) -> None:
+    whole, _ = done(tmp_path / "whole", model, job())
+    data = bytes_of(whole)
+    for num_tokens in range(1, 13):
+        choice, _ = done(tmp_path / str(num_tokens), model, job(max_tokens=num_tokens))
+        joined = b"".join(data[:num_tokens])
+        assert choice["text"] == joined.removeprefix(b" ").decode(errors="replace")
+        assert choice["logprobs"]["text_offset"] == sorted(choice["logprobs"]["text_offset"])
+        assert choice["logprobs"]["text_offset"][-1] <= len(choice["text"])
+
+
+def test_a_stop_string_ends_a_job_with_its_last_byte_also_behind_a_kill(tmp_path: Path, model: Path) -> None:
+    whole, _ = done(tmp_path / "whole", model, job())
+    data = b"".join(bytes_of(whole)).removeprefix(b" ")
+    stop = next(part for part in ("\u00e9a", "\u00e9 ", "\u4f60", "\u00e9") if part.encode() in data)
+    expected = 1 + next(i for i in range(NUM_TOKENS) if stop.encode() in b"".join(bytes_of(whole)[: i + 1]))
+    asked = job(stop=(stop,))
+    choice, num_tokens = done(tmp_path / "stop", model, asked)
+    assert (choice["finish_reason"], num_tokens) == ("stop", expected)
+    assert choice["text"] == whole["text"][: whole["text"].index(stop)]
+    run = make_run(tmp_path / "killed")
+    worker = session(run, model, engine="autoregressive")
+    until(worker, asked, expected - 1, claimed(run, asked))
+    worker.drain(30.0)
+    to_the_end(session(run, model), claimed(run, asked))
+    assert body(run, asked)["choices"] == [choice]
+
+
+def test_a_thought_is_cut_from_the_text_of_all(tmp_path: Path, model: Path) -> None:
+    """Also where the marker's neighbours are characters that are not whole, or spaces."""
+    markers = ("<s>", "</s>")
+    codec = TextCodec(locate_model(str(model)), markers)
+    assert codec.markers is not None
+    bias = FORCED | {str(token_id): 49.0 for token_id in (*codec.markers.start, *codec.markers.end)}
+    asked = record(
+        "fox",
+        NUM_TOKENS,
+        {"logit_bias": bias, "logprobs": 0},
+        url="/v1/chat/completions",
+        prompt=None,
+        messages=(Message(role="user", content="the END"),),
+    )
+    run = make_run(tmp_path / "run")
+    to_the_end(session(run, model, thinking_markers=markers), claimed(run, asked))
+    choice = body(run, asked)["choices"][0]
+    message, tokens = choice["message"], choice["logprobs"]["content"]
+    names = [token["token"] for token in tokens]
+    data = [bytes(token["bytes"]) if token["token"] not in markers else b"" for token in tokens]
+    text = b"".join(data).removeprefix(b" ").decode(errors="replace")
+    assert "<s>" in names
+    assert message["content"] + message["reasoning_content"] != ""
+    assert len(message["content"]) + len(message["reasoning_content"]) == len(text)
+    before = b"".join(data[: names.index("<s>")]).removeprefix(b" ").decode(errors="replace")
+    assert message["content"].startswith(before[:-1])  # the last may be a part of a character that goes on behind it

@@ -1,0 +1,50 @@
+"""The contract of the text of output tokens, which all that shows, cuts, counts or stops a text goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class StopSearch(Protocol):
+    """The search for stop strings behind some output tokens."""
+
+    def push(self, token_id: int) -> bool:
+        """Go on behind one more token; whether a stop string is whole now, and was not before it."""
+
+
+class OutputText(Protocol):
+    """The text that tokens of an output come to.
+
+    It is the concatenated bytes of the tokens that are not special, by the rules of the tokenizer's decoder, decoded as
+    UTF-8 with `errors="replace"`. These rules say what stands for a space, which tokens are bytes, what is left out in
+    front of the first token, and at the start. For complete characters that is what `tokenizer.decode` gives, without
+    special tokens. What of a character is not complete is one U+FFFD, as in Python, and takes nothing else with it:
+    the `tokenizers` library would lose all bytes of a run where one is missing.
+
+    The text is settled as far as no token to come can change it: without the first bytes of a character whose others
+    are missing. A stop string comes with the token behind which the settled text has it. A stop string with U+FFFD
+    finds those that are settled, so it comes with the token that shows that a character stays incomplete.
+
+    A tokenizer whose decoder can't be said of single tokens (a step that is not known) has the text that its own
+    `decode` makes of all tokens up to each place; settled is that without U+FFFD at its end.
+    """
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of an output."""
+
+    def settled(self, token_ids: Sequence[int]) -> str:
+        """The text of an output as far as it stays, whatever comes behind."""
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Where in the text each token begins, in characters, and behind them where it ends.
+
+        A token that begins within a character has the place of this character. One without bytes has the place of the
+        next that has some.
+        """
+
+    def search(self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int]) -> StopSearch:
+        """A search behind these tokens for strings that do not end within the text of the first `min_tokens`.
+
+        Strings that do may be told of as well, with the token that they end with.
+        """
