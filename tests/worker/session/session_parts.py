@@ -36,13 +36,13 @@ def make_run(folder: Path) -> Run:
 
 def session(run: Run, model: Path, metrics_port: int | None = None, **changes: Any) -> WorkerSession:
     """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
-    fields = {"engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32, **changes}
-    config = EngineConfig(model=str(model), dtype="float32", num_threads=1, **fields)
+    fields = {"dtype": "float32", "engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32}
+    config = EngineConfig(model=str(model), num_threads=1, **fields | changes)
     return WorkerSession(config, run.store.uri, "w0", metrics_port)
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    attempt = CheckpointStore(run.store).claim(job.job_id, "w0", "")
+    attempt = CheckpointStore.of(run).claim(job.job_id, "w0", "")
     return Assignment(job, attempt, num_reported_tokens)
 
 
