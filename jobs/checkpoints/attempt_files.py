@@ -6,19 +6,22 @@ from typing import Any
 
 from jobs.checkpoints.checked_files import CheckedFiles
 from jobs.checkpoints.files import AttemptRecord, ClaimFile, FileModel, ResumeFile, TimelineFile, parse_file
+from jobs.identity import Identity
 from jobs.storage.store import Store
 
 
-def read_attempt(store: Store, files: CheckedFiles, folder: str, attempt: int, is_newest: bool) -> AttemptRecord:
-    """What is known of the attempt in `folder`; `files` names what should be there and is damaged or absent."""
+def read_attempt(
+    store: Store, files: CheckedFiles, folder: str, attempt: int, is_newest: bool, identity: Identity
+) -> AttemptRecord:
+    """What is known of the attempt in `folder`; `files` names what should be there and is not, or can't be used."""
 
     def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
         path = f"{folder}/{name}"
         data = store.read(path)
         if data is None and not is_due:
             return None
-        found = files.decoded(path, data, lambda data: parse_file(data, model))
-        return found.model_dump(exclude={"version"}) if found else None
+        found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
+        return found.model_dump(exclude={"version", "identity"}) if found else None
 
     claim = read("claim.json", ClaimFile, is_due=True) or {}
     # the first attempt has none, and the newest may have just begun

@@ -1,13 +1,14 @@
-"""Reads files that may be damaged: what is not whole is named in the log, once, and skipped."""
+"""Reads files that may be damaged, or another job's: what can't be used is named in the log, once, and skipped."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from jobs.checkpoints.token_log import DamagedFileError
+from jobs.checkpoints.refusals import DamagedFileError, refuse_other
+from jobs.identity import Identity
 from jobs.storage.store import Store
 
 Content = TypeVar("Content")
@@ -20,6 +21,13 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+class Known(NamedTuple):
+    """What a manifest says of a file; `size` in bytes."""
+
+    size: int
+    sha256: str
+
+
 class CheckedFiles:
     """Files of a store, decoded. The `decode` functions raise `DamagedFileError`; methods raise `StoreError` only."""
 
@@ -27,10 +35,17 @@ class CheckedFiles:
         self._store = store
         self._named: set[tuple[str, str]] = set()
 
-    def read_verified(self, path: str, size: int, sha256: str, decode: Decode[Content]) -> Content | None:
-        """As `decoded`, for a file that should be there, whose size in bytes and checksum are known."""
+    def read_verified(
+        self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
+    ) -> Content | None:
+        """As `decoded`, for a job's file that should be there; `whose` says what it says of its job, without a check.
+
+        Another job's file would fail its checksum: it is asked first, so that the log can name that job.
+        """
+        size, sha256 = known
 
         def verified(data: bytes) -> Content:
+            refuse_other(whose(data), identity)
             if len(data) != size:
                 raise DamagedFileError(f"found {len(data)} bytes, expected {size}")
             if digest(data) != sha256:
@@ -40,7 +55,7 @@ class CheckedFiles:
         return self.decoded(path, self._store.read(path), verified)
 
     def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
-        """What is in `data`, which was read from `path`; None where that is absent or damaged."""
+        """What is in `data`, which was read from `path`; None where that is absent, damaged or another job's."""
         try:
             if data is None:
                 raise DamagedFileError("found no file")

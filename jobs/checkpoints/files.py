@@ -8,13 +8,22 @@ from typing import Final, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from jobs.checkpoints.checked_files import digest
+from jobs.checkpoints.refusals import DamagedFileError, refuse_other
 from jobs.checkpoints.timeline import Moment, Timeline
-from jobs.checkpoints.token_log import DamagedFileError
 from jobs.frozen import Strict
+from jobs.identity import Identity
 from jobs.input.reasons import reasons, shown
 
-VERSION: Final = 2
+VERSION: Final = 3
+VERSION_OF_NOBODY: Final = 2  # of older runs: such a file does not say whose it is
 SEAL = b',"checksum":"'
+
+
+class OwnedFile(Strict):
+    """What each file says of itself; `dump_file` adds whose it is."""
+
+    version: Literal[2, 3] = VERSION
+    identity: Identity | None = None
 
 
 class SegmentEntry(Strict):
@@ -47,13 +56,12 @@ class DrafterEntry(Strict):
         return self
 
 
-class StateManifest(Strict):
+class StateManifest(OwnedFile):
     """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state.
 
     They are of the tokens that stood there after `num_rewinds` rewinds.
     """
 
-    version: Literal[2] = VERSION
     num_rewinds: int = Field(default=0, ge=0)
     segments: tuple[SegmentEntry, ...] = ()
     drafter: DrafterEntry | None = None
@@ -98,51 +106,54 @@ class AttemptRecord(Strict):
     timeline: Timeline | None = None  # None where it never drew a token
 
 
-class ClaimFile(Strict):
+class ClaimFile(OwnedFile):
     """`claim.json`"""
 
-    version: Literal[2] = VERSION
     worker_id: str
     claimed: Moment
     numerics: str
 
 
-class ResumeFile(ResumeRecord):
+class ResumeFile(ResumeRecord, OwnedFile):
     """`resume.json`"""
 
-    version: Literal[2] = VERSION
 
-
-class TimelineFile(Timeline):
+class TimelineFile(Timeline, OwnedFile):
     """`timeline.json`"""
 
-    version: Literal[2] = VERSION
+
+FileModel = TypeVar("FileModel", bound=OwnedFile)
 
 
-FileModel = TypeVar("FileModel", StateManifest, ClaimFile, ResumeFile, TimelineFile)
+def dump_file(content: OwnedFile, identity: Identity) -> bytes:
+    """One line of JSON that says whose it is, and ends with a checksum of itself."""
+    owned = content.model_copy(update={"version": VERSION, "identity": identity})
+    return _sealed(owned.model_dump_json().encode())
 
 
-def dump_file(content: StateManifest | ClaimFile | ResumeFile | TimelineFile) -> bytes:
-    """One line of JSON that ends with a checksum of itself."""
-    return _sealed(content.model_dump_json().encode())
+def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
+    """The content of a job's JSON file. Raises `DamagedFileError` for a damaged one or one of another job or version.
 
-
-def parse_file(data: bytes, model: type[FileModel]) -> FileModel:
-    """The content of a JSON file. Raises `DamagedFileError` for a damaged one or one of another version."""
+    A file of an older run says nothing of its job.
+    """
     try:
         version = json.loads(data).get("version")
     except (ValueError, AttributeError, RecursionError):
         raise DamagedFileError(f"found {len(data)} bytes that are no JSON object") from None
     # a newer version may be sealed in another way
-    if version != VERSION:
-        raise DamagedFileError(f"found version {shown(version)}, expected {VERSION}")
+    if version not in (VERSION_OF_NOBODY, VERSION):
+        raise DamagedFileError(f"found version {shown(version)}, expected {VERSION_OF_NOBODY} or {VERSION}")
     text = data.rpartition(SEAL)[0] + b"}"
     if data != _sealed(text):
         raise DamagedFileError("found content that does not match its checksum")
     try:
-        return model.model_validate_json(text)
+        found = model.model_validate_json(text)
     except ValidationError as error:
         raise DamagedFileError(reasons(error, model)) from None
+    if found.identity is None and version == VERSION:
+        raise DamagedFileError(f"found no job's name in a file of version {VERSION}")
+    refuse_other(found.identity, identity)
+    return found.model_copy(update={"version": VERSION, "identity": None})  # as it was given to `dump_file`
 
 
 def segment_name(start: int, end: int) -> str:

@@ -1,14 +1,27 @@
-"""The checkpoint of a job that goes on from another job's tokens: that one's attempts, with all its tokens."""
+"""The checkpoint of a job that goes on from another job's tokens: that one's attempts, with all its tokens.
+
+It is written anew, since each file says whose it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jobs.checkpoints.files import AttemptRecord, ClaimFile, ResumeFile, TimelineFile, dump_file
+from jobs.checkpoints.files import (
+    AttemptRecord,
+    ClaimFile,
+    DrafterEntry,
+    ResumeFile,
+    SegmentEntry,
+    TimelineFile,
+    dump_file,
+)
 from jobs.checkpoints.logprob_spans import encode_span, span_name
-from jobs.checkpoints.token_log import TokenLog, encode_tokens
+from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.token_log import TokenLog, encode_log
+from jobs.identity import Identity
 from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
 
@@ -17,40 +30,75 @@ FOLDER = "checkpoints"
 
 def inherit(
     store: Store,
-    job_id: str,
+    identity: Identity,
     earlier_id: str,
     attempts: Sequence[AttemptRecord],
     log: TokenLog,
     logprobs: TokenLogprobs | None = None,
 ) -> None:
-    """Write what `job_id` begins with: the state kept of `earlier_id`, if any, then its attempts and `log`.
+    """Write what the job of `identity` begins with: the state kept of `earlier_id`, if any, its attempts and `log`.
 
     `logprobs` are of all tokens of the log, where the job asks for them. The next attempt goes on there as after a
     loss. Call it before the run knows the job; again does no harm.
     """
-    _copy_state(store, job_id, earlier_id)
+    _State(CheckpointStore(store, identity.fingerprint), identity.job_id, earlier_id).take()
     for record in attempts:
         is_last = record is attempts[-1]
-        folder = f"{FOLDER}/{job_id}/{record.attempt:04d}"
+        folder = f"{FOLDER}/{identity.job_id}/{record.attempt:04d}"
         claim = ClaimFile(worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics)
-        store.write(f"{folder}/claim.json", dump_file(claim))
+        store.write(f"{folder}/claim.json", dump_file(claim, identity))
         if record.resume is not None:
-            store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump())))
+            store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump()), identity))
         if record.timeline is not None:
             # it ended with all its tokens in the log
             timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
-            store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline)))
+            store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline), identity))
         known = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
         if is_last and logprobs is not None:
-            store.write(f"{folder}/{span_name(0, *reversed(log.progress))}", encode_span(log.token_ids, logprobs))
-        store.write(f"{folder}/tokens.bin", encode_tokens(*known))
+            span = encode_span(log.token_ids, logprobs, identity)
+            store.write(f"{folder}/{span_name(0, *reversed(log.progress))}", span)
+        store.write(f"{folder}/tokens.bin", encode_log(known, identity))
 
 
-def _copy_state(store: Store, job_id: str, earlier_id: str) -> None:
-    """Keys, values and drafter states, and last of all what names them."""
-    earlier = f"{FOLDER}/{earlier_id}"
-    found = [f"{attempt}/{name}" for attempt in store.list(earlier) for name in store.list(f"{earlier}/{attempt}")]
-    state = [path for path in found if path.endswith(".arrow")]
-    for path in [*state, *(path for path in found if path.endswith("/manifest.json"))]:
-        if (data := store.read(f"{earlier}/{path}")) is not None:
-            store.write(f"{FOLDER}/{job_id}/{path}", data)
+class _State:
+    """Writes state of the earlier job as the later one's own, each file once."""
+
+    def __init__(self, checkpoints: CheckpointStore, job_id: str, earlier_id: str) -> None:
+        self._checkpoints = checkpoints
+        self._job_id, self._earlier_id = job_id, earlier_id
+        self._segments: dict[str, SegmentEntry | None] = {}  # by the file of the earlier job; None: it can't be read
+
+    def take(self) -> None:
+        """Take what the manifests name, and each manifest behind it."""
+        for attempt in range(1, self._checkpoints.attempts(self._earlier_id) + 1):
+            if (manifest := self._checkpoints.read_manifest(self._earlier_id, attempt)) is not None:
+                segments = tuple(self._taken(manifest.segments))
+                own = manifest.model_copy(update={"segments": segments, "drafter": self._drafter(manifest.drafter)})
+                self._checkpoints.write_manifest(self._job_id, attempt, own)
+
+    def _taken(self, segments: Sequence[SegmentEntry]) -> Iterator[SegmentEntry]:
+        """The segments up to one that can't be read: those behind it have nothing to go on from."""
+        for entry in segments:
+            if entry.file not in self._segments:
+                self._segments[entry.file] = self._segment(entry)
+            if (own := self._segments[entry.file]) is None:
+                return
+            yield own
+
+    def _segment(self, entry: SegmentEntry) -> SegmentEntry | None:
+        segment = self._checkpoints.read_segment(self._earlier_id, entry)
+        if segment is None:
+            return None
+        return self._checkpoints.write_segment(self._job_id, _attempt(entry), segment)
+
+    def _drafter(self, entry: DrafterEntry | None) -> DrafterEntry | None:
+        state = None if entry is None else self._checkpoints.read_drafter(self._earlier_id, entry)
+        if entry is None or state is None:
+            return None
+        place = (self._job_id, _attempt(entry), entry.num_positions)
+        return self._checkpoints.write_drafter(*place, entry.engine, state)
+
+
+def _attempt(entry: SegmentEntry | DrafterEntry) -> int:
+    """The attempt that has written a file."""
+    return int(entry.file.partition("/")[0])

@@ -6,10 +6,17 @@ tokens/<job_id>.logprobs    the log-probabilities of these tokens, where the job
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Self
+
 from jobs.checkpoints.logprob_spans import decode_span, encode_span
-from jobs.checkpoints.token_log import DamagedFileError, TokenLog, decode_log, encode_tokens
+from jobs.checkpoints.refusals import DamagedFileError
+from jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
+from jobs.identity import Identity
 from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    from jobs.run.run import Run
 
 FOLDER = "tokens"
 SUFFIX, LOGPROBS = ".bin", ".logprobs"
@@ -18,28 +25,35 @@ SUFFIX, LOGPROBS = ".bin", ".logprobs"
 class KeptLogs:
     """The kept token logs of one run. Methods raise `StoreError` when the storage fails."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fingerprint: str) -> None:
+        """`fingerprint` is the run's, see `RunManifest`."""
         self._store = store
+        self._fingerprint = fingerprint
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        return cls(run.store, run.manifest.fingerprint)
 
     def write(self, job_id: str, log: TokenLog, logprobs: TokenLogprobs | None = None) -> None:
         """Keep all that a job has generated, in place of an older log."""
+        identity = self._identity(job_id)
         if logprobs is not None:
-            self._store.write(_path(job_id, LOGPROBS), encode_span(log.token_ids, logprobs))
-        self._store.write(_path(job_id), encode_tokens(*log))
+            self._store.write(_path(job_id, LOGPROBS), encode_span(log.token_ids, logprobs, identity))
+        self._store.write(_path(job_id), encode_log(log, identity))
 
     def read(self, job_id: str) -> TokenLog:
-        """A job's tokens and rewinds. Raises `DamagedFileError`, also where there is no log."""
+        """A job's tokens and rewinds. Raises `DamagedFileError`, also where there is no log or another job's."""
         data = self._store.read(_path(job_id))
         if data is None:
             raise DamagedFileError("found no token log")
-        return decode_log(data)
+        return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
         """Those of all tokens of a kept log. Raises `DamagedFileError`, also where there are none of all of them."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")
-        span = decode_span(data)
+        span = decode_span(data, self._identity(job_id))
         if span.num_agreeing(log.token_ids) < len(log.token_ids):
             raise DamagedFileError("found log-probabilities of other tokens")
         return span.logprobs
@@ -58,6 +72,9 @@ class KeptLogs:
     def clear(self) -> None:
         """Remove all of them."""
         self._store.delete_folder(FOLDER)
+
+    def _identity(self, job_id: str) -> Identity:
+        return Identity(job_id=job_id, fingerprint=self._fingerprint)
 
 
 def _path(job_id: str, suffix: str = SUFFIX) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from jobs.checkpoints.checked_files import CheckedFiles
 from jobs.checkpoints.logprob_spans import LogprobSpan, WrittenSpans, decode_span, encode_span, span_name
 from jobs.checkpoints.token_log import TokenIds, TokenLog
+from jobs.identity import Identity
 from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
 
@@ -21,13 +23,16 @@ class LogprobFiles:
         self._store = store
         self._files = files
 
-    def write(self, folder: str, written: WrittenSpans, log: TokenLog, logprobs: TokenLogprobs) -> int:
+    def write(
+        self, folder: str, written: WrittenSpans, log: TokenLog, logprobs: TokenLogprobs, identity: Identity
+    ) -> int:
         """Write what of a log's tokens is not `written` yet; `logprobs` are of all. Returns bytes written."""
         num_tokens = len(log.token_ids)
         if num_tokens <= written.end:
             return 0
         start = written.start_of_next(num_tokens)
-        data, name = encode_span(log.token_ids, logprobs, start), span_name(start, num_tokens, len(log.rewinds))
+        data = encode_span(log.token_ids, logprobs, identity, start)
+        name = span_name(start, num_tokens, len(log.rewinds))
         self._store.write(f"{folder}/{name}", data)
         written.add(start, num_tokens, name)
         return len(data)
@@ -38,8 +43,9 @@ class LogprobFiles:
             self._store.delete(f"{folder}/{written.replaced[-1]}")
             written.replaced.pop()
 
-    def read(self, folders: Sequence[str], token_ids: TokenIds, num_top: int) -> TokenLogprobs:
+    def read(self, folders: Sequence[str], token_ids: TokenIds, num_top: int, identity: Identity) -> TokenLogprobs:
         """Those of the first of an output's tokens, as far as there are any."""
+        decode = partial(decode_span, identity=identity)
         places = sorted(self._places(folders), key=lambda place: place[:2])
         spans: dict[str, LogprobSpan | None] = {}
         parts: list[TokenLogprobs] = []
@@ -47,7 +53,7 @@ class LogprobFiles:
         while num_found < len(token_ids):
             for _, path in self._reaching(places, num_found):
                 if path not in spans:
-                    spans[path] = self._files.decoded(path, self._store.read(path), decode_span)
+                    spans[path] = self._files.decoded(path, self._store.read(path), decode)
                 span = spans[path]
                 if span is None or span.logprobs.num_top != num_top or span.start > num_found:
                     continue  # torn, or another file under this name

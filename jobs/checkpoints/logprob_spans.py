@@ -1,8 +1,9 @@
 """Log-probabilities of some consecutive output tokens as bytes, and which of them a job writes next.
 
-A header with checksums, the token ids, their log-probabilities, and ids and log-probabilities of the likeliest tokens
-at each place; 4 bytes a number, little-endian. What stands there follows from the tokens up to each place: bytes that
-name these can be trusted, whatever was rewound since, and by whichever attempt they were written.
+A header with checksums, whose they are (in version 1 nobody's), the token ids, their log-probabilities, and ids and
+log-probabilities of the likeliest tokens at each place; 4 bytes a number, little-endian. What stands there follows from
+the job and its tokens up to each place: bytes that name both can be trusted, whatever was rewound since, and by
+whichever attempt they were written.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jobs.checkpoints.token_log import DamagedFileError, TokenIds
+from jobs.checkpoints.refusals import DamagedFileError, take_identity
+from jobs.checkpoints.token_log import TokenIds
+from jobs.identity import Identity
 from jobs.logprobs import TokenLogprobs
 
 MAGIC = b"SWLOGPRB"
-VERSION = 1
+VERSION = 2
+VERSION_OF_NOBODY = 1  # of older runs
 HEADER = struct.Struct("<8sIIII32s")  # magic, version, first token, tokens, likeliest, SHA-256 of tokens in front
 CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
 
@@ -41,37 +45,45 @@ class LogprobSpan(NamedTuple):
         return int(differs.argmax()) if differs.any() else len(theirs)
 
 
-def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, start: int = 0) -> bytes:
-    """The bytes of what an output has from `start` on: both are of all its tokens."""
+def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity, start: int = 0) -> bytes:
+    """The bytes of what a job's output has from `start` on: both are of all its tokens."""
     part = logprobs.part(start, len(token_ids))
     arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
     types = ("<u4", "<f4", "<i4", "<f4")
-    payload = b"".join(np.asarray(array, dtype).tobytes() for array, dtype in zip(arrays, types, strict=True))
+    numbers = b"".join(np.asarray(array, dtype).tobytes() for array, dtype in zip(arrays, types, strict=True))
+    payload = identity.pack() + numbers
     header = HEADER.pack(MAGIC, VERSION, start, len(part), part.num_top, _digest(token_ids[:start]))
     return header + CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) + payload
 
 
-def decode_span(data: bytes) -> LogprobSpan:
-    """What `encode_span` was given, in read-only memory. Raises `DamagedFileError`, never gives wrong numbers."""
-    if len(data) < HEADER.size + CHECKSUM.size:
-        raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
-    magic, version, start, num_tokens, num_top, before = HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise DamagedFileError("found no log-probabilities: expected it to start with its magic word")
-    if version != VERSION:
-        raise DamagedFileError(f"found version {version}, expected {VERSION}")
-    header, payload = data[: HEADER.size], memoryview(data)[HEADER.size + CHECKSUM.size :]
+def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
+    """What `encode_span` was given, in memory of its own. Raises `DamagedFileError`, never gives wrong numbers."""
+    start, num_tokens, num_top, before, payload = _checked(data, identity)
     if len(payload) != 8 * num_tokens * (1 + num_top):
-        raise DamagedFileError(f"found {len(payload)} bytes, expected {8 * num_tokens * (1 + num_top)}")
-    if CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) != data[HEADER.size : HEADER.size + CHECKSUM.size]:
-        raise DamagedFileError("found log-probabilities that do not match their checksum")
-    numbers = np.frombuffer(payload, dtype="<u4").astype(np.uint32, copy=False)
+        raise DamagedFileError(f"found {len(payload)} bytes of numbers, expected {8 * num_tokens * (1 + num_top)}")
+    numbers = np.frombuffer(payload, dtype="<u4").astype(np.uint32)
     ids, own, top_ids, top = np.split(numbers, np.cumsum([num_tokens, num_tokens, num_tokens * num_top]))
     shape = (num_tokens, num_top)
     found = TokenLogprobs(
         own.view(np.float32), top_ids.view(np.int32).reshape(shape), top.view(np.float32).reshape(shape)
     )
     return LogprobSpan(start, before, ids, found)
+
+
+def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, memoryview]:
+    """The header of a whole file of the job, from its first token on, and the numbers behind it."""
+    if len(data) < HEADER.size + CHECKSUM.size:
+        raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
+    magic, version, start, num_tokens, num_top, before = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise DamagedFileError("found no log-probabilities: expected it to start with its magic word")
+    if version not in (VERSION_OF_NOBODY, VERSION):
+        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} or {VERSION}")
+    header, payload = data[: HEADER.size], memoryview(data)[HEADER.size + CHECKSUM.size :]
+    if CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) != data[HEADER.size : HEADER.size + CHECKSUM.size]:
+        raise DamagedFileError(f"found {len(payload)} bytes that do not match their checksum")
+    behind = 0 if version == VERSION_OF_NOBODY else take_identity(payload, identity)
+    return start, num_tokens, num_top, before, payload[behind:]
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""A KV segment as a file: Arrow IPC tensors one behind the other, which load without a copy."""
+"""A KV segment as a file: Arrow IPC tensors one behind the other, which load without a copy.
+
+They are a header, whose segment it is (not in version 1), the tokens, keys and values.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.checkpoints.token_log import DamagedFileError, TokenIds
+from jobs.checkpoints.refusals import DamagedFileError
+from jobs.checkpoints.token_log import TokenIds
+from jobs.identity import Identity
 
-VERSION = 1
+VERSION = 2
+VERSION_OF_NOBODY = 1  # of older runs
 KV_DTYPES = (np.dtype("uint16"), np.dtype("float32"))  # 16-bit floats are kept as their bits: Arrow has no bfloat16
-HEADERS_SIZE = 4096  # room for what Arrow puts before three tensors, a few hundred bytes in all
+HEADERS_SIZE = 4096  # room for what Arrow puts before four tensors, and the second of them: a few hundred bytes in all
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class Segment:
         return self.start + len(self.token_ids)
 
 
-def encode_segment(segment: Segment) -> memoryview:
-    """The bytes of a segment file, in one buffer of that size: the only copy made of `kv`.
+def encode_segment(segment: Segment, identity: Identity) -> memoryview:
+    """The bytes of a job's segment file, in one buffer of that size: the only copy made of `kv`.
 
     Raises `TypeError` for arrays of another dtype or of shapes that do not go together.
     """
@@ -40,9 +46,10 @@ def encode_segment(segment: Segment) -> memoryview:
     _check(segment)
     kv, token_ids = segment.kv, np.ascontiguousarray(segment.token_ids)
     header = np.array([VERSION, segment.start], dtype=np.int64)
+    owner = np.frombuffer(identity.pack(), dtype=np.uint8)
     buffer = pa.allocate_buffer(kv.nbytes + token_ids.nbytes + HEADERS_SIZE)
     sink = pa.FixedSizeBufferWriter(buffer)
-    for array in (header, token_ids, kv):
+    for array in (header, owner, token_ids, kv):
         pa.ipc.write_tensor(pa.Tensor.from_numpy(array), sink)
     return memoryview(buffer)[: sink.tell()]
 
@@ -53,12 +60,7 @@ def decode_segment(data: bytes) -> Segment:
 
     source = pa.BufferReader(data)
     try:
-        header = pa.ipc.read_tensor(source).to_numpy()
-        if header.dtype != np.int64 or header.shape != (2,):
-            raise DamagedFileError("found no KV segment: expected its header first")
-        version, start = (int(number) for number in header)
-        if version != VERSION:
-            raise DamagedFileError(f"found version {version}, expected {VERSION}")
+        start, _ = _read_head(source)
         token_ids, kv = (pa.ipc.read_tensor(source).to_numpy() for _ in range(2))
         segment = Segment(start, token_ids, kv)
         _check(segment)
@@ -69,6 +71,32 @@ def decode_segment(data: bytes) -> Segment:
     if source.tell() != len(data):
         raise DamagedFileError(f"found {len(data)} bytes, expected {source.tell()}")
     return segment
+
+
+def identity_of_segment(data: bytes) -> Identity | None:
+    """Whose segment a file says that it is, before anything of it is checked; None where it does not say."""
+    import pyarrow as pa
+
+    try:
+        _, owner = _read_head(pa.BufferReader(data))
+        return None if owner is None else Identity.unpack(owner)[0]
+    except (pa.ArrowException, OSError, ValueError):
+        return None
+
+
+def _read_head(source: Any) -> tuple[int, memoryview | None]:
+    """The first position, and the bytes of the identity, of a segment file's reader, which then is behind them."""
+    import pyarrow as pa
+
+    header = pa.ipc.read_tensor(source).to_numpy()
+    if header.dtype != np.int64 or header.shape != (2,):
+        raise DamagedFileError("found no KV segment: expected its header first")
+    version, start = (int(number) for number in header)
+    if version not in (VERSION_OF_NOBODY, VERSION):
+        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} or {VERSION}")
+    if version == VERSION_OF_NOBODY:
+        return start, None
+    return start, memoryview(pa.ipc.read_tensor(source).to_numpy().tobytes())
 
 
 def _check(segment: Segment) -> None:

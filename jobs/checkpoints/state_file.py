@@ -1,4 +1,7 @@
-"""A drafter's state as an Arrow IPC file: one record batch of one row, a binary column for each array."""
+"""A drafter's state as an Arrow IPC file: one record batch of one row, a binary column for each array.
+
+The schema's metadata say whose it is; those of older runs do not.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.checkpoints.token_log import DamagedFileError
+from jobs.checkpoints.refusals import DamagedFileError
+from jobs.identity import Identity
 
 State = dict[str, NDArray[Any]]
 
+IDENTITY = b"identity"
 PLAIN_KINDS = "biufc"  # bool, integers, floats, complex: nothing that would have to be pickled
 
 
-def encode_state(state: State) -> memoryview:
-    """The bytes of a state file; arrays of any shape. Raises `TypeError` for a dtype that is no plain number."""
+def encode_state(state: State, identity: Identity) -> memoryview:
+    """The bytes of a job's state file; arrays of any shape. Raises `TypeError` for a dtype that is no plain number."""
     import pyarrow as pa
 
     columns = [(_field(name, array), _column(array)) for name, array in state.items()]
-    batch = pa.record_batch([column for _, column in columns], schema=pa.schema([field for field, _ in columns]))
+    schema = pa.schema([field for field, _ in columns], metadata={IDENTITY: identity.pack()})
+    batch = pa.record_batch([column for _, column in columns], schema=schema)
     # a first pass that only counts: a buffer that grows would need the room twice
     counter = pa.MockOutputStream()
     _write(batch, counter)
@@ -38,6 +44,17 @@ def decode_state(data: bytes) -> State:
         return {field.name: _array(field, batch.column(index)) for index, field in enumerate(batch.schema)}
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DamagedFileError(f"found no usable state: {' '.join(str(error).split())}") from None
+
+
+def identity_of_state(data: bytes) -> Identity | None:
+    """Whose state a file says that it is, before anything of it is checked; None where it does not say."""
+    import pyarrow as pa
+
+    try:
+        metadata = pa.ipc.open_file(pa.BufferReader(data)).schema.metadata
+        return None if metadata is None else Identity.unpack(metadata[IDENTITY])[0]
+    except (pa.ArrowException, OSError, ValueError, KeyError):
+        return None
 
 
 def _field(name: str, array: NDArray[Any]) -> Any:

@@ -12,16 +12,21 @@ checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on 
                                                      their checksums, written last
                                resume.json           how the attempt began, where it was not the first
                                timeline.json         when it had how many tokens, for reports; absent in older runs
+
+Each file says whose it is. One of another job, or of a run that computes otherwise, is skipped as a damaged one is;
+one of a run of an older version, which does not say, is taken for the job's own.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from jobs.checkpoints.attempt_files import read_attempt
-from jobs.checkpoints.checked_files import CheckedFiles, digest
+from jobs.checkpoints.checked_files import CheckedFiles, Known, digest
 from jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
@@ -38,12 +43,17 @@ from jobs.checkpoints.files import (
 )
 from jobs.checkpoints.logprob_files import LogprobFiles
 from jobs.checkpoints.logprob_spans import WrittenSpans
-from jobs.checkpoints.segments import Segment, decode_segment, encode_segment
-from jobs.checkpoints.state_file import State, decode_state, encode_state
+from jobs.checkpoints.refusals import DamagedFileError
+from jobs.checkpoints.segments import Segment, decode_segment, encode_segment, identity_of_segment
+from jobs.checkpoints.state_file import State, decode_state, encode_state, identity_of_state
 from jobs.checkpoints.timeline import Timeline
-from jobs.checkpoints.token_log import DamagedFileError, Rewind, TokenIds, TokenLog, decode_log, encode_tokens
+from jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
+from jobs.identity import Identity
 from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    from jobs.run.run import Run
 
 __all__ = [
     "AttemptRecord",
@@ -63,22 +73,29 @@ _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a damaged file is skipped and
-    named in a warning, once.
+    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a file that is damaged, or another
+    job's, is skipped and named in a warning, once.
 
     An attempt writes below its own number only, so a worker believed dead can't harm its successor's files.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fingerprint: str) -> None:
+        """`fingerprint` is the run's, see `RunManifest`."""
         self._store = store
+        self._fingerprint = fingerprint
         self._files = CheckedFiles(store)
         self._logprobs = LogprobFiles(store, self._files)
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        return cls(run.store, run.manifest.fingerprint)
 
     def claim(self, job_id: str, worker_id: str, numerics: str = "") -> int:
         """Open the next attempt (1, 2, ...) of a job and return its number."""
         attempt = self.attempts(job_id) + 1
-        claim = dump_file(ClaimFile(worker_id=worker_id, claimed=time.time(), numerics=numerics))
-        while not self._store.write_new(_path(job_id, attempt, "claim.json"), claim):
+        claim = ClaimFile(worker_id=worker_id, claimed=time.time(), numerics=numerics)
+        data = dump_file(claim, self._identity(job_id))
+        while not self._store.write_new(_path(job_id, attempt, "claim.json"), data):
             attempt += 1
         return attempt
 
@@ -88,25 +105,30 @@ class CheckpointStore:
 
     def history(self, job_id: str) -> list[AttemptRecord]:
         """All attempts of a job, oldest first, with what is known of each."""
-        attempts = self._attempts(job_id)
+        attempts, identity = self._attempts(job_id), self._identity(job_id)
         return [
-            read_attempt(self._store, self._files, _folder(job_id, attempt), attempt, is_newest=attempt == attempts[-1])
+            read_attempt(
+                *(self._store, self._files, _folder(job_id, attempt), attempt),
+                is_newest=attempt == attempts[-1],
+                identity=identity,
+            )
             for attempt in attempts
         ]
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
         """Keep how an attempt began; due in every attempt but the first."""
-        self._store.write(_path(job_id, attempt, "resume.json"), dump_file(ResumeFile(**record.model_dump())))
+        data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
+        self._store.write(_path(job_id, attempt, "resume.json"), data)
 
     def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
         """Replace the attempt's timeline. Returns bytes written."""
-        data = dump_file(TimelineFile(**timeline.model_dump()))
+        data = dump_file(TimelineFile(**timeline.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "timeline.json"), data)
         return len(data)
 
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> int:
         """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
-        data = encode_tokens(token_ids, rewinds)
+        data = encode_log(TokenLog(token_ids, rewinds), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
 
@@ -122,7 +144,7 @@ class CheckpointStore:
         self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
     ) -> int:
         """As `write_tokens`, behind what of its tokens' log-probabilities is not `written` yet; these are of all."""
-        num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs)
+        num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs, self._identity(job_id))
         num_bytes += self.write_tokens(job_id, attempt, *log)
         self._logprobs.drop_replaced(_folder(job_id, attempt), written)
         return num_bytes
@@ -134,7 +156,7 @@ class CheckpointStore:
         for log in self._logs(job_id):
             if log.progress <= furthest.progress:
                 break
-            logprobs = self._logprobs.read(folders, log.token_ids, num_top)
+            logprobs = self._logprobs.read(folders, log.token_ids, num_top, self._identity(job_id))
             known = log.until(len(logprobs))
             if known.progress > furthest.progress:
                 furthest, its_logprobs = known, logprobs
@@ -142,7 +164,7 @@ class CheckpointStore:
 
     def _logs(self, job_id: str) -> list[TokenLog]:
         """Those of all attempts, the furthest first, and an empty one."""
-        logs = [_EMPTY]
+        logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         attempts = self._attempts(job_id)
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
@@ -150,13 +172,13 @@ class CheckpointStore:
             # every attempt writes one, but the newest may have just begun
             if data is None and attempt == attempts[-1]:
                 continue
-            if (log := self._files.decoded(path, data, decode_log)) is not None:
+            if (log := self._files.decoded(path, data, decode)) is not None:
                 logs.append(log)
         return sorted(logs, key=lambda log: log.progress, reverse=True)
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
         """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""
-        data = encode_segment(segment)
+        data = encode_segment(segment, self._identity(job_id))
         name = segment_name(segment.start, segment.end)
         self._store.write(_path(job_id, attempt, name), data)
         return SegmentEntry(
@@ -173,11 +195,12 @@ class CheckpointStore:
             return segment
 
         path = f"checkpoints/{job_id}/{entry.file}"
-        return self._files.read_verified(path, entry.size, entry.sha256, decode)
+        known = Known(entry.size, entry.sha256)
+        return self._files.read_verified(path, known, self._identity(job_id), identity_of_segment, decode)
 
     def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
         """As `write_segment`, for the state of `engine`'s drafter after `num_positions` positions."""
-        data = encode_state(state)
+        data = encode_state(state, self._identity(job_id))
         name = drafter_name(num_positions)
         self._store.write(_path(job_id, attempt, name), data)
         return DrafterEntry(
@@ -191,11 +214,12 @@ class CheckpointStore:
     def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
         """The drafter state that a manifest names; None if it is damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
-        return self._files.read_verified(path, entry.size, entry.sha256, decode_state)
+        known = Known(entry.size, entry.sha256)
+        return self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
 
     def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest) -> int:
         """Make what was written count, then remove the attempt's older drafter states. Returns bytes written."""
-        data = dump_file(manifest)
+        data = dump_file(manifest, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "manifest.json"), data)
         if manifest.drafter is not None:
             for name in self._store.list(_folder(job_id, attempt)):
@@ -203,9 +227,19 @@ class CheckpointStore:
                     self._store.delete(_path(job_id, attempt, name))
         return len(data)
 
+    def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:
+        """What an attempt's manifest says; None where it is absent, or can't be used."""
+        path = _path(job_id, attempt, "manifest.json")
+        data = self._store.read(path)
+        # without one there must be nothing for it to name
+        if data is None and not any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt))):
+            return None
+        identity = self._identity(job_id)
+        return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
+
     def read_manifests(self, job_id: str) -> list[StateManifest]:
         """What can be read of all attempts: most positions first, then the newest attempt."""
-        manifests = [(attempt, self._manifest(job_id, attempt)) for attempt in self._attempts(job_id)]
+        manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self._attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
@@ -213,16 +247,11 @@ class CheckpointStore:
         """Remove all checkpoints of a job; call it when the result is written."""
         self._store.delete_folder(f"checkpoints/{job_id}")
 
+    def _identity(self, job_id: str) -> Identity:
+        return Identity(job_id=job_id, fingerprint=self._fingerprint)
+
     def _attempts(self, job_id: str) -> list[int]:
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
-
-    def _manifest(self, job_id: str, attempt: int) -> StateManifest | None:
-        path = _path(job_id, attempt, "manifest.json")
-        data = self._store.read(path)
-        # without one there must be nothing for it to name
-        if data is None and not any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt))):
-            return None
-        return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest))
 
 
 def _folder(job_id: str, attempt: int) -> str:

@@ -1,19 +1,25 @@
-"""The token log: a header with a checksum, rewinds where there were some, then 4 bytes a token, little-endian."""
+"""The token log: a header with a checksum, whose it is, the rewinds, then 4 bytes a token, little-endian.
+
+Versions 1 and 2 do not say whose they are; version 1 has no rewinds.
+"""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.checkpoints.refusals import DamagedFileError, take_identity
+from jobs.identity import Identity
+
 TokenIds = NDArray[np.uint32]
 
 MAGIC = b"SWTOKENS"
-VERSION = 1
-VERSION_WITH_REWINDS = 2
+VERSION: Final = 3
+VERSION_OF_NOBODY, VERSION_WITH_REWINDS = 1, 2  # of older runs
 HEADER = struct.Struct("<8sIII")  # magic, version, number of tokens, CRC-32 of what follows
 NUM_REWINDS = struct.Struct("<I")
 REWIND = struct.Struct("<II")
@@ -45,42 +51,39 @@ class TokenLog(NamedTuple):
         return TokenLog(self.token_ids[:num_tokens], self.rewinds[: max(numbers, default=0)])
 
 
-class DamagedFileError(ValueError):
-    """A file is torn, corrupt, or of a newer version; the text says what was found and what was expected."""
-
-
-def encode_tokens(token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> bytes:
-    """The bytes of a log with `token_ids` [num_tokens]. Raises `TypeError` for another dtype or shape."""
+def encode_log(log: TokenLog, identity: Identity) -> bytes:
+    """The bytes of a job's log. Raises `TypeError` for token ids of another dtype or shape."""
+    token_ids, rewinds = log
     if token_ids.dtype != np.uint32 or token_ids.ndim != 1:
         raise TypeError(f"found token ids of {token_ids.dtype} {token_ids.shape}, expected uint32 [num_tokens]")
-    payload = token_ids.astype("<u4", copy=False).tobytes()
-    if rewinds:
-        payload = NUM_REWINDS.pack(len(rewinds)) + b"".join(REWIND.pack(*each) for each in rewinds) + payload
-    version = VERSION_WITH_REWINDS if rewinds else VERSION
-    return HEADER.pack(MAGIC, version, len(token_ids), zlib.crc32(payload)) + payload
+    head = identity.pack() + NUM_REWINDS.pack(len(rewinds)) + b"".join(REWIND.pack(*each) for each in rewinds)
+    payload = head + token_ids.astype("<u4", copy=False).tobytes()
+    return HEADER.pack(MAGIC, VERSION, len(token_ids), zlib.crc32(payload)) + payload
 
 
-def decode_log(data: bytes) -> TokenLog:
-    """The log, its tokens in memory of their own. Raises `DamagedFileError`, never gives wrong tokens."""
+def decode_log(data: bytes, identity: Identity) -> TokenLog:
+    """The log of a job, its tokens in memory of their own. Raises `DamagedFileError`, never gives wrong tokens."""
     if len(data) < HEADER.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size}")
     magic, version, num_tokens, checksum = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise DamagedFileError("found no token log: expected it to start with its magic word")
-    if version not in (VERSION, VERSION_WITH_REWINDS):
-        raise DamagedFileError(f"found version {version}, expected {VERSION} or {VERSION_WITH_REWINDS}")
+    if not VERSION_OF_NOBODY <= version <= VERSION:
+        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} to {VERSION}")
     payload = data[HEADER.size :]
-    start = _size_of_rewinds(payload) if version == VERSION_WITH_REWINDS else 0
+    if zlib.crc32(payload) != checksum:
+        raise DamagedFileError(f"found {len(payload)} bytes that do not match their checksum")
+    if version == VERSION:
+        payload = payload[take_identity(payload, identity) :]
+    start = 0 if version == VERSION_OF_NOBODY else _size_of_rewinds(payload)
     if len(payload) != start + 4 * num_tokens:
         raise DamagedFileError(f"found {len(payload) - start} bytes of tokens, expected {4 * num_tokens}")
-    if zlib.crc32(payload) != checksum:
-        raise DamagedFileError("found tokens that do not match their checksum")
     rewinds = tuple(Rewind(*each) for each in REWIND.iter_unpack(payload[NUM_REWINDS.size : start]))
     return TokenLog(np.frombuffer(payload[start:], dtype="<u4").astype(np.uint32), rewinds)
 
 
 def _size_of_rewinds(payload: bytes) -> int:
-    """Bytes in front of the tokens."""
+    """Bytes of the rewinds, in front of the tokens."""
     if len(payload) < NUM_REWINDS.size:
         raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected the number of rewinds")
     (num_rewinds,) = NUM_REWINDS.unpack_from(payload)

@@ -18,12 +18,16 @@ SUFFIX = ".json"
 
 
 class LineFiles:
-    """The lines in one folder of a run, by job id. `damaged` is told of each file that can't be used, and why."""
+    """The lines in one folder of a run, by job id. `damaged` is told of each file that can't be used, and why.
 
-    def __init__(self, store: Store, folder: str, damaged: dict[str, str]) -> None:
+    `fingerprint` is the run's, None where nobody knows it.
+    """
+
+    def __init__(self, store: Store, folder: str, damaged: dict[str, str], fingerprint: str | None) -> None:
         self._store = store
         self._folder = folder
         self._damaged = damaged
+        self._fingerprint = fingerprint
 
     def sizes(self) -> dict[str, int]:
         """The jobs that have a file with something in it, with its bytes."""
@@ -58,11 +62,11 @@ class LineFiles:
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
-        return read_line(self._store, self.path(job_id), self._damaged)
+        return read_line(self._store, self.path(job_id), self._damaged, self._fingerprint)
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
         """The lines of jobs in that order, as `read` gives them."""
-        return read_lines(self._store, map(self.path, job_ids), self._damaged)
+        return read_lines(self._store, map(self.path, job_ids), self._damaged, self._fingerprint)
 
     def delete(self, job_id: str) -> None:
         self._store.delete(self.path(job_id))
@@ -86,21 +90,27 @@ class LineFiles:
         return f"{DAMAGED}/{self._folder}/{job_id}.{number}{SUFFIX}"
 
 
-def read_line(store: Store, path: str, damaged: dict[str, str]) -> dict[str, Any] | None:
-    """The output line in a file; None where it is absent, or damaged: then `damaged` says why."""
+def read_line(store: Store, path: str, damaged: dict[str, str], fingerprint: str | None) -> dict[str, Any] | None:
+    """The output line in a file; None where it is absent, damaged, or another's: then `damaged` says why."""
     data = store.read(path)
     if data is None:
         return None
     try:
-        return parse_line(data, path.rpartition("/")[2].removesuffix(SUFFIX))
+        return parse_line(data, path.rpartition("/")[2].removesuffix(SUFFIX), fingerprint)
     except ValueError as error:
         damaged[path] = str(error)
         return None
 
 
-def read_lines(store: Store, paths: Iterable[str | None], damaged: dict[str, str]) -> Iterator[dict[str, Any] | None]:
+def read_lines(
+    store: Store, paths: Iterable[str | None], damaged: dict[str, str], fingerprint: str | None
+) -> Iterator[dict[str, Any] | None]:
     """`read_line` of many files in their order, None for a path that is None. Reads ahead, a bounded number."""
+
+    def read(path: str | None) -> dict[str, Any] | None:
+        return None if path is None else read_line(store, path, damaged, fingerprint)
+
     remaining = iter(paths)
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while batch := list(islice(remaining, NUM_READ_AHEAD)):
-            yield from pool.map(lambda path: None if path is None else read_line(store, path, damaged), batch)
+            yield from pool.map(read, batch)

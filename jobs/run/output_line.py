@@ -8,8 +8,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from jobs.input.reasons import reasons, shown
+from jobs.identity import Identity
+from jobs.input.reasons import reasons
 
+LINE_ID = "batch_req_"  # and the job's id
 MAX_DIGITS = 18  # fits 64 bits, as the columns of a table do
 
 
@@ -46,6 +48,7 @@ class _Body(_Part):
     usage: _Usage
     metrics: dict[str, Any]
     created: int = 0
+    system_fingerprint: str | None = None  # None in older runs
 
 
 class _Response(_Part):
@@ -69,9 +72,20 @@ class _Line(_Part):
             raise ValueError("found both or none of response and error, expected one")
         return self
 
+    def refuse_other(self, job_id: str, fingerprint: str | None) -> None:
+        """Raise ValueError for the line of another job or run; what it does not say, as older ones, is not compared."""
+        said = None if self.response is None else self.response.body.system_fingerprint
+        expected = Identity(job_id=job_id, fingerprint=fingerprint or said or "")
+        found = Identity(
+            job_id=job_id if self.id is None else self.id.removeprefix(LINE_ID),
+            fingerprint=said or expected.fingerprint,
+        )
+        if (problem := expected.difference(found)) is not None:
+            raise ValueError(problem)
+
 
 def line_id(job_id: str) -> str:
-    return f"batch_req_{job_id}"
+    return f"{LINE_ID}{job_id}"
 
 
 def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
@@ -94,8 +108,11 @@ def plain(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def parse_line(data: bytes, job_id: str) -> dict[str, Any]:
-    """A job's output line as it was written. Raises ValueError, in one line, for anything else."""
+def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
+    """A job's output line as it was written. Raises ValueError, in one line, for anything else.
+
+    `fingerprint` is the run's, None where nobody knows it.
+    """
     if not data:
         raise ValueError("found an empty file")
     if not data.strip(b"\0"):  # a power cut may leave a file with its length alone
@@ -103,7 +120,7 @@ def parse_line(data: bytes, job_id: str) -> dict[str, Any]:
     try:
         text = data.decode()
         line: dict[str, Any] = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
-        found = _Line.model_validate(line).id
+        found = _Line.model_validate(line)
     except ValidationError as error:
         raise ValueError(" ".join(reasons(error, _Line).split())) from None
     except UnicodeDecodeError:
@@ -112,8 +129,7 @@ def parse_line(data: bytes, job_id: str) -> dict[str, Any]:
         raise ValueError("found JSON that is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"found no JSON: {error}") from None
-    if found not in (None, line_id(job_id)):
-        raise ValueError(f"found the line {shown(found)}, which is another job's")
+    found.refuse_other(job_id, fingerprint)
     return line
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Literal
 
 from pydantic import Field
@@ -51,6 +53,16 @@ class RunManifest(Frozen):
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells the run from those that would draw other tokens for a job of the same id, on whichever hardware.
+
+        It is kept in files: a field that comes later may count only where it is not what all runs had before.
+        """
+        model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
+        decisive = json.dumps([*model, self.dtype, self.logprobs_mode])
+        return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
 
 class WorkerStatus(Frozen):

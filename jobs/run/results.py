@@ -32,6 +32,7 @@ def success_line(
     finish_reason: str,
     *,
     model: str,
+    system_fingerprint: str,
     token_ids: NDArray[np.uint32],
     metrics: Mapping[str, Any],
     logprobs: Mapping[str, Any] | None = None,
@@ -39,6 +40,7 @@ def success_line(
 ) -> dict[str, Any]:
     """The output line of a finished job; `token_ids` [num_completion_tokens] are the generated tokens.
 
+    `system_fingerprint` is that of the run's manifest.
     `logprobs` are what the choice has of that name, where the job asks for them.
     A metric that is not finite becomes null: JSON has no NaN. `usage` follows from the record and `token_ids`.
     `reasoning` is None for a model that does not think; a chat has it apart from what it says.
@@ -64,6 +66,7 @@ def success_line(
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
+        "system_fingerprint": system_fingerprint,
         "choices": [choice],
         "usage": usage,
         "metrics": {name: _finite(value) for name, value in metrics.items()},

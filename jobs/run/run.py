@@ -37,12 +37,14 @@ REJECT = TypeAdapter(Reject)
 class Run:
     """A run in its folder. Every method raises `StoreError` when the storage fails, `RunError` for a damaged file."""
 
-    def __init__(self, store: Store, manifest: RunManifest) -> None:
+    def __init__(self, store: Store, manifest: RunManifest | None) -> None:
+        """`manifest` is None where it is damaged: then only what is read without it can be asked for."""
         self.store = store
-        self.manifest = manifest
+        self.manifest = RunManifest.model_construct() if manifest is None else manifest
+        self._fingerprint = None if manifest is None else manifest.fingerprint
         self.damaged: dict[str, str] = {}  # files that were met and can't be used: path and why
-        self._results = LineFiles(store, "results", self.damaged)
-        self._errors = LineFiles(store, "errors", self.damaged)
+        self._results = LineFiles(store, "results", self.damaged, self._fingerprint)
+        self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
 
     @classmethod
     def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
@@ -82,7 +84,7 @@ class Run:
     @classmethod
     def without_manifest(cls, uri: str) -> Run:
         """What a folder with a damaged manifest still has: jobs, rejects, results and errors are read without it."""
-        return cls(Store(uri), RunManifest.model_construct())
+        return cls(Store(uri), None)
 
     def add_jobs(self, records: Sequence[JobRecord]) -> None:
         """Add the jobs that the run does not have yet, in their order after those it has."""
@@ -192,7 +194,8 @@ class Run:
     def _lines(self, paths: Mapping[str, str]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with the output line at its path."""
         records = self.jobs()
-        lines = read_lines(self.store, (paths.get(record.job_id) for record in records), self.damaged)
+        found = (paths.get(record.job_id) for record in records)
+        lines = read_lines(self.store, found, self.damaged, self._fingerprint)
         return zip(records, lines, strict=True)
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:

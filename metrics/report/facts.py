@@ -87,7 +87,7 @@ def excerpt(text: str) -> str:
 
 def _checkpoints(run: Run, records: Sequence[JobRecord]) -> list[tuple[list[AttemptRecord], int]]:
     """The attempts and the number of logged tokens of jobs without a result."""
-    checkpoints, started = CheckpointStore(run.store), set(run.store.list("checkpoints"))
+    checkpoints, started = CheckpointStore.of(run), set(run.store.list("checkpoints"))
 
     def read(record: JobRecord) -> tuple[list[AttemptRecord], int]:
         if record.job_id not in started:

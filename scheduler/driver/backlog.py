@@ -26,7 +26,7 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     last_beat = run.progress()
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     priorities = priorities_of(run.store)
     waiting: list[tuple[JobRecord, int]] = []
     for record, line in run.output_lines():

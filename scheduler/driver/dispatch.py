@@ -24,7 +24,7 @@ class Dispatcher:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._queue, self._fleet = context.queue, context.fleet
-        self._checkpoints = CheckpointStore(context.run.store)
+        self._checkpoints = CheckpointStore.of(context.run)
         self._slots = Slots(context.num_slots, context.fleet)
 
     def hand_out(self, now: float) -> None:

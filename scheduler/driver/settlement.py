@@ -19,7 +19,7 @@ class Settlement:
     def __init__(self, context: Context) -> None:
         self._run, self._queue = context.run, context.queue
         self._counters, self._display = context.counters, context.display
-        self._checkpoints = CheckpointStore(context.run.store)
+        self._checkpoints = CheckpointStore.of(context.run)
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:

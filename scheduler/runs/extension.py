@@ -8,8 +8,10 @@ from typing import Any
 
 from jobs.checkpoints.inheritance import inherit
 from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.checkpoints.refusals import DamagedFileError
 from jobs.checkpoints.store import AttemptRecord, CheckpointStore
-from jobs.checkpoints.token_log import DamagedFileError, TokenLog
+from jobs.checkpoints.token_log import TokenLog
+from jobs.identity import Identity
 from jobs.job import JobRecord
 from jobs.logprobs import TokenLogprobs
 from jobs.run.results import tokens_sha256
@@ -48,7 +50,7 @@ def extend_jobs(
     RunTakenError.
     """
     run, found = hold.epoch.run, Extension()
-    kept = KeptLogs(run.store)
+    kept = KeptLogs.of(run)
     for record, line in run.output_lines():
         if custom_ids and record.job.custom_id not in custom_ids:
             continue
@@ -66,12 +68,13 @@ def extend_jobs(
         except (NotExtendedError, KVRoomError) as error:
             found.refused.append((record.job.name, str(error)))
             continue
-        inherit(run.store, longer.job_id, record.job_id, _history(line), log, logprobs)
+        identity = Identity(job_id=longer.job_id, fingerprint=run.manifest.fingerprint)
+        inherit(run.store, identity, record.job_id, _history(line), log, logprobs)
         found.records.append(longer)
         found.num_tokens += len(log.token_ids)
     hold.epoch.check()
     run.add_jobs(found.records)
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     for longer in found.records:  # which has it all
         assert longer.supersedes is not None
         kept.delete(longer.supersedes)

@@ -39,7 +39,7 @@ def kept_of(run: Run) -> Kept:
         found -= set(run.job_ids()) - run.ended()[0]
     with ThreadPoolExecutor(NUM_READERS) as pool:
         states = dict(zip(sorted(found), pool.map(lambda job_id: _size(run.store, job_id), sorted(found)), strict=True))
-    return Kept(KeptLogs(run.store).sizes(), states)
+    return Kept(KeptLogs.of(run).sizes(), states)
 
 
 def prune(run: Run, *, logs: bool, state: bool) -> str:
@@ -49,7 +49,7 @@ def prune(run: Run, *, logs: bool, state: bool) -> str:
         kept = kept_of(run)
         dropped = Kept(kept.logs if logs else {}, kept.states if state else {})
         if logs:
-            KeptLogs(run.store).clear()
+            KeptLogs.of(run).clear()
         for job_id in dropped.states:
             run.store.delete_folder(f"{FOLDER}/{job_id}")
         ended: RunState = before.state if before and before.state in ("finished", "cancelled") else "finished"

@@ -24,7 +24,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     from worker.model.text import TextCodec
 
     record = _find_choice(run, custom_id, choice)
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     settled = TextCodec(locate_model(run.manifest.model)).output_text.settled
     shown = ""
     while True:

@@ -23,7 +23,7 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
 
     Raises ModelError if the run's tokenizer is not there, RunError, StoreError.
     """
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     texts = []
     for job in names_of(run.store):
         if job.name in running:

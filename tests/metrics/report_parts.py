@@ -78,6 +78,7 @@ def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: f
         text,
         "length",
         model="embedded",
+        system_fingerprint=run.manifest.fingerprint,
         token_ids=np.zeros(num_tokens, dtype=np.uint32),
         metrics={
             "num_drafts": 200,

@@ -139,7 +139,7 @@ def test_unfinished_jobs_are_shown_from_their_checkpoints(tmp_path: Path) -> Non
         record(name) for name in ("busy", "waiting", "bad", "gone", "new")
     ]
     run.add_jobs(jobs)
-    checkpoints, now = CheckpointStore(run.store), time.time()
+    checkpoints, now = CheckpointStore.of(run), time.time()
     for job, is_released in ((busy, False), (waiting, True), (failed, False), (cancelled, False)):
         number = checkpoints.claim(job.job_id, "w1")
         checkpoints.write_tokens(job.job_id, number, np.arange(30, dtype=np.uint32))

@@ -181,7 +181,7 @@ def test_a_run_on_an_object_store_is_reported_without_links(s3_uri: str) -> None
     run = preempted_run(s3_uri)
     waiting = record("waiting")
     run.add_jobs([waiting])
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     number = checkpoints.claim(waiting.job_id, "w1")
     checkpoints.write_tokens(waiting.job_id, number, np.arange(30, dtype=np.uint32))
     text = page_of(Run.open(s3_uri))

@@ -12,7 +12,7 @@ from jobs.checkpoints.store import CheckpointStore
 from jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from jobs.checkpoints.writer import CheckpointWriter
 from jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import JOB, Cache, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
 from tests.metrics.report_parts import facts_of, timeline
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
@@ -60,7 +60,7 @@ def test_a_timeline_with_columns_that_do_not_fit_is_refused(change: dict[str, ob
 
 def test_timelines_are_written_after_all_token_logs_and_before_any_state(tmp_path: Path) -> None:
     store = GatedStore(str(tmp_path))
-    writer = CheckpointWriter(CheckpointStore(store), 100, lambda *_: None)
+    writer = CheckpointWriter(CheckpointStore(store, FINGERPRINT), 100, lambda *_: None)
     for job_id in "ab":
         writer.open(job_id, 1, "suffix", Cache())
         writer.put_timeline(job_id, timeline(9.0, 5.0, 0, 10))
@@ -80,7 +80,7 @@ def test_timelines_are_written_after_all_token_logs_and_before_any_state(tmp_pat
 
 def test_a_damaged_timeline_is_named_and_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(str(tmp_path))
-    checkpoints = CheckpointStore(store)
+    checkpoints = CheckpointStore(store, FINGERPRINT)
     kept = timeline(9.0, 5.0, 0, 10)
     for number in (1, 2):
         assert checkpoints.claim(JOB, "w1") == number
@@ -129,7 +129,7 @@ def test_a_killed_attempt_leaves_its_marks(tmp_path: Path, tiny_model: Path) -> 
     worker = session(run, tiny_model, checkpoint_seconds=0.01)
     until(worker, job, 100, claimed(run, job))
     deadline = time.monotonic() + 30
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     while checkpoints.history(job.job_id)[0].timeline is None and time.monotonic() < deadline:
         time.sleep(0.01)
     [begun] = checkpoints.history(job.job_id)  # the worker is not asked to write anything any more

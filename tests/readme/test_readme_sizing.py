@@ -15,13 +15,15 @@ import pytest
 from jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
 from jobs.checkpoints.state_file import encode_state
 from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import encode_tokens
+from jobs.checkpoints.token_log import TokenLog, encode_log
 from jobs.checkpoints.writer import CheckpointWriter
+from jobs.identity import Identity
+from jobs.job import MAX_SLUG
 from jobs.run.run import Run
 from jobs.storage.store import Store
 from scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE
 from scheduler.driver.takeover import Epoch
-from tests.jobs.checkpoints.checkpoint_parts import JOB, Cache, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, output_ids, tokens_at
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.metrics.report_parts import timeline
@@ -62,22 +64,25 @@ def test_the_caches_take_what_the_table_says(row: list[str], tmp_path: Path) -> 
 
 
 def test_checkpoints_take_what_the_text_says() -> None:
-    found = re.search(r"(\d+) bytes and (\d+) a token", PROSE)
+    found = re.search(r"up to (\d+) bytes and (\d+) a token", PROSE)
     assert found is not None
+    identity = Identity(job_id=f"{'s' * MAX_SLUG}-127-{'0' * 16}", fingerprint=FINGERPRINT)
     for num_tokens in (0, 1000):
-        assert len(encode_tokens(np.zeros(num_tokens, dtype=np.uint32))) == int(found[1]) + int(found[2]) * num_tokens
+        log = TokenLog(np.zeros(num_tokens, dtype=np.uint32))
+        most = int(found[1]) + int(found[2]) * num_tokens
+        assert most - 10 < len(encode_log(log, identity)) <= most
     found = re.search(r"(\d+) bytes for every entry of the vocabulary and ([\d.]+) MB", PROSE)
     assert found is not None
     for vocab_size in (300, 4096):
         state = TokenRecyclingDrafter(SimpleNamespace(vocab_size=vocab_size), None).state(None)  # type: ignore[arg-type]
         expected = int(found[1]) * vocab_size + float(found[2]) * 1e6
-        assert len(encode_state(state)) == pytest.approx(expected, abs=50_000)
+        assert len(encode_state(state, IDENTITY)) == pytest.approx(expected, abs=50_000)
 
 
 def test_a_position_of_a_segment_takes_its_keys_and_values_and_four_bytes() -> None:
     assert "4 bytes more" in PROSE
     tokens, kv = np.zeros(1024, dtype=np.uint32), np.zeros((32, 1024, 64), dtype=np.uint16)
-    assert 0 < len(encode_segment(Segment(0, tokens, kv))) - kv.nbytes - 4 * 1024 < HEADERS_SIZE
+    assert 0 < len(encode_segment(Segment(0, tokens, kv), IDENTITY)) - kv.nbytes - 4 * 1024 < HEADERS_SIZE
 
 
 def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, int]:
@@ -112,7 +117,7 @@ def test_a_heartbeat_makes_the_requests_that_the_table_says(s3_uri: str, s3_prox
 
 
 def test_checkpoints_make_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
-    checkpoints = CheckpointStore(Store(s3_uri))
+    checkpoints = CheckpointStore(Store(s3_uri), FINGERPRINT)
     attempt = checkpoints.claim(JOB, "w1")
     writer = CheckpointWriter(checkpoints, 1024, lambda *_: None)
     writer.open(JOB, attempt, "suffix", Cache())

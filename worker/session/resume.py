@@ -162,6 +162,12 @@ def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
 def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
     """How many of a segment's tokens the sequence has already. Raises ValueError where one differs."""
     known = sequence.token_ids[start : start + len(token_ids)]
-    if not np.array_equal(known, token_ids[: len(known)]):
+    differs = known != token_ids[: len(known)]
+    if differs[: max(0, sequence.num_prompt_tokens - start)].any():
+        raise ValueError(
+            "found the tokens of another prompt; where an older version wrote it, the token log beside it may be "
+            "another job's as well: if somebody has moved checkpoints, give this job a new custom_id"
+        )
+    if differs.any():
         raise ValueError("found other tokens than the job's; it was written on other hardware, where candidates tied")
     return len(known)

@@ -60,7 +60,7 @@ class WorkerSession:
         self._config = config
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         files = located_model(config.model, self._run)
-        self._checkpoints, self._kept_logs = CheckpointStore(self._run.store), KeptLogs(self._run.store)
+        self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
         self._codec = TextCodec(files, config.thinking_markers)
         target = TargetModel.load(
             files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
@@ -238,6 +238,7 @@ class WorkerSession:
             text,
             job.sequence.finish_reason or "",
             model=self._config.model,
+            system_fingerprint=self._run.manifest.fingerprint,
             token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
             logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),

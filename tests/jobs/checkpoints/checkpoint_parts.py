@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 
 from jobs.checkpoints.store import CheckpointStore, Segment, SegmentEntry, StateManifest
 from jobs.checkpoints.token_log import TokenIds
+from jobs.identity import Identity
 
 JOB = "job-0123456789abcdef"
+FINGERPRINT = "fp_0123456789abcdef"
+IDENTITY = Identity(job_id=JOB, fingerprint=FINGERPRINT)
 NUM_PROMPT_TOKENS = 4
 KV_SHAPE = (6, 4)  # rows and head dimension
 
@@ -44,16 +47,20 @@ def segment_of(start: int, end: int) -> Segment:
 
 
 def write_state(
-    checkpoints: CheckpointStore, attempt: int, ends: list[int], older: tuple[SegmentEntry, ...] = ()
+    checkpoints: CheckpointStore,
+    attempt: int,
+    ends: list[int],
+    older: tuple[SegmentEntry, ...] = (),
+    job_id: str = JOB,
 ) -> StateManifest:
     """Segments up to each of `ends` behind `older` ones, a drafter state at the last end, and their manifest."""
     segments = list(older)
     for end in ends:
         start = segments[-1].end if segments else 0
-        segments.append(checkpoints.write_segment(JOB, attempt, segment_of(start, end)))
-    drafter = checkpoints.write_drafter(JOB, attempt, ends[-1], "suffix", {"table": np.arange(ends[-1])})
+        segments.append(checkpoints.write_segment(job_id, attempt, segment_of(start, end)))
+    drafter = checkpoints.write_drafter(job_id, attempt, ends[-1], "suffix", {"table": np.arange(ends[-1])})
     manifest = StateManifest(segments=tuple(segments), drafter=drafter)
-    checkpoints.write_manifest(JOB, attempt, manifest)
+    checkpoints.write_manifest(job_id, attempt, manifest)
     return manifest
 
 

@@ -22,6 +22,7 @@ from jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from jobs.checkpoints.writer import CheckpointWriter
 from jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
+    FINGERPRINT,
     JOB,
     NUM_PROMPT_TOKENS,
     Cache,
@@ -70,7 +71,7 @@ class Killer:
 
 def run_attempt(store: Store, num_positions: int, acknowledged: int | None = None) -> None:
     """Go on from what is there until the cache holds `num_positions`, in two rounds."""
-    checkpoints = CheckpointStore(store)
+    checkpoints = CheckpointStore(store, FINGERPRINT)
     attempt = checkpoints.claim(JOB, f"w{os.getpid()}", "cpu")
     num_tokens, num_loaded = check_checkpoints(checkpoints)
     manifests = checkpoints.read_manifests(JOB)
@@ -100,7 +101,7 @@ def run_attempt(store: Store, num_positions: int, acknowledged: int | None = Non
 def finish(store: Store) -> None:
     """The result first, then the checkpoints go."""
     store.write(RESULT, output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes())
-    CheckpointStore(store).clear(JOB)
+    CheckpointStore(store, FINGERPRINT).clear(JOB)
 
 
 def run_child(folder: Path, last: int) -> NoReturn:

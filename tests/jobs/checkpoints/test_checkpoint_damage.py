@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import JOB, check_checkpoints, output_ids, write_state
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, output_ids, write_state
 
 RESUME = ResumeRecord(
     kind="kv", num_recovered_tokens=9, num_recomputed_tokens=1, num_loaded_positions=5, seconds=0.5, resumed=3e9
@@ -32,7 +32,7 @@ FILES = [
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two dead attempts of one job, the second gone on from the first's segments, and a third begun."""
     folder = tmp_path_factory.mktemp("whole")
-    checkpoints = CheckpointStore(Store(str(folder)))
+    checkpoints = CheckpointStore(Store(str(folder)), FINGERPRINT)
     checkpoints.claim(JOB, "w1", "cpu")
     checkpoints.write_tokens(JOB, 1, output_ids(5))
     first = write_state(checkpoints, 1, [5, 8])
@@ -64,7 +64,7 @@ def damage(path: Path, data: st.DataObject) -> None:
         case "append":
             path.write_bytes(whole + b"\n")
         case "newer" if path.suffix == ".json":
-            path.write_bytes(json.dumps(json.loads(whole) | {"version": 3}).encode() + b"\n")
+            path.write_bytes(json.dumps(json.loads(whole) | {"version": 4}).encode() + b"\n")
         case _:
             path.write_bytes(whole.translate(bytes(range(1, 256)) + b"\0"))
 
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_named_and_costs_only_what_it_held(
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     damage(folder / "checkpoints" / JOB / file, data)
-    checkpoints = CheckpointStore(Store(str(folder)))
+    checkpoints = CheckpointStore(Store(str(folder)), FINGERPRINT)
     num_tokens, num_positions = check_checkpoints(checkpoints)
     history = checkpoints.history(JOB)
     assert num_tokens == (5 if file == "0002/tokens.bin" else 9)

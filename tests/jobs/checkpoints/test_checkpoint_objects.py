@@ -8,12 +8,12 @@ import pytest
 from jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from jobs.checkpoints.writer import CheckpointWriter
 from jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import JOB, Cache, check_checkpoints, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, check_checkpoints, output_ids, tokens_at
 
 
 def test_a_job_goes_on_from_its_checkpoints_on_an_object_store(s3_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(s3_uri)
-    checkpoints = CheckpointStore(store)
+    checkpoints = CheckpointStore(store, FINGERPRINT)
     writer = CheckpointWriter(checkpoints, 16, lambda *_: None)
     record = ResumeRecord(
         kind="kv", num_recovered_tokens=9, num_recomputed_tokens=0, num_loaded_positions=9, seconds=0.5, resumed=3e9

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from jobs.checkpoints.refusals import DamagedFileError
 from jobs.checkpoints.segments import Segment, decode_segment, encode_segment
-from jobs.checkpoints.token_log import DamagedFileError
 from tests import ROOT
-from tests.jobs.checkpoints.checkpoint_parts import segment_of
+from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, segment_of
 
-WHOLE = bytes(encode_segment(segment_of(5, 12)))
+WHOLE = bytes(encode_segment(segment_of(5, 12), IDENTITY))
 
 
 @given(
@@ -38,7 +38,7 @@ def test_a_segment_comes_back_bit_for_bit(
     token_ids = np.array(
         data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=shape[1], max_size=shape[1])), dtype=np.uint32
     )
-    found = decode_segment(bytes(encode_segment(Segment(start, token_ids, kv))))
+    found = decode_segment(bytes(encode_segment(Segment(start, token_ids, kv), IDENTITY)))
     assert (found.start, found.end) == (start, start + shape[1])
     assert found.token_ids.tolist() == token_ids.tolist()
     # NaN bits count too
@@ -58,7 +58,7 @@ VIEWS = {
 def test_any_strides_are_written_in_order(name: str) -> None:
     kv = VIEWS[name]
     token_ids = np.arange(2 * kv.shape[1], dtype=np.uint32)[::2]
-    found = decode_segment(bytes(encode_segment(Segment(3, token_ids, kv))))
+    found = decode_segment(bytes(encode_segment(Segment(3, token_ids, kv), IDENTITY)))
     assert np.array_equal(found.kv, kv)
     assert np.array_equal(found.token_ids, token_ids)
     assert found.kv.flags.c_contiguous
@@ -67,7 +67,7 @@ def test_any_strides_are_written_in_order(name: str) -> None:
 def test_loading_copies_nothing_and_writing_holds_one_encoded_segment() -> None:
     kv = np.zeros((8, 100_000, 16), dtype=np.uint16)[:, 10_000:90_000]
     before = pa.total_allocated_bytes()
-    data = encode_segment(Segment(0, np.zeros(80_000, np.uint32), kv))
+    data = encode_segment(Segment(0, np.zeros(80_000, np.uint32), kv), IDENTITY)
     assert pa.total_allocated_bytes() - before <= len(data) + 8192
     assert len(data) <= kv.nbytes + 4 * 80_000 + 2048
     found = decode_segment(whole := bytes(data))
@@ -86,7 +86,7 @@ def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
-checkpoints = CheckpointStore(Store(sys.argv[1]))
+checkpoints = CheckpointStore(Store(sys.argv[1]), "fp")
 buffer = np.ones((16, 50_000, 64), np.uint16)
 kv, token_ids = buffer[:, 10_000:42_000], np.arange(32_000, dtype=np.uint32)
 entry = checkpoints.write_segment("job", 1, Segment(0, token_ids[:100], kv[:, :100]))
@@ -126,7 +126,7 @@ def test_arrays_that_make_no_segment_are_refused(
     start: int, token_ids: NDArray[Any], kv: NDArray[Any], problem: str
 ) -> None:
     with pytest.raises(TypeError, match=problem):
-        encode_segment(Segment(start, token_ids, kv))
+        encode_segment(Segment(start, token_ids, kv), IDENTITY)
 
 
 def tensors(*arrays: NDArray[Any]) -> bytes:
@@ -146,7 +146,8 @@ TOKEN_IDS, KV = np.zeros(3, np.uint32), np.zeros((2, 3, 4), np.uint16)
         (b"SWTOKENS" + bytes(60), "found no usable KV segment"),
         (WHOLE[:-1], "found no usable KV segment"),
         (WHOLE + b"\0", f"found {len(WHOLE) + 1} bytes, expected {len(WHOLE)}"),
-        (tensors(np.array([2, 0]), TOKEN_IDS, KV), "found version 2, expected 1"),
+        (tensors(np.array([3, 0]), TOKEN_IDS, KV), "found version 3, expected 1 or 2"),
+        (tensors(np.array([2, 0]), KV), "found no usable KV segment"),
         (tensors(np.array([1, 0, 0]), TOKEN_IDS, KV), "expected its header first"),
         (tensors(np.array([1, -1]), TOKEN_IDS, KV), "expected a start of 0 or more"),
         (tensors(np.array([1, 0]), TOKEN_IDS), "found no usable KV segment"),

@@ -20,6 +20,7 @@ from jobs.checkpoints.store import CheckpointStore
 from jobs.checkpoints.writer import CheckpointWriter
 from jobs.storage.store import StoreError
 from tests.jobs.checkpoints.checkpoint_parts import (
+    FINGERPRINT,
     JOB,
     Cache,
     check_checkpoints,
@@ -40,7 +41,7 @@ def store(tmp_path: Path) -> GatedStore:
 
 @pytest.fixture
 def checkpoints(store: GatedStore) -> CheckpointStore:
-    return CheckpointStore(store)
+    return CheckpointStore(store, FINGERPRINT)
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.checkpoints.store import AttemptRecord, CheckpointStore, ResumeRecord, StateManifest
-from jobs.checkpoints.token_log import TokenIds, encode_tokens
+from jobs.checkpoints.token_log import TokenIds, TokenLog, encode_log
 from jobs.storage.store import Store
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY
 
 JOB = "job-0123456789abcdef"
 
@@ -30,7 +31,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def checkpoints(store: Store) -> CheckpointStore:
-    return CheckpointStore(store)
+    return CheckpointStore(store, FINGERPRINT)
 
 
 def tokens(*token_ids: int) -> TokenIds:
@@ -47,7 +48,7 @@ def test_attempts_are_counted_from_one_and_say_who_claimed_them(store: Store, ch
     assert checkpoints.attempts(JOB) == 3
     assert checkpoints.attempts("other") == 0
     claim = json.loads(store.read(path_of(2, "claim.json")) or b"")
-    assert (claim["version"], claim["worker_id"]) == (2, "worker 1")
+    assert (claim["version"], claim["worker_id"]) == (3, "worker 1")
 
 
 def test_two_claims_at_once_get_two_attempts(store: Store) -> None:
@@ -56,7 +57,7 @@ def test_two_claims_at_once_get_two_attempts(store: Store) -> None:
 
     def claim() -> None:
         start.wait()
-        claimed.append(CheckpointStore(store).claim(JOB, "worker"))
+        claimed.append(CheckpointStore(store, FINGERPRINT).claim(JOB, "worker"))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -70,7 +71,7 @@ def test_tokens_are_replaced_as_a_whole_and_the_longest_log_counts(checkpoints: 
     assert checkpoints.read_tokens(JOB).tolist() == []
     checkpoints.claim(JOB, "a")
     checkpoints.write_tokens(JOB, 1, tokens(5))
-    assert checkpoints.write_tokens(JOB, 1, tokens(5, 6, 7)) == 20 + 12
+    assert checkpoints.write_tokens(JOB, 1, tokens(5, 6, 7)) == 20 + len(IDENTITY.pack()) + 4 + 12
     checkpoints.claim(JOB, "b")
     assert checkpoints.read_tokens(JOB).tolist() == [5, 6, 7]
     checkpoints.write_tokens(JOB, 2, tokens(5, 6))
@@ -93,18 +94,18 @@ def test_a_torn_token_log_is_named_and_skipped(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert path_of(2, "tokens.bin") in record.getMessage()
-    assert "found 14 bytes of tokens, expected 16" in record.getMessage()
+    assert "that do not match their checksum" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
 def test_a_token_log_of_a_newer_version_is_named_and_skipped(
     store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = bytearray(encode_tokens(tokens(5, 6)))
-    struct.pack_into("<I", data, 8, 3)
+    data = bytearray(encode_log(TokenLog(tokens(5, 6)), IDENTITY))
+    struct.pack_into("<I", data, 8, 4)
     store.write(path_of(1, "tokens.bin"), bytes(data))
     assert checkpoints.read_tokens(JOB).tolist() == []
-    assert "found version 3, expected 1 or 2" in caplog.text
+    assert "found version 4, expected 1 to 3" in caplog.text
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
@@ -113,9 +114,9 @@ def test_a_damaged_token_log_never_gives_wrong_tokens(
     store: Store, caplog: pytest.LogCaptureFixture, token_ids: TokenIds, older: TokenIds, data: st.DataObject
 ) -> None:
     caplog.clear()
-    checkpoints = CheckpointStore(store)
+    checkpoints = CheckpointStore(store, FINGERPRINT)
     checkpoints.write_tokens(JOB, 1, older)
-    damaged = bytearray(encode_tokens(token_ids))
+    damaged = bytearray(encode_log(TokenLog(token_ids), IDENTITY))
     position = data.draw(st.integers(0, len(damaged) - 1))
     if data.draw(st.booleans()):
         damaged[position] ^= data.draw(st.integers(1, 255))

@@ -12,7 +12,7 @@ import pytest
 
 from jobs.checkpoints.store import CheckpointStore
 from jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import JOB, NUM_PROMPT_TOKENS, check_checkpoints, output_ids
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, NUM_PROMPT_TOKENS, check_checkpoints, output_ids
 from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, RESULT, finish, run_attempt
 
 SCRIPT = Path(__file__).parent / "commit_steps.py"
@@ -45,7 +45,7 @@ def test_what_was_flushed_is_there_wherever_the_process_was_killed(
     killed: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     for folder in killed:
-        store, checkpoints = Store(str(folder)), CheckpointStore(Store(str(folder)))
+        store, checkpoints = Store(str(folder)), CheckpointStore(Store(str(folder)), FINGERPRINT)
         result = store.read(RESULT)
         if result is not None:
             assert result == expected_result(), folder

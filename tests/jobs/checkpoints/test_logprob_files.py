@@ -17,11 +17,12 @@ from jobs.checkpoints.kept_logs import KeptLogs
 from jobs.checkpoints.logprob_files import LogprobFiles
 from jobs.checkpoints.logprob_spans import WrittenSpans, decode_span, encode_span
 from jobs.checkpoints.pending import PendingCheckpoint
+from jobs.checkpoints.refusals import DamagedFileError
 from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import DamagedFileError, Rewind, TokenIds, TokenLog
+from jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
 from jobs.logprobs import TokenLogprobs
 from jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import JOB
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB
 
 NUM_TOP = 2
 LENGTHS = st.integers(0, 30)
@@ -55,30 +56,30 @@ def test_a_span_gives_back_its_numbers_or_says_that_it_is_damaged(
 ) -> None:
     token_ids, start = tokens_of(seed, num_tokens), min(start, num_tokens)
     logprobs = logprobs_of(token_ids, num_top)
-    data = encode_span(token_ids, logprobs, start)
-    span = decode_span(data)
+    data = encode_span(token_ids, logprobs, IDENTITY, start)
+    span = decode_span(data, IDENTITY)
     assert (span.start, span.token_ids.tolist()) == (start, token_ids[start:].tolist())
     assert same(span.logprobs, logprobs.part(start, num_tokens))
     assert span.num_agreeing(token_ids) == num_tokens - start
     for end in {0, 5, len(data) // 2, len(data) - 1} - {len(data)}:
         with pytest.raises(DamagedFileError, match="found"):
-            decode_span(data[:end])
+            decode_span(data[:end], IDENTITY)
     for place in random.Random(seed).sample(range(len(data)), 12):
         torn = bytearray(data)
         torn[place] ^= 1 << seed % 8
         with pytest.raises(DamagedFileError, match="found"):
-            decode_span(bytes(torn))
+            decode_span(bytes(torn), IDENTITY)
 
 
 @given(data=st.binary(max_size=90))
 def test_bytes_that_are_no_span_are_told(data: bytes) -> None:
     with pytest.raises(DamagedFileError, match="found"):
-        decode_span(data)
+        decode_span(data, IDENTITY)
 
 
 def test_what_belongs_to_other_tokens_in_front_is_not_used() -> None:
     first, other = np.array([1, 2, 3, 4], np.uint32), np.array([9, 2, 3, 4], np.uint32)
-    span = decode_span(encode_span(first, logprobs_of(first), 2))
+    span = decode_span(encode_span(first, logprobs_of(first), IDENTITY, 2), IDENTITY)
     assert (span.num_agreeing(first), span.num_agreeing(other), span.num_agreeing(first[:3])) == (2, 0, 1)
 
 
@@ -124,7 +125,7 @@ class Writer:
     """A job that draws, loops and writes; its output so far, and the checkpoint that it was acknowledged."""
 
     def __init__(self, store: Store, chance: random.Random) -> None:
-        self.checkpoints, self._chance = CheckpointStore(store), chance
+        self.checkpoints, self._chance = CheckpointStore(store, FINGERPRINT), chance
         self.log = TokenLog(np.zeros(0, np.uint32))
         self.history = {(0, 0): self.log}  # all that it ever had, by progress
         self.acknowledged = (0, 0)
@@ -182,14 +183,14 @@ def test_killed_between_any_two_files_a_job_goes_on_from_what_it_had_and_never_f
 
 def test_tokens_without_log_probabilities_count_as_not_kept_and_take_rewinds_behind_them_along(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    checkpoints, token_ids = CheckpointStore(store), np.arange(10, dtype=np.uint32)
+    checkpoints, token_ids = CheckpointStore(store, FINGERPRINT), np.arange(10, dtype=np.uint32)
     rewinds = (Rewind(20, 4), Rewind(30, 8))
     written = WrittenSpans()
     attempt = checkpoints.claim(JOB, "w")
     for end in (3, 6):
         files = LogprobFiles(store, CheckedFiles(store))
         part = TokenLog(token_ids[:end])
-        files.write(f"checkpoints/{JOB}/{attempt:04d}", written, part, logprobs_of(part.token_ids))
+        files.write(f"checkpoints/{JOB}/{attempt:04d}", written, part, logprobs_of(part.token_ids), IDENTITY)
     checkpoints.write_tokens(JOB, attempt, token_ids, rewinds)
     log, logprobs = checkpoints.read_log_with_logprobs(JOB, NUM_TOP)
     assert (log.token_ids.tolist(), log.rewinds, len(logprobs)) == ([0, 1, 2, 3, 4, 5], rewinds[:1], 6)
@@ -200,7 +201,7 @@ def test_tokens_without_log_probabilities_count_as_not_kept_and_take_rewinds_beh
 
 def test_kept_logs_have_them_as_a_whole_or_say_why_not(tmp_path: Path) -> None:
     store, token_ids = Store(str(tmp_path)), tokens_of(1, 20)
-    kept, log, logprobs = KeptLogs(store), TokenLog(token_ids), logprobs_of(token_ids)
+    kept, log, logprobs = KeptLogs(store, FINGERPRINT), TokenLog(token_ids), logprobs_of(token_ids)
     kept.write(JOB, log, logprobs)
     assert same(kept.read_logprobs(JOB, log), logprobs)
     sizes = kept.sizes()

@@ -34,7 +34,16 @@ def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
 def finish(run: Run, record: JobRecord) -> None:
     token_ids = np.arange(3 + record.job.choice_index, dtype=np.uint32)
     text, metrics = f"text {record.job.choice_index}", {"num_drafts": record.job.choice_index}
-    line = success_line(record, "run-1", text, "length", model="m", token_ids=token_ids, metrics=metrics)
+    line = success_line(
+        record,
+        "run-1",
+        text,
+        "length",
+        model="m",
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=token_ids,
+        metrics=metrics,
+    )
     assert run.write_result(record.job_id, line)
 
 
@@ -78,7 +87,17 @@ def test_what_was_thought_is_counted_over_all_choices(run: Run) -> None:
     run.add_jobs(choices)
     for record in choices:
         ids, thought = np.arange(5, dtype=np.uint32), Reasoning("hm", "so", 2 + record.job.choice_index)
-        line = success_line(record, "run-1", "hm so", "length", model="m", token_ids=ids, metrics={}, reasoning=thought)
+        line = success_line(
+            record,
+            "run-1",
+            "hm so",
+            "length",
+            model="m",
+            system_fingerprint=run.manifest.fingerprint,
+            token_ids=ids,
+            metrics={},
+            reasoning=thought,
+        )
         assert run.write_result(record.job_id, line)
     ((line),) = output(run)
     assert line["response"]["body"]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 + 3}

@@ -37,6 +37,9 @@ CONTENTS = {
     "not-finite": json.dumps(FINISHED).replace('"metrics": {}', '"metrics": {"ms_per_token": NaN}').encode(),
     "too-large": json.dumps(FINISHED).replace('"metrics": {}', f'"metrics": {{"num_drafts": {10**20}}}').encode(),
     "of-another-job": json.dumps(FINISHED | {"id": "batch_req_a-1"}).encode(),
+    "of-another-run": json.dumps(FINISHED)
+    .replace('"metrics": {}', '"metrics": {}, "system_fingerprint": "fp_0"')
+    .encode(),
     "deep": b"[" * 200_000,
     "deep-inside": json.dumps(FINISHED).replace('"metrics": {}', f'"metrics": {"[" * 99_999}').encode(),
     "not-utf-8": b"\xff\xfe\x00",
@@ -152,6 +155,21 @@ def test_a_result_of_zeros_alone_is_called_so(run: Run, records: list[JobRecord]
     assert "is damaged, found zero bytes alone: " in invoke("results", run.store.uri, exit_code=1).stderr
     run.store.write(f"results/{records[0].job_id}.json", b"{}\0\0")
     assert "is damaged, found no JSON: Extra data" in invoke("results", run.store.uri, exit_code=1).stderr
+
+
+def test_a_result_of_another_job_or_run_says_whose_it_is(run: Run, records: list[JobRecord]) -> None:
+    path = f"results/{records[0].job_id}.json"
+    for name, told in (
+        ("of-another-job", f"found a file of job a-1, expected one of job {records[0].job_id}"),
+        ("of-another-run", f"markers of thoughts, fp_0, expected {MANIFEST.fingerprint}"),
+    ):
+        run.store.write(path, CONTENTS[name])
+        assert run.result(records[0].job_id) is None
+        assert told in run.damaged.pop(path)
+    run.store.write(path, CONTENTS["of-another-run"].replace(b"fp_0", MANIFEST.fingerprint.encode()))
+    assert run.result(records[0].job_id) is not None
+    run.store.write(path, CONTENTS["of-another-run"])
+    assert Run.without_manifest(run.store.uri).result(records[0].job_id) is not None  # nobody can say
 
 
 def test_a_line_that_is_damaged_again_keeps_the_first_one_too(run: Run, records: list[JobRecord]) -> None:

@@ -82,7 +82,17 @@ def logprobs_of(token_ids: list[int], rows: list[list[tuple[int, float]]], own: 
 def shown(job: Job, token_ids: list[int], logprobs: TokenLogprobs) -> dict[str, Any]:
     record, ids = JobRecord("a-1", job, 1, 3), np.array(token_ids, np.uint32)
     found = shown_logprobs(job, ids, logprobs, Texts())
-    line = success_line(record, "r", "text", "length", model="m", token_ids=ids, metrics={}, logprobs=found)
+    line = success_line(
+        record,
+        "r",
+        "text",
+        "length",
+        model="m",
+        system_fingerprint="fp",
+        token_ids=ids,
+        metrics={},
+        logprobs=found,
+    )
     choice = json.loads(dump_line(line))["response"]["body"]["choices"][0]
     return dict(choice["logprobs"])
 

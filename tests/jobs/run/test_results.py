@@ -26,7 +26,16 @@ CHAT = Job.model_validate_json(
 def line_of(job: Job, **metrics: object) -> dict[str, object]:
     record = JobRecord("a-1", job, 4, 3)
     token_ids = np.array([7, 8], dtype=np.uint32)
-    return success_line(record, "run-1", "upon", "length", model="embedded", token_ids=token_ids, metrics=metrics)
+    return success_line(
+        record,
+        "run-1",
+        "upon",
+        "length",
+        model="embedded",
+        system_fingerprint="fp",
+        token_ids=token_ids,
+        metrics=metrics,
+    )
 
 
 def test_a_completion_is_a_line_of_openai_batch() -> None:
@@ -43,6 +52,7 @@ def test_a_completion_is_a_line_of_openai_batch() -> None:
                 "id": "cmpl-a-1",
                 "object": "text_completion",
                 "model": "embedded",
+                "system_fingerprint": "fp",
                 "choices": [
                     {
                         "index": 0,
@@ -78,7 +88,15 @@ def test_what_was_thought_stands_beside_what_a_chat_says_and_in_the_text_of_a_co
     for job in (CHAT, COMPLETION):
         record = JobRecord("a-1", job, 4, 3)
         line = success_line(
-            record, "run-1", "hm</think>so", "stop", model="m", token_ids=ids, metrics={}, reasoning=reasoning
+            record,
+            "run-1",
+            "hm</think>so",
+            "stop",
+            model="m",
+            system_fingerprint="fp",
+            token_ids=ids,
+            metrics={},
+            reasoning=reasoning,
         )
         body = line["response"]["body"]
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}

@@ -107,7 +107,7 @@ def test_no_file_of_a_run_and_no_output_holds_credentials(
     run.write_progress(PROGRESS)
     run.request_cancel(None)
     run.write_error(record.job_id, error_line(record, "attempts_exhausted", "worker lost"))
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     attempt = checkpoints.claim(record.job_id, "worker-1")
     run.store.write(f"checkpoints/{record.job_id}/{attempt:04d}/tokens.bin", b"torn")
     assert len(checkpoints.read_tokens(record.job_id)) == 0

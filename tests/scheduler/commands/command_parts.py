@@ -42,7 +42,16 @@ def finish(run: Run, custom_id: str, text: str) -> None:
     record = next(record for record in run.jobs() if record.job.custom_id == custom_id)
     token_ids = np.arange(5, dtype=np.uint32)
     metrics = {"num_drafts": 2}
-    line = success_line(record, "run", text, "length", model="tiny", token_ids=token_ids, metrics=metrics)
+    line = success_line(
+        record,
+        "run",
+        text,
+        "length",
+        model="tiny",
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=token_ids,
+        metrics=metrics,
+    )
     assert run.write_result(record.job_id, line)
 
 

@@ -30,7 +30,17 @@ def finish(run: Run, record: JobRecord) -> None:
     ids = np.arange(4, dtype=np.uint32)
     text = f"text {record.job.choice_index}"
     run.write_result(
-        record.job_id, success_line(record, "r", text, "length", model="tiny", token_ids=ids, metrics={"num_drafts": 1})
+        record.job_id,
+        success_line(
+            record,
+            "r",
+            text,
+            "length",
+            model="tiny",
+            system_fingerprint=run.manifest.fingerprint,
+            token_ids=ids,
+            metrics={"num_drafts": 1},
+        ),
     )
 
 
@@ -94,7 +104,7 @@ def test_a_driver_is_asked_to_cancel_every_choice_that_has_not_ended(run: Run) -
 def test_tail_shows_the_choice_that_is_asked_for(run: Run, tiny_model: Path) -> None:
     many = [record for record in run.jobs() if record.job.custom_id == "many"]
     finish(run, many[0])
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     ids = np.array(TextCodec(locate_model(str(tiny_model))).encode("the lazy dog"), dtype=np.uint32)
     checkpoints.write_tokens(many[2].job_id, checkpoints.claim(many[2].job_id, "w1"), ids)
     assert invoke("tail", run.store.uri, "many").output == "text 0\n"

@@ -32,7 +32,7 @@ def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             record = queue.record(job_id)
             assert record is not None
             finish(run, record)
-            CheckpointStore(run.store).clear(job_id)
+            CheckpointStore.of(run).clear(job_id)
         run.write_output(hold.epoch.check)
         hold.end("finished")
         return "finished", None
@@ -135,12 +135,22 @@ def test_a_damaged_or_foreign_log_is_never_gone_on_from(finished: Run) -> None:
     path = f"tokens/{a.job_id}.bin"
     data = finished.store.read(path) or b""
     finished.store.write(path, data[:-1])
-    kept = KeptLogs(finished.store)
+    kept = KeptLogs.of(finished)
     kept.write(b.job_id, TokenLog(kept.read(b.job_id).token_ids[:-1]))
     told = extend(finished, "--max-tokens", "30", code=1)
-    assert "job a: its tokens are not kept: found 79 bytes of tokens, expected 80" in told
+    assert "job a: its tokens are not kept: found " in told
+    assert "bytes that do not match their checksum" in told
     assert "job b: the kept token log is not that of its result" in told
     assert lines(finished) == {"a": 20, "b": 20, "c": 30}
+
+
+def test_the_kept_log_of_another_job_is_named(finished: Run) -> None:
+    a, b, _ = finished.jobs()
+    finished.store.write(f"tokens/{a.job_id}.bin", finished.store.read(f"tokens/{b.job_id}.bin") or b"")
+    told = extend(finished, "--max-tokens", "30", code=1)
+    expected = f"found a file of job {b.job_id}, expected one of job {a.job_id}"
+    assert f"not extended: job a: its tokens are not kept: {expected}" in told
+    assert lines(finished) == {"a": 20, "b": 30, "c": 30}
 
 
 def test_while_the_run_is_worked_on_both_commands_are_refused_and_change_nothing(finished: Run) -> None:
@@ -170,16 +180,17 @@ def test_a_longer_job_that_is_cancelled_leaves_the_shorter_result_and_goes_on_wh
 
 
 def test_status_says_what_is_kept_and_prune_drops_it(finished: Run) -> None:
-    checkpoints = CheckpointStore(finished.store)
+    checkpoints = CheckpointStore.of(finished)
     a, *_ = finished.jobs()
     checkpoints.claim(a.job_id, "w1")
-    uri, kept = finished.store.uri, "3 token logs (300 bytes), 1 job state ("
+    uri, num_bytes = finished.store.uri, sum(KeptLogs.of(finished).sizes().values())
+    kept = f"3 token logs ({num_bytes} bytes), 1 job state ("
     assert f"kept for `swiftbatch extend`: {kept}" in invoke("status", uri).output
     assert "freed " in (told := invoke("prune", uri, "--state").output)
     assert "1 job state" in told
     assert "token log" not in told
     assert checkpoints.attempts(a.job_id) == 0
-    assert invoke("prune", uri).output == "freed 300 bytes: 3 token logs (300 bytes)\n"
+    assert invoke("prune", uri).output == f"freed {num_bytes} bytes: 3 token logs ({num_bytes} bytes)\n"
     assert invoke("prune", uri).output == "nothing to drop: 0 bytes freed\n"
     assert "kept for" not in invoke("status", uri).output
     told = extend(finished, "--max-tokens", "30", "b", code=1)
@@ -191,7 +202,7 @@ def test_prune_leaves_the_checkpoints_of_jobs_that_may_still_go_on(run: Run) -> 
     a, b, c = run.jobs()
     finish(run, a)
     run.write_error(b.job_id, error_line(b, "attempts_failed", "given up"))
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     for record in (a, b, c):
         checkpoints.claim(record.job_id, "w1")
     assert "1 job state" in invoke("prune", run.store.uri, "--state").output

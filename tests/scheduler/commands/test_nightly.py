@@ -56,7 +56,19 @@ def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
     for record in run.jobs():
         ids = np.arange(3, dtype=np.uint32)
         text = f"text of {record.job.custom_id}"
-        run.write_result(record.job_id, success_line(record, "r", text, "length", model="t", token_ids=ids, metrics={}))
+        run.write_result(
+            record.job_id,
+            success_line(
+                record,
+                "r",
+                text,
+                "length",
+                model="t",
+                system_fingerprint=run.manifest.fingerprint,
+                token_ids=ids,
+                metrics={},
+            ),
+        )
     return run
 
 

@@ -22,7 +22,7 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
 ) -> None:
     record = run.jobs()[0]
     codec = TextCodec(locate_model(str(tiny_model)))
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     token_ids = np.array(codec.encode("jumps over the lazy dog"), dtype=np.uint32)
     assert invoke("tail", run.store.uri, "a").output == "\n"
     checkpoints.write_tokens(record.job_id, checkpoints.claim(record.job_id, "w1"), token_ids)
@@ -60,7 +60,7 @@ def pretend_to_run(run: Run) -> None:
 
 def test_tail_tells_of_a_loop_that_was_taken_back(run: Run, tiny_model: Path) -> None:
     pretend_to_run(run)
-    job_id, checkpoints = run.jobs()[0].job_id, CheckpointStore(run.store)
+    job_id, checkpoints = run.jobs()[0].job_id, CheckpointStore.of(run)
     attempt, codec = checkpoints.claim(job_id, "w1"), TextCodec(locate_model(str(tiny_model)))
     texts = ["the fox the fox", "the", "the fox jumps", "the fox jumps over"]
     pieces = []
@@ -77,7 +77,7 @@ def test_tail_tells_of_a_loop_that_was_taken_back(run: Run, tiny_model: Path) ->
 def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> None:
     pretend_to_run(run)
     record = run.jobs()[0]
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     attempt = checkpoints.claim(record.job_id, "w1")
     token_ids = np.array(TextCodec(locate_model(str(tiny_model))).encode("jumps over the lazy dog"), dtype=np.uint32)
     pieces = []

@@ -120,7 +120,16 @@ class NoOpWorker:
     def _finish(self, record: JobRecord) -> JobProgress:
         self._dispatched.count()
         ids = np.zeros(record.job.sampling.max_tokens, np.uint32)
-        line = success_line(record, "run", "text", "length", model="none", token_ids=ids, metrics={"seconds": 1.5})
+        line = success_line(
+            record,
+            "run",
+            "text",
+            "length",
+            model="none",
+            system_fingerprint=self._dispatched.run.manifest.fingerprint,
+            token_ids=ids,
+            metrics={"seconds": 1.5},
+        )
         self._dispatched.run.write_result(record.job_id, line)
         return JobProgress(record.job_id, len(ids))
 

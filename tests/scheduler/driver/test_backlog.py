@@ -27,11 +27,16 @@ def run(tmp_path: Path) -> Run:
 
 def finish(run: Run, record: JobRecord, num_tokens: int) -> None:
     ids = np.zeros(num_tokens, np.uint32)
-    run.write_result(record.job_id, success_line(record, "r", "t", "stop", model="m", token_ids=ids, metrics={}))
+    run.write_result(
+        record.job_id,
+        success_line(
+            record, "r", "t", "stop", model="m", system_fingerprint=run.manifest.fingerprint, token_ids=ids, metrics={}
+        ),
+    )
 
 
 def log_tokens(run: Run, record: JobRecord, num_tokens: int) -> None:
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     attempt = checkpoints.claim(record.job_id, "w1")
     checkpoints.write_tokens(record.job_id, attempt, np.zeros(num_tokens, np.uint32))
 

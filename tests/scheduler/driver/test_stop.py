@@ -27,7 +27,7 @@ from tests.scheduler.driver.driver_parts import (
 
 
 def num_logged(run: Run, custom_id: str) -> int:
-    return len(CheckpointStore(run.store).read_tokens(job_id(run, custom_id)))
+    return len(CheckpointStore.of(run).read_tokens(job_id(run, custom_id)))
 
 
 def test_a_stopped_driver_has_all_checkpoints_written(tmp_path: Path, cluster: Cluster) -> None:

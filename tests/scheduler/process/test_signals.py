@@ -16,7 +16,6 @@ import pytest
 
 from jobs.checkpoints.store import CheckpointStore
 from jobs.run.run import Progress, Run, RunError
-from jobs.storage.store import Store
 from scheduler.driver.heartbeat import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
@@ -153,7 +152,8 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
     beat = newest_beat(run, pid)
     assert beat is not None
     assert (beat.state, beat.running) == ("interrupted", {})  # nothing was left without a checkpoint
-    opened, checkpoints = Run.open(str(run)), CheckpointStore(Store(str(run)))
+    opened = Run.open(str(run))
+    checkpoints = CheckpointStore.of(opened)
     finished, _ = opened.ended()
     unfinished = [record.job_id for record in opened.jobs() if record.job_id not in finished]
     kept = sum(len(checkpoints.read_tokens(job_id)) for job_id in unfinished)

@@ -33,7 +33,16 @@ def finish(run: Run, record: JobRecord, reason: str = "length", num_tokens: int 
     """Write the result of a job, and keep its tokens, as a worker does; the tokens are 0, 1, 2 and so on."""
     ids = np.arange(record.job.sampling.max_tokens if num_tokens is None else num_tokens, dtype=np.uint32)
     text = f"{len(ids)} tokens of {record.job.name}"
-    line = success_line(record, "r", text, reason, model="tiny", token_ids=ids, metrics={"num_drafts": 1})
+    line = success_line(
+        record,
+        "r",
+        text,
+        reason,
+        model="tiny",
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=ids,
+        metrics={"num_drafts": 1},
+    )
     if reason == "length":
-        KeptLogs(run.store).write(record.job_id, TokenLog(ids))
+        KeptLogs.of(run).write(record.job_id, TokenLog(ids))
     assert run.write_result(record.job_id, line)

@@ -95,7 +95,7 @@ def test_the_tokens_are_kept_before_a_result_says_that_the_job_has_ended_and_onl
     kept: dict[str, bool] = {}
 
     def written(run: Run, job_id: str, line: dict[str, Any]) -> bool:
-        kept.setdefault(line["custom_id"], job_id in KeptLogs(run.store).sizes())
+        kept.setdefault(line["custom_id"], job_id in KeptLogs.of(run).sizes())
         return write(run, job_id, line)
 
     monkeypatch.setattr(Run, "write_result", written)
@@ -113,14 +113,14 @@ def test_a_second_extend_goes_on_behind_the_first(run: Run, tiny_model: Path, at
     assert digest(run, newest) == at_once
     [lineage] = run.lineages()
     assert (lineage[0], lineage[-1], len(lineage)) == (job(FIRST).job_id, newest.job_id, 4)
-    assert KeptLogs(run.store).sizes().keys() == {newest.job_id}
+    assert KeptLogs.of(run).sizes().keys() == {newest.job_id}
 
 
 def test_a_stop_text_across_the_seam_ends_the_job_as_at_once(tmp_path: Path, tiny_model: Path) -> None:
     plain, parted, single = (make_run(tmp_path / name) for name in ("plain", "parted", "single"))
     plain.add_jobs([job(LONGER)])
     run_all(plain, tiny_model)
-    token_ids = KeptLogs(plain.store).read(job(LONGER).job_id).token_ids.tolist()
+    token_ids = KeptLogs.of(plain).read(job(LONGER).job_id).token_ids.tolist()
     text = TextCodec(locate_model(str(tiny_model))).decode(token_ids[FIRST - 4 : FIRST + 5]).strip("\ufffd")
     for run, max_tokens in ((parted, FIRST), (single, LONGER)):
         run.add_jobs([job(max_tokens, stop=text, min_tokens=FIRST - 1)])
@@ -163,7 +163,7 @@ def test_an_extended_job_has_the_log_probabilities_of_one_run_or_says_that_they_
         run_all(run, tiny_model)
     lost = Run.open(str(shutil.copytree(tmp_path / "parted", tmp_path / "lost")))
     assert len(extend(parted, tiny_model, 60).records) == 1
-    assert KeptLogs(parted.store).sizes() == {}
+    assert KeptLogs.of(parted).sizes() == {}
     run_all(parted, tiny_model)
     choices = [body(run, run.jobs()[0])["choices"] for run in (parted, single)]
     assert choices[0] == choices[1]

@@ -32,7 +32,7 @@ def ended_run(uri: str, folder: Path, model: Path) -> Run:
     run = submit_file(path, uri, model=str(model)).run
     for record in run.jobs():
         finish(run, record)
-    CheckpointStore(run.store).claim(run.jobs()[0].job_id, "w1")
+    CheckpointStore.of(run).claim(run.jobs()[0].job_id, "w1")
     return run
 
 
@@ -68,7 +68,7 @@ def check(uri: str, model: Path, max_tokens: int) -> None:
         record = queue.record(job_id)
         assert record is not None
         assert queue.num_reported_tokens(job_id) == 20
-        assert CheckpointStore(run.store).attempts(job_id) == 1
+        assert CheckpointStore.of(run).attempts(job_id) == 1
         finish(run, record)
     extend(run, model, max_tokens)
     assert lengths(run) == [max_tokens] * 3
@@ -105,7 +105,7 @@ def test_in_an_object_store_jobs_go_on_as_well_and_what_is_kept_is_dropped(
     assert len(kept_of(run).states) == 1
     check(f"{s3_uri}/run", tiny_model, 30)
     for record in run.jobs():
-        assert CheckpointStore(run.store).attempts(record.job_id) == 1  # finished here by no worker, which clears it
+        assert CheckpointStore.of(run).attempts(record.job_id) == 1  # finished here by no worker, which clears it
     assert prune(run, logs=True, state=True).startswith("freed ")
     assert (kept_of(run).logs, kept_of(run).states) == ({}, {})
 

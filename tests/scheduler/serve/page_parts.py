@@ -101,7 +101,7 @@ def in_progress(service: Service, names: Sequence[str] = ("done", "going", "lost
 
 def write_text(run: Run, job: JobRecord, text: str) -> None:
     """What a job has written so far."""
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     tokens = TextCodec(locate_model("embedded")).encode_prompt(text)
     checkpoints.write_tokens(job.job_id, checkpoints.claim(job.job_id, "w1"), np.array(tokens, dtype=np.uint32))
 

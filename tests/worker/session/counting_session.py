@@ -54,7 +54,7 @@ class CountingSession:
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         self._run = Run.open(run_uri)
-        self._checkpoints = CheckpointStore(self._run.store)
+        self._checkpoints = CheckpointStore.of(self._run)
         self._running: dict[str, CountingJob] = {}
         self._must_drain = False
 
@@ -143,7 +143,16 @@ class CountingSession:
             "numerics": [attempt.numerics for attempt in history],
         }
         token_ids = np.array(job.ids, dtype=np.uint32)
-        line = success_line(record, "run", "text", "length", model="counting", token_ids=token_ids, metrics=metrics)
+        line = success_line(
+            record,
+            "run",
+            "text",
+            "length",
+            model="counting",
+            system_fingerprint=self._run.manifest.fingerprint,
+            token_ids=token_ids,
+            metrics=metrics,
+        )
         self._run.write_result(record.job_id, line)
         self._checkpoints.clear(record.job_id)
         return self._running.pop(record.job_id).progress

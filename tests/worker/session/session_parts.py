@@ -42,20 +42,20 @@ def made_with(run: Run, model: Path) -> Run:
     known = Run.open(run.store.uri).manifest
     if known.model_fingerprint == MANIFEST.model_fingerprint:
         kept = with_model(known, locate_model(str(model)))
-        manifest = kept.model_copy(update={"exactness": known.exactness})
-        run.store.write("run.json", manifest.model_dump_json().encode())
-    return Run.open(run.store.uri)
+        run.manifest = kept.model_copy(update={"exactness": known.exactness})
+        run.store.write("run.json", run.manifest.model_dump_json().encode())
+    return run
 
 
 def session(run: Run, model: Path, metrics_port: int | None = None, **changes: Any) -> WorkerSession:
     """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
-    fields = {"engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32, **changes}
-    config = EngineConfig(model=str(model), dtype="float32", num_threads=1, **fields)
+    fields = {"dtype": "float32", "engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32}
+    config = EngineConfig(model=str(model), num_threads=1, **fields | changes)
     return WorkerSession(config, made_with(run, model).store.uri, "w0", metrics_port)
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    attempt = CheckpointStore(run.store).claim(job.job_id, "w0", "")
+    attempt = CheckpointStore.of(run).claim(job.job_id, "w0", "")
     return Assignment(job, attempt, num_reported_tokens)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jobs.checkpoints.store import CheckpointStore
+from jobs.checkpoints.store import CheckpointStore, StateManifest
 from jobs.run.run import Run
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
@@ -163,9 +164,9 @@ def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(
     run: Run, tiny_model: Path, undisturbed: str
 ) -> None:
     lose_a_worker(run, tiny_model, 70)
-    first = {entry.file for entry in CheckpointStore(run.store).read_manifests(record("fox").job_id)[0].segments}
+    first = {entry.file for entry in CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments}
     lose_a_worker(run, tiny_model, 140)
-    manifest = CheckpointStore(run.store).read_manifests(record("fox").job_id)[0]
+    manifest = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0]
     files = {entry.file for entry in manifest.segments}
     assert first < files
     assert {file.split("/")[0] for file in files} == {"0001", "0002"}
@@ -179,13 +180,13 @@ def test_replay_is_taken_where_loading_would_take_longer(
     run: Run, tiny_model: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose_a_worker(run, tiny_model, 100)
-    segments = CheckpointStore(run.store).read_manifests(record("fox").job_id)[0].segments
+    segments = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments
     monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 0.0)  # a target that is faster than any store
     worker = session(run, tiny_model)
     until(worker, record("fox"), 180, claimed(run, record("fox")))
     worker.drain(30.0)
     assert worker.engine.counters.num_resumes == {"replay": 1}
-    kept = CheckpointStore(run.store).read_manifests(record("fox").job_id)[0].segments
+    kept = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments
     assert set(kept) >= set(segments[:-1])  # nothing whole is written twice
     monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
     to_the_end(session(run, tiny_model), claimed(run, record("fox")))
@@ -224,7 +225,7 @@ def test_segments_of_other_tokens_are_named_and_left_out(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     lose_a_worker(run, tiny_model, 100)
-    job, checkpoints = record("fox"), CheckpointStore(run.store)
+    job, checkpoints = record("fox"), CheckpointStore.of(run)
     token_ids = checkpoints.read_tokens(job.job_id)
     token_ids[50] += 1  # as another machine might draw where two candidates tie
     checkpoints.write_tokens(job.job_id, 1, token_ids)
@@ -235,12 +236,30 @@ def test_segments_of_other_tokens_are_named_and_left_out(
     assert worker.engine.sequences[0].token_ids[-len(token_ids) :].tolist() == token_ids.tolist()
 
 
+def test_a_segment_of_another_prompt_is_not_said_to_be_of_other_hardware(
+    run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose_a_worker(run, tiny_model, 100)
+    job, checkpoints = record("fox"), CheckpointStore.of(run)
+    [manifest] = checkpoints.read_manifests(job.job_id)
+    first = checkpoints.read_segment(job.job_id, manifest.segments[0])
+    assert first is not None
+    token_ids = first.token_ids.copy()
+    token_ids[0] += 1  # as in a file of another job that an older version wrote
+    entry = checkpoints.write_segment(job.job_id, 1, replace(first, token_ids=token_ids))
+    checkpoints.write_manifest(job.job_id, 1, StateManifest(segments=(entry,)))
+    to_the_end(session(run, tiny_model), claimed(run, job))
+    assert "found the tokens of another prompt" in caplog.text
+    assert "hardware" not in caplog.text
+    assert digest(run, job) == undisturbed
+
+
 def test_a_log_of_tokens_that_no_vocabulary_has_is_named_and_left_out(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     lose_a_worker(run, tiny_model, 100, checkpoint="tokens")
     job = record("fox")
-    CheckpointStore(run.store).write_tokens(job.job_id, 1, np.full(120, 10**9, dtype=np.uint32))
+    CheckpointStore.of(run).write_tokens(job.job_id, 1, np.full(120, 10**9, dtype=np.uint32))
     to_the_end(session(run, tiny_model), claimed(run, job))
     assert digest(run, job) == undisturbed
     assert "found tokens outside of the vocabulary" in caplog.text

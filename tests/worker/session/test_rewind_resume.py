@@ -104,7 +104,7 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     for number, moment in enumerate(moments, ENGINES.index(engine)):
         again = make_run(tmp_path / f"again-{number}")
         shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
-        num_rewinds, _ = CheckpointStore(again.store).read_log(JOB.job_id).progress
+        num_rewinds, _ = CheckpointStore.of(again).read_log(JOB.job_id).progress
         if number % stride and num_rewinds in ranks:
             continue
         ranks.add(num_rewinds)
@@ -137,7 +137,7 @@ def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behi
 
     plain = make_run(tmp_path / "plain")
     undisturbed = result(plain, "autoregressive")
-    taken_back = [rewind.num_tokens for rewind in KeptLogs(plain.store).read(job.job_id).rewinds]
+    taken_back = [rewind.num_tokens for rewind in KeptLogs.of(plain).read(job.job_id).rewinds]
     assert sum(num_tokens < 60 for num_tokens in taken_back) > 1
     assert undisturbed["completion_tokens_details"] == {"reasoning_tokens": 60}
     num_before = len(moments)
@@ -184,7 +184,7 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     monkeypatch.undo()
     again = make_run(tmp_path / "again")
     shutil.copytree(moments[-1], Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
-    [manifest, *_] = CheckpointStore(again.store).read_manifests(JOB.job_id)
+    [manifest, *_] = CheckpointStore.of(again).read_manifests(JOB.job_id)
     assert manifest.num_rewinds > 0
     assert manifest.segments
     again.store.delete(f"checkpoints/{JOB.job_id}/0001/tokens.bin")

@@ -142,8 +142,8 @@ def test_sigterm_hands_every_job_back_with_its_newest_token(
     assert report.is_draining
     assert {progress.job_id for progress in report.released} == {fox.job_id, dog.job_id}
     assert not report.progress
-    assert len(CheckpointStore(run.store).read_tokens(fox.job_id)) >= num_tokens
-    assert bool(CheckpointStore(run.store).read_manifests(fox.job_id)) == (checkpoint == "state")
+    assert len(CheckpointStore.of(run).read_tokens(fox.job_id)) >= num_tokens
+    assert bool(CheckpointStore.of(run).read_manifests(fox.job_id)) == (checkpoint == "state")
     to_the_end(session(run, tiny_model), claimed(run, fox))
     assert digest(run, fox) == undisturbed
 
@@ -183,8 +183,8 @@ def test_a_store_that_fails_for_good_blames_no_job(tmp_path: Path, tiny_model: P
 
 def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model: Path) -> None:
     job = record("fox")
-    CheckpointStore(run.store).claim(job.job_id, "w9", "cuda, another machine")
+    CheckpointStore.of(run).claim(job.job_id, "w9", "cuda, another machine")
     worker = session(run, tiny_model)
-    attempt = CheckpointStore(run.store).claim(job.job_id, "w0", worker.numerics)
+    attempt = CheckpointStore.of(run).claim(job.job_id, "w0", worker.numerics)
     to_the_end(worker, Assignment(job, attempt))
     assert body(run, job)["metrics"]["exactness"] == "exact up to ties"

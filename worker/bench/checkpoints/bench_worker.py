@@ -62,7 +62,7 @@ class BenchWorker:
         run = Run.open(str(folder))
         [record] = run.jobs()
         self._session = WorkerSession(config, str(folder), "bench")
-        self._checkpoints = CheckpointStore(run.store)
+        self._checkpoints = CheckpointStore.of(run)
         attempt = self._checkpoints.claim(JOB_ID, "bench", self._session.numerics)
         self._orders = Orders((Assignment(record, attempt),))
         self.num_tokens = 0

@@ -1,0 +1,52 @@
+"""Whose a file is. Checkpoints, kept logs and results say it, and none of them is used for anything else."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Self
+
+from jobs.frozen import Strict
+from jobs.input.reasons import shown
+
+LENGTH = struct.Struct("<H")  # of the text behind it, in bytes
+SAFE = re.compile(r"[A-Za-z0-9_-]+")  # all that ids have
+
+
+class Identity(Strict):
+    """A job, and what beside it decides its tokens.
+
+    `job_id` has a hash of prompt, sampling, seed and model. `fingerprint` is that of the run, see `RunManifest`: runs
+    that share it have the same tokens for the same job. The hardware is no part of it, since a job may go on elsewhere.
+    """
+
+    job_id: str
+    fingerprint: str
+
+    def difference(self, found: Identity) -> str | None:
+        """Why a file that is `found` to be another's is not this job's; None where it is."""
+        if found.job_id != self.job_id:
+            return f"found a file of job {_printable(found.job_id)}, expected one of job {self.job_id}"
+        if found.fingerprint != self.fingerprint:
+            run = "a run with another model, dtype, tokenizer, chat template, logprobs mode or markers of thoughts"
+            return f"found a file of {run}, {_printable(found.fingerprint)}, expected {self.fingerprint}"
+        return None
+
+    def pack(self) -> bytes:
+        """What a binary file says of it, in front of its content."""
+        text = f"{self.job_id} {self.fingerprint}".encode()
+        return LENGTH.pack(len(text)) + text
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> tuple[Self, int]:
+        """What `pack` gave, at the front of `data`, and its size in bytes. Raises ValueError for anything else."""
+        try:
+            (length,) = LENGTH.unpack_from(data)
+            job_id, fingerprint = bytes(data[LENGTH.size : LENGTH.size + length]).decode().split(" ")
+        except (struct.error, ValueError):
+            raise ValueError("found no job's name where one was expected") from None
+        return cls(job_id=job_id, fingerprint=fingerprint), LENGTH.size + length
+
+
+def _printable(text: str) -> str:
+    return text if SAFE.fullmatch(text) else shown(text)

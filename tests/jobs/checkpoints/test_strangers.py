@@ -1,0 +1,187 @@
+"""Whose a file is: one of another job, or of another run, is named and left out; an older one is taken as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jobs.checkpoints.kept_logs import KeptLogs
+from jobs.checkpoints.logprob_spans import WrittenSpans
+from jobs.checkpoints.refusals import DamagedFileError
+from jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from jobs.checkpoints.timeline import Timeline
+from jobs.checkpoints.token_log import Rewind, TokenLog
+from jobs.identity import Identity
+from jobs.logprobs import TokenLogprobs
+from jobs.storage.store import Store
+from tests.jobs.checkpoints.checkpoint_parts import (
+    FINGERPRINT,
+    IDENTITY,
+    JOB,
+    check_checkpoints,
+    output_ids,
+    segment_of,
+    write_state,
+)
+from tests.jobs.checkpoints.older_run import write_older_run
+
+OTHER_JOB = "job-fedcba9876543210"
+OTHER_RUN = "fp_fedcba9876543210"
+RESUME = ResumeRecord(
+    kind="kv",
+    num_recovered_tokens=4,
+    num_recomputed_tokens=1,
+    num_loaded_positions=8,
+    seconds=1.5,
+    resumed=12.5,
+)
+TIMELINE = Timeline(started=3.5, seconds=(0.0,), num_tokens=(9,), num_drafts=(1,), num_accepted_tokens=(0,))
+FILES = (
+    *("claim.json", "tokens.bin", "logprobs-0-9-1.bin", "kv-0-5.arrow", "kv-5-8.arrow", "drafter-8.arrow"),
+    *("manifest.json", "resume.json", "timeline.json"),
+)
+STRANGERS = [Identity(job_id=OTHER_JOB, fingerprint=FINGERPRINT), Identity(job_id=JOB, fingerprint=OTHER_RUN)]
+
+
+def logprobs_of(num_tokens: int) -> TokenLogprobs:
+    top = np.arange(num_tokens, dtype=np.int32).reshape(-1, 1)
+    return TokenLogprobs(top[:, 0].astype(np.float32) / -4, top, top.astype(np.float32) / -8)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def store(request: pytest.FixtureRequest) -> Store:
+    place = request.getfixturevalue("tmp_path" if request.param == "disk" else "s3_uri")
+    return Store(str(place))
+
+
+def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: int) -> None:
+    """All files of an attempt, those that a stranger has at the same place with the same content but for the name."""
+    checkpoints = CheckpointStore(store, identity.fingerprint)
+    job_id = identity.job_id
+    assert checkpoints.claim(job_id, f"worker {attempt}", "cpu") == attempt
+    log = TokenLog(output_ids(num_tokens), (Rewind(12, 3),))
+    checkpoints.write_with_logprobs(job_id, attempt, log, logprobs_of(num_tokens), WrittenSpans())
+    checkpoints.write_resume(job_id, attempt, RESUME)
+    checkpoints.write_timeline(job_id, attempt, TIMELINE)
+    write_state(checkpoints, attempt, [5, 8], job_id=job_id)
+
+
+def put_stranger_s(store: Store, identity: Identity, name: str, elsewhere: Store) -> None:
+    """Put a stranger's file of that name in the place of the job's second attempt."""
+    write_attempt(elsewhere, identity, 1, 9)
+    data = elsewhere.read(f"checkpoints/{identity.job_id}/0001/{name}")
+    assert data is not None
+    store.write(f"checkpoints/{JOB}/0002/{name}", data)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=["another job", "another run"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_stranger_s_file_is_named_and_what_is_left_is_used(
+    store: Store,
+    name: str,
+    stranger: Identity,
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_attempt(store, IDENTITY, 1, 5)
+    write_attempt(store, IDENTITY, 2, 9)
+    put_stranger_s(store, stranger, name, Store(str(tmp_path_factory.mktemp("stranger"))))
+    checkpoints = CheckpointStore(store, FINGERPRINT)
+
+    num_tokens, num_positions = check_checkpoints(checkpoints)
+    log, logprobs = checkpoints.read_log_with_logprobs(JOB, 1)
+    first, second = checkpoints.history(JOB)
+
+    assert num_tokens == (5 if name == "tokens.bin" else 9)
+    assert len(log.token_ids) == len(logprobs) == (5 if name in ("tokens.bin", "logprobs-0-9-1.bin") else 9)
+    assert num_positions == 8  # the first attempt has all segments, too
+    assert (first.worker_id, first.timeline) == ("worker 1", TIMELINE)
+    assert second.worker_id == ("" if name == "claim.json" else "worker 2")
+    assert second.resume == (None if name == "resume.json" else RESUME)
+    assert second.timeline == (None if name == "timeline.json" else TIMELINE)
+    (message,) = {record.getMessage() for record in caplog.records}
+    assert f"skipped checkpoints/{JOB}/0002/{name} in {store.shown_uri}: found a file of " in message
+    assert message.endswith("; the job goes on from what is left")
+    if stranger.job_id == OTHER_JOB:
+        assert f"of job {OTHER_JOB}, expected one of job {JOB};" in message
+    else:
+        assert "of a run with another model, dtype, tokenizer, chat template, " in message
+        assert f"{OTHER_RUN}, expected {FINGERPRINT};" in message
+
+
+def test_a_folder_of_another_job_leaves_nothing_but_a_name_each(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    write_attempt(store, STRANGERS[0], 1, 9)
+    for name in FILES:
+        store.write(f"checkpoints/{JOB}/0001/{name}", store.read(f"checkpoints/{OTHER_JOB}/0001/{name}") or b"")
+    checkpoints = CheckpointStore(store, FINGERPRINT)
+    assert checkpoints.read_tokens(JOB).tolist() == []
+    assert checkpoints.read_manifests(JOB) == []
+    assert checkpoints.claim(JOB, "next") == 2
+    assert len(caplog.records) == len({record.getMessage() for record in caplog.records}) == 2
+    assert check_checkpoints(CheckpointStore(store, FINGERPRINT)) == (0, 0)
+
+
+def test_a_segment_that_is_damaged_and_the_job_s_own_is_not_taken_for_a_stranger_s(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = CheckpointStore(store, FINGERPRINT)
+    entry = checkpoints.write_segment(JOB, 1, segment_of(0, 5))
+    path = f"checkpoints/{JOB}/{entry.file}"
+    whole = store.read(path) or b""
+    store.write(path, whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert checkpoints.read_segment(JOB, entry) is None
+    assert "found content that does not match its checksum" in caplog.text
+
+
+@pytest.mark.parametrize(("file", "read"), [(".bin", KeptLogs.read), (".logprobs", None)])
+@pytest.mark.parametrize("stranger", STRANGERS, ids=["another job", "another run"])
+def test_a_kept_log_of_another_job_is_refused_by_name(
+    store: Store, file: str, read: Callable[[KeptLogs, str], TokenLog] | None, stranger: Identity
+) -> None:
+    log = TokenLog(output_ids(5))
+    KeptLogs(store, FINGERPRINT).write(JOB, log, logprobs_of(5))
+    KeptLogs(store, stranger.fingerprint).write(OTHER_JOB, log, logprobs_of(5))
+    if stranger.job_id == JOB:
+        KeptLogs(store, OTHER_RUN).write(JOB, log, logprobs_of(5))
+    else:
+        store.write(f"tokens/{JOB}{file}", store.read(f"tokens/{OTHER_JOB}{file}") or b"")
+    kept = KeptLogs(store, FINGERPRINT)
+    found = OTHER_JOB if stranger.job_id == OTHER_JOB else OTHER_RUN
+    with pytest.raises(DamagedFileError, match=f"found a file of .*{re.escape(found)}"):
+        kept.read_logprobs(JOB, log) if read is None else read(kept, JOB)
+
+
+def test_files_of_older_versions_are_read_as_they_are_and_nothing_is_said(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_older_run(store)
+    checkpoints = CheckpointStore(store, FINGERPRINT)
+    assert check_checkpoints(checkpoints) == (9, 12)
+    assert checkpoints.read_log(JOB).rewinds == (Rewind(12, 3),)
+    newest, older = checkpoints.read_manifests(JOB)
+    assert [entry.file for entry in newest.segments] == ["0001/kv-0-5.arrow", "0002/kv-5-12.arrow"]
+    for manifest in (newest, older):
+        assert manifest.drafter is not None
+        assert checkpoints.read_drafter(JOB, manifest.drafter) is not None
+    first, second = checkpoints.history(JOB)
+    assert (first.worker_id, second.worker_id, second.resume) == ("w1", "w2", RESUME)
+    assert second.timeline is not None
+    kept = KeptLogs(store, FINGERPRINT)
+    log = kept.read(JOB)
+    assert log.token_ids.tolist() == output_ids(5).tolist()
+    for found in (kept.read_logprobs(JOB, log), checkpoints.read_log_with_logprobs(JOB, 1)[1]):
+        assert found.logprobs.tolist() == logprobs_of(5).logprobs.tolist()
+    assert caplog.records == []
+
+
+def test_an_attempt_goes_on_from_segments_of_an_older_version(store: Store) -> None:
+    write_older_run(store)
+    checkpoints = CheckpointStore(store, FINGERPRINT)
+    (older, _) = checkpoints.read_manifests(JOB)
+    assert checkpoints.claim(JOB, "w3") == 3
+    checkpoints.write_tokens(JOB, 3, output_ids(14), checkpoints.read_log(JOB).rewinds)
+    write_state(checkpoints, 3, [18], older.segments)
+    assert check_checkpoints(CheckpointStore(store, FINGERPRINT)) == (14, 18)
