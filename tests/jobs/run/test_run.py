@@ -33,6 +33,7 @@ RUN_JSON = """{
   "model": "embedded",
   "model_fingerprint": "f1",
   "text_fingerprint": null,
+  "model_files": null,
   "engine": "suffix",
   "draft_model": null,
   "kv_offload": null,

@@ -35,7 +35,7 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
 def test_tail_shows_characters_as_soon_as_they_are_sure(run: Run, tiny_model: Path) -> None:
     """One that can't become whole is U+FFFD; the start of one that may is yet to come."""
     record, codec = run.jobs()[0], TextCodec(locate_model(str(tiny_model)))
-    checkpoints = CheckpointStore(run.store)
+    checkpoints = CheckpointStore.of(run)
     attempt = checkpoints.claim(record.job_id, "w1")
     dash, begin = codec.encode("\u2013", add_special_tokens=False), codec.encode("the fox")
     for bytes_behind, text in (
