@@ -15,7 +15,7 @@ from jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest,
 from jobs.checkpoints.token_log import Rewind
 from jobs.run.run import Run
 from jobs.storage.store import Store
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import body, claimed, made_with, make_run, record, session, to_the_end
 from tests.worker.session.test_thinking import MARKERS
 from worker.sequence import Sequence
 from worker.session.checkpointing import Checkpointing
@@ -102,7 +102,7 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 1e9 if loads else 0.0)
     ranks = set()
     for number, moment in enumerate(moments, ENGINES.index(engine)):
-        again = make_run(tmp_path / f"again-{number}")
+        again = made_with(make_run(tmp_path / f"again-{number}"), tiny_model)
         shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
         num_rewinds, _ = CheckpointStore.of(again).read_log(JOB.job_id).progress
         if number % stride and num_rewinds in ranks:
@@ -147,7 +147,7 @@ def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behi
     later = moments[num_before:]
     for number, moment in enumerate(later[:: len(later) // 5]):
         monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_, loads=number % 2: 1e9 if loads else 0.0)
-        again = make_run(tmp_path / f"again-{number}")
+        again = made_with(make_run(tmp_path / f"again-{number}"), tiny_model)
         shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
         assert result(again, engine) == undisturbed, moment
 
@@ -182,7 +182,7 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     run = make_run(tmp_path / "run")
     to_the_end(session(run, tiny_model, **OFTEN), claimed(run, JOB))
     monkeypatch.undo()
-    again = make_run(tmp_path / "again")
+    again = made_with(make_run(tmp_path / "again"), tiny_model)
     shutil.copytree(moments[-1], Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
     [manifest, *_] = CheckpointStore.of(again).read_manifests(JOB.job_id)
     assert manifest.num_rewinds > 0

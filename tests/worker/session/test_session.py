@@ -20,6 +20,7 @@ from tests.worker.session.session_parts import (
     body,
     claimed,
     digest,
+    made_with,
     make_run,
     record,
     session,
@@ -183,7 +184,7 @@ def test_a_store_that_fails_for_good_blames_no_job(tmp_path: Path, tiny_model: P
 
 def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model: Path) -> None:
     job = record("fox")
-    CheckpointStore.of(run).claim(job.job_id, "w9", "cuda, another machine")
+    CheckpointStore.of(made_with(run, tiny_model)).claim(job.job_id, "w9", "cuda, another machine")
     worker = session(run, tiny_model)
     attempt = CheckpointStore.of(run).claim(job.job_id, "w0", worker.numerics)
     to_the_end(worker, Assignment(job, attempt))

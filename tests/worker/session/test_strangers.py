@@ -34,7 +34,7 @@ STRANGERS: Mapping[str, tuple[JobRecord, dict[str, Any]]] = {
     "another job of the run": (record("dog", NUM_TOKENS), {}),
     "another seed of the run": (record("fox", NUM_TOKENS, {"seed": 4}), {}),
     "another prompt": (record("fox", NUM_TOKENS, prompt="over the lazy dog"), {}),
-    "another model": (of_another_model(JOB), {"model_fingerprint": "f2"}),
+    "another model": (of_another_model(JOB), {}),
     "another dtype": (JOB, {"dtype": "bfloat16"}),
 }
 MANIFEST = BFLOAT16_MANIFEST.model_copy(update={"dtype": "float32"})
