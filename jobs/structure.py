@@ -11,9 +11,9 @@ from pydantic import Field
 from jobs.frozen import Strict
 from jobs.input.reasons import FieldError, shown
 
-MAX_SCHEMA = 200_000  # characters
+MAX_SCHEMA = 200_000  # characters, as JSON in ASCII
 MAX_TEXT = 20_000  # characters of a regular expression, of a grammar
-MAX_CHOICE_TEXT = 100_000  # characters of all choices
+MAX_CHOICE_TEXT = 100_000  # characters of all choices, as JSON in ASCII
 MAX_CHOICES = 2_000
 SCHEMA_NAMES = ("name", "schema", "description", "strict")  # of OpenAI's `json_schema`
 FORMATS = ("text", "json_object", "json_schema")
@@ -113,16 +113,19 @@ def _schema(value: object) -> str:
 
 
 def _choices(value: object) -> str:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
-        raise FieldError("choice", f"found {shown(value)}, expected a list of texts")
+    if not isinstance(value, list | tuple) or not value:
+        raise FieldError("choice", f"found {shown(value)}, expected a list of at least 1 text")
+    for number, each in enumerate(value):
+        if not isinstance(each, str) or not each:
+            raise FieldError(f"choice[{number}]", f"found {shown(each)}, expected a text with at least 1 character")
     if len(value) > MAX_CHOICES:
         raise FieldError("choice", f"found {len(value)} texts, expected at most {MAX_CHOICES}")
     return _json(list(dict.fromkeys(value)), MAX_CHOICE_TEXT, "choice")
 
 
-def _within(most: int, text: str, name: str) -> str:
+def _within(most: int, text: str, name: str, unit: str = "characters") -> str:
     if len(text) > most:
-        raise FieldError(name, f"found {len(text)} characters, expected at most {most}")
+        raise FieldError(name, f"found {len(text)} {unit}, expected at most {most}")
     return text
 
 
@@ -134,7 +137,7 @@ def _json(value: object, most: int, name: str) -> str:
     except (ValueError, RecursionError):
         raise FieldError(name, f"found {shown(value)}, expected JSON that other programs can read") from None
     _check_writable(written, name)
-    return _within(most, text, name)
+    return _within(most, text, name, "characters of JSON in ASCII")
 
 
 def _check_writable(text: str, name: str) -> None:

@@ -14,6 +14,7 @@ from jobs.errors import UserError
 
 STANDARD_INPUT = "-"
 CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes, none of which are UTF-8 text
+UNPACKERS = {"gzip": "gunzip", "zstd": "zstd -d"}
 
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -47,7 +48,7 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
     codec = None
     try:
         with _open(path) as file:
-            codec = next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
+            codec = _codec(file)
             if codec is None:
                 yield file
             else:
@@ -56,6 +57,11 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
                 # NativeFile is no RawIOBase, and has all that a BufferedReader asks of one
                 stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
                 with BufferedReader(cast("Any", stream)) as text:
+                    if inner := _codec(text):
+                        raise InputFileError(
+                            f"cannot read the job file {name or shown_input(path)}: found {inner} data in its {codec} "
+                            f"data; expected it compressed once at most: unpack it once, with {UNPACKERS[codec]}"
+                        )
                     yield text
     except OSError as error:
         problem = error.strerror or str(error)
@@ -64,6 +70,11 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
         raise InputFileError(
             f"cannot read the job file {name or shown_input(path)}: {problem}; expected a JSONL or Parquet file"
         ) from None
+
+
+def _codec(file: BufferedReader) -> str | None:
+    """What a file is compressed with."""
+    return next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
 
 
 @contextmanager

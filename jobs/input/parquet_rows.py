@@ -19,7 +19,7 @@ NUM_ROWS_AT_ONCE = 256
 BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
 # these may be JSON text
 OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs", "response_format", "structured_outputs")
-INDEX = re.compile(r"__index_level_\d+__")  # that pandas writes beside the columns
+INDEX = re.compile(r"__index_level_[0-9]+__")  # that pandas writes beside the columns
 
 Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
 """Its number (from 1), its fields or what is wrong with it, and the columns that were passed over."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
+from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -16,6 +17,7 @@ from jobs.input.columns import Columns
 from jobs.input.input_file import STANDARD_INPUT, InputFileError, open_input, shown_input
 from jobs.input.job_line import JobLine
 from jobs.input.lines import LineError, line_from_object, parse_object
+from jobs.input.other_kinds import NUM_BYTES, ONE_A_LINE, is_array, other_kind
 from jobs.input.parquet_rows import MAGIC, Row, parquet_rows
 from jobs.input.reasons import shown
 from jobs.job import MAX_CUSTOM_ID, JobUrl
@@ -140,12 +142,25 @@ def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
         if name.endswith(PARQUET_SUFFIX):
             found = "an empty file" if not file.peek(1) else "other first bytes than Parquet's"
             raise InputFileError(f"cannot read the job file {name}: found {found}; expected a Parquet file")
-        for line_number, line in _lines(file):
+        for line_number, line in _job_lines(file, name):
             try:
                 row: Row = (line_number, *columns.applied(parse_object(_text(line))))
             except LineError as error:
                 row = (line_number, error, ())
             yield row
+
+
+def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
+    """The lines of a file, see `_lines`. Raises `InputFileError` for a file of another kind."""
+    head = file.peek(NUM_BYTES)
+    if kind := other_kind(head):
+        raise InputFileError(f"cannot read the job file {name}: {kind}")
+    lines = _lines(file)
+    first = list(islice(lines, 2))
+    if first and is_array(first[0][1], head.removeprefix(BYTE_ORDER_MARK), is_only=len(first) == 1):
+        raise InputFileError(f"cannot read the job file {name}: found a JSON array; {ONE_A_LINE}")
+    yield from first
+    yield from lines
 
 
 @contextmanager

@@ -57,12 +57,15 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 
 
 def shown(value: object) -> str:
-    """A found value as short ASCII JSON, safe to print whatever the file held."""
+    """A found value as short ASCII JSON, safe to print whatever the file held; of long ones also how long they are."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+    if len(text) <= MAX_SHOWN:
+        return text
+    length = f"{len(value)} characters" if isinstance(value, str) else f"{len(text)} characters of JSON"
+    return f"{text[:MAX_SHOWN]}... ({length})"
 
 
 def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:

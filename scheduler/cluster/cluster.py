@@ -208,7 +208,7 @@ def _end_process(code: int) -> None:
 def _refuse_unreachable(address: str) -> None:
     """Ray itself would try for minutes. Raises ClusterError."""
     host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdecimal():
+    if not separator or not (port.isascii() and port.isdecimal()):
         raise ClusterError(f"--address {address}: expected HOST:PORT of a running Ray cluster")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

@@ -9,19 +9,20 @@ from typing import Any
 import click
 
 from scheduler.commands.model_options import MODEL
+from scheduler.commands.options.numbers import WholeNumber
 
 NOT_PASSED = 1
 
 
 @click.command()
-@click.option("--jobs", "num_jobs", type=click.IntRange(1), default=4)
-@click.option("--tokens", "num_tokens", type=click.IntRange(1), default=1000, help="Of each job.")
-@click.option("--kills", "num_kills", type=click.IntRange(0), default=6)
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of the jobs and of the kills.")
-@click.option("--workers", "num_workers", type=click.IntRange(1), default=2)
-@click.option("--slots", "num_slots", type=click.IntRange(1), default=2, help="Jobs per worker.")
+@click.option("--jobs", "num_jobs", type=WholeNumber(1), default=4)
+@click.option("--tokens", "num_tokens", type=WholeNumber(1), default=1000, help="Of each job.")
+@click.option("--kills", "num_kills", type=WholeNumber(0), default=6)
+@click.option("--seed", type=WholeNumber(0), default=0, help="Of the jobs and of the kills.")
+@click.option("--workers", "num_workers", type=WholeNumber(1), default=2)
+@click.option("--slots", "num_slots", type=WholeNumber(1), default=2, help="Jobs per worker.")
 @MODEL
-@click.option("--checkpoint-tokens", type=click.IntRange(1), default=128)
+@click.option("--checkpoint-tokens", type=WholeNumber(1), default=128)
 @click.option("--run", "run_uri", help="New folder for both runs: a path, s3:// or gs://. [default: chaos-TIME]")
 @click.option("--address", help="A running Ray cluster, as HOST:PORT; its nodes stay. [default: one of its own]")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the findings.")

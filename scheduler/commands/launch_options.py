@@ -10,6 +10,7 @@ import click
 from scheduler.commands.model_options import all_of, filled
 from scheduler.commands.options.grouping import options_of
 from scheduler.commands.options.limits import LIMITS
+from scheduler.commands.options.numbers import Number, WholeNumber
 from scheduler.commands.options.webhook import OUTPUT
 from scheduler.limits.limits import Limits
 from scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
@@ -20,7 +21,7 @@ from worker.memory.plan import MOST_SLOTS
 MAX_SECONDS = 1_000_000_000  # 31 years
 
 
-class Seconds(click.FloatRange):
+class Seconds(Number):
     """A number of seconds that a clock can count: click takes NaN and infinity for numbers in any range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -31,7 +32,7 @@ class Seconds(click.FloatRange):
 
 
 SECONDS = Seconds(0, min_open=True)
-COUNT = click.IntRange(1)
+COUNT = WholeNumber(1)
 
 
 class CountOrAuto(click.ParamType[int | None]):

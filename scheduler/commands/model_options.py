@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
+from scheduler.commands.options.numbers import WholeNumber
 from worker.config import Computation
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
 ATTENTION_HELP = "GPU: what attends to prefixes."
 LINEAR_HELP = "GPU: what multiplies; `doctor` says which."
-THREAD_COUNT = click.IntRange(1, MAX_THREADS)
+THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
 
 def filled(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -66,7 +67,7 @@ JSON = click.option(
 PLOT = click.option(
     "--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the curves."
 )
-SEED = click.option("--seed", type=int, default=Computation.seed)
+SEED = click.option("--seed", type=WholeNumber(), default=Computation.seed)
 
 
 def checked(model: type[Options], options: dict[str, Any]) -> Options:

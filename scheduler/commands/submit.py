@@ -22,6 +22,7 @@ from scheduler.commands.model_options import (
     filled,
 )
 from scheduler.commands.options.grouping import GroupedCommand, options_of
+from scheduler.commands.options.numbers import WholeNumber
 from scheduler.commands.options.webhook import shown
 from worker.config import Computation
 from worker.drafters.catalogue import ENGINES
@@ -115,13 +116,13 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens,
 )
 @token_option(
     "--seed",
-    type=click.IntRange(0, 2**63 - 1),
+    type=WholeNumber(0, 2**63 - 1),
     metavar="N",
     help=f"Of lines without one. [default: {Computation.seed}]",
 )
 @token_option(
     "--max-tokens",
-    type=click.IntRange(1, 2**31 - 1),
+    type=WholeNumber(1, 2**31 - 1),
     metavar="N",
     help="Of lines without any. [default: what the model's positions leave]",
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scheduler.commands.model_options import MODEL
+from scheduler.commands.options.numbers import WholeNumber
 from worker.training import defaults
 
 if TYPE_CHECKING:
@@ -26,16 +27,16 @@ OUTPUT = click.option(
 TOKENS = click.option(
     "--tokens",
     "num_tokens",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     default=defaults.TARGET_TOKENS,
     help="To train a target on, in windows; from 2 million on long texts follow.",
 )
-SEED = click.option("--seed", type=click.IntRange(0), default=defaults.SEED)
+SEED = click.option("--seed", type=WholeNumber(0), default=defaults.SEED)
 
 
 def steps_option(default: int) -> Callable[[Command], Command]:
     """`--steps`, with what a training takes by default."""
-    return click.option("--steps", "num_steps", type=click.IntRange(1), default=default)
+    return click.option("--steps", "num_steps", type=WholeNumber(1), default=default)
 
 
 @click.group()
@@ -94,7 +95,7 @@ def target(data: Path, output: Path, num_tokens: int) -> None:
 @click.option(
     "--own-texts",
     "num_own_texts",
-    type=click.IntRange(0),
+    type=WholeNumber(0),
     default=defaults.HEADS_OWN_TEXTS,
     show_default=False,
     help="Learn from so many texts of the model's own.",
@@ -148,20 +149,20 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 @click.option(
     "--own-texts",
     "num_own_texts",
-    type=click.IntRange(0),
+    type=WholeNumber(0),
     default=defaults.GRIFFIN_OWN_TEXTS,
     help="Learn from so many texts of the model's own, beside the books.",
 )
 @click.option(
     "--passes",
     "num_passes",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     help=f"Forwards of a draft to train on. [default: {defaults.GRIFFIN_PASSES}]",
 )
 @click.option(
     "--top-k",
     "align_top_k",
-    type=click.IntRange(0),
+    type=WholeNumber(0),
     help=f"Tokens of an earlier pass that count as aligned; 0: no mask. [default: {defaults.GRIFFIN_ALIGN_TOP_K}]",
 )
 @click.option("--no-token-alignment", is_flag=True, help="One pass and no mask, as EAGLE-2.")

@@ -6,8 +6,9 @@ import re
 from datetime import datetime, timedelta
 
 UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
-DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
-TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?")
+AMOUNT = r"[0-9]+(?:\.[0-9]+)?"  # "\d" is a digit of any script
+DURATION = re.compile("".join(f"(?:({AMOUNT}){unit})?" for unit in UNITS))
+TIME_OF_DAY = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
 EXPECTED = "expected a duration as 90m or 1d12h, a time of the day as 06:30, or a date and time as 2030-01-31T06:30"
 
 
@@ -20,7 +21,7 @@ def parse_deadline(text: str, now: float) -> float:
         moment = _moment(text.strip(), datetime.fromtimestamp(now).astimezone())
         return moment.timestamp()
     except (ValueError, OverflowError, OSError):
-        raise ValueError(f"found {text!r}, {EXPECTED}") from None
+        raise ValueError(f"found {text!a}, {EXPECTED}") from None
 
 
 def _moment(text: str, now: datetime) -> datetime:

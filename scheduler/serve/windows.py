@@ -7,7 +7,7 @@ import re
 from scheduler.serve.refusals import RefusedError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-WINDOW = re.compile(r"(\d{1,6})([smhd])")
+WINDOW = re.compile(r"([0-9]{1,6})([smhd])")
 LEAST_SECONDS, MOST_SECONDS = 1, 30 * 86400
 EXPECTED = "expected a whole number with s, m, h or d behind it, as in 24h, from 1s to 30d"
 

@@ -54,7 +54,7 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         url = f"{self._address}/api/v1/{path}?{urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as page:
+        with urllib.request.urlopen(url, timeout=60) as page:
             answer = json.load(page)
         assert answer["status"] == "success", answer
         return answer["data"]
@@ -89,7 +89,7 @@ def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
         yield Prometheus(f"http://127.0.0.1:{port}")
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:

@@ -136,7 +136,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
     run, fleet, display = Run.create_or_open(str(tmp_path / "run"), MANIFEST), make_fleet(), RecordingDisplay()
 
     def targets() -> list[str]:
-        with urllib.request.urlopen(f"http://{address}/sd", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{address}/sd", timeout=60) as page:
             assert page.headers["Content-Type"] == "application/json"
             [group] = json.load(page)
         assert group["labels"] == {"run": str(tmp_path / "run")}
@@ -150,7 +150,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
         assert targets() == [address, "10.0.0.2:9100"]  # w1 still loads its model
         fleet.workers = [started(1), started(3)]
         assert targets() == [address, "10.0.0.1:9100", "10.0.0.3:9100"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as page:
             assert "swiftbatch_run_generation_tokens_total" in page.read().decode()
 
 
@@ -159,7 +159,7 @@ def test_the_discovery_names_an_object_store_without_its_credentials(tmp_path: P
     run.store = Store("s3://KEYID:s3cr%2Ft@bucket/run?region=us-east-1", NO_RETRIES)
     with served_metrics(make_context(run, make_fleet(), display=display), EngineConfig(), 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
-        with urllib.request.urlopen(f"http://{address}/sd", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{address}/sd", timeout=60) as page:
             [group] = json.load(page)
     assert group["labels"] == {"run": "s3://bucket/run"}
 

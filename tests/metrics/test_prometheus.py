@@ -92,7 +92,7 @@ def test_the_driver_tells_of_itself_and_its_workers_and_forgets_the_lost(scene: 
     assert workers == {"w1", "w2", "w3"} - {scene.killed.id}
     instances = {sample["metric"]["instance"] for sample in scene.prometheus.query("swiftbatch_jobs")}
     assert len(instances) == 1  # the driver's own, found through itself
-    with urllib.request.urlopen(f"http://{instances.pop()}/sd", timeout=5) as page:
+    with urllib.request.urlopen(f"http://{instances.pop()}/sd", timeout=60) as page:
         assert page.headers["Content-Type"] == "application/json"
         [group] = json.load(page)
     assert set(group["targets"]) == set(targets)

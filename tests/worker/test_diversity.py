@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.work_counts import num_lines
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 from worker.diversity import distinct, distinct_n
 
@@ -50,14 +50,9 @@ def test_ngrams_of_any_vocabulary_stay_apart() -> None:
     assert distinct_n(np.array(tokens, dtype=np.int64), 8) == brute_force(tokens, 8)
 
 
-def test_a_hundred_thousand_tokens_take_less_than_a_second() -> None:
+def test_a_hundred_thousand_tokens_take_python_no_more_than_a_hundred() -> None:
     tokens = np.random.default_rng(1).integers(0, 150_000, 100_000)
-    seconds = []
-    for _ in range(5):
-        started = time.process_time()
-        distinct(tokens)
-        seconds.append(time.process_time() - started)
-    assert min(seconds) < 1.0
+    assert num_lines(lambda: distinct(tokens)) == num_lines(lambda: distinct(tokens[:100]))
 
 
 def test_a_job_s_result_shows_them(tmp_path: Path, tiny_model: Path) -> None:

@@ -9,6 +9,7 @@ import click
 from scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from scheduler.commands.launching import end, launch_shown
 from scheduler.commands.options.grouping import GroupedCommand, options_of
+from scheduler.commands.options.numbers import WholeNumber
 from scheduler.commands.options.webhook import shown
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("custom_ids", metavar="[JOB]...", nargs=-1)
 @options_of("The run")(
     "--max-tokens",
-    type=click.IntRange(1, 2**31 - 1),
+    type=WholeNumber(1, 2**31 - 1),
     metavar="N",
     required=True,
     help="The most tokens that a job then has in all.",

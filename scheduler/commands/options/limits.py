@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from scheduler.commands.options.grouping import options_of
+from scheduler.commands.options.numbers import Number, WholeNumber
 from scheduler.limits.deadline import parse_deadline
 
 MAX_HOURS = 1_000_000_000
@@ -25,7 +26,7 @@ class Deadline(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-class Hours(click.FloatRange):
+class Hours(Number):
     """A number of hours: click takes NaN and infinity for numbers in any range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -41,7 +42,7 @@ LIMITS = (
     option("--deadline", type=Deadline(), metavar="WHEN", help="90m or 1d12h from now, 06:30, or 2030-01-31T06:30."),
     option(
         "--max-total-tokens",
-        type=click.IntRange(1),
+        type=WholeNumber(1),
         metavar="N",
         help="Tokens that the run may generate in all, over all its attempts.",
     ),

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from scheduler.commands.options.grouping import Command, options_of
+from scheduler.commands.options.numbers import WholeNumber
 from scheduler.commands.options.webhook import receiver_of
 from scheduler.serve.options import ServeOptions
 
@@ -33,18 +34,18 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
 OPTIONS = (
     server_option("--host", default=ServeOptions.host, help="Without keys a loopback address."),
     server_option(
-        "--port", type=click.IntRange(0, 65535), metavar="PORT", default=ServeOptions.port, help="0: any free one."
+        "--port", type=WholeNumber(0, 65535), metavar="PORT", default=ServeOptions.port, help="0: any free one."
     ),
     server_option(
         "--max-running",
-        type=click.IntRange(1),
+        type=WholeNumber(1),
         metavar="N",
         default=ServeOptions.max_running,
         help="Batches at a time.",
     ),
     server_option(
         "--max-file-bytes",
-        type=click.IntRange(1),
+        type=WholeNumber(1),
         metavar="N",
         default=ServeOptions.max_file_bytes,
         help="Of a file that is uploaded.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scheduler.commands.options.grouping import options_of
+from scheduler.commands.options.numbers import WholeNumber
 
 if TYPE_CHECKING:
     from scheduler.display.display import Display, OutputMode
@@ -36,7 +37,7 @@ OUTPUT = (
     ),
     output_option(
         "--metrics-port",
-        type=click.IntRange(0, 65535),
+        type=WholeNumber(0, 65535),
         metavar="PORT",
         help="Serve metrics, and at /sd where the workers' are (0: any port).",
     ),

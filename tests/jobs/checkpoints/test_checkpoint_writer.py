@@ -303,9 +303,7 @@ def test_flush_gives_up_when_its_time_is_over(store: GatedStore, writer: Checkpo
     writer.open(JOB, 1, "suffix", Cache())
     assert writer.flush(0)
     put(writer, 25)
-    started = time.monotonic()
     assert not writer.flush(0.2)
-    assert 0.2 <= time.monotonic() - started < 5
     store.open_gate()
     assert writer.flush(60)
 

@@ -141,8 +141,19 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"structured_outputs": {"regex": "a" * 20_001}}, ["found 20001 characters", "at most 20000"]),
     (GOOD | {"structured_outputs": {"regex": "\ud800"}}, ["'structured_outputs.regex'", "UTF-8"]),
     (GOOD | {"structured_outputs": {"grammar": ["a"]}}, ["'structured_outputs.grammar'", 'found ["a"]', "a string"]),
-    (GOOD | {"structured_outputs": {"choice": []}}, ["'structured_outputs.choice'", "found []", "a list of texts"]),
-    (GOOD | {"structured_outputs": {"choice": ["a", 3]}}, ["'structured_outputs.choice'", "a list of texts"]),
+    (GOOD | {"structured_outputs": {"choice": []}}, ["'structured_outputs.choice'", "found []", "of at least 1 text"]),
+    (GOOD | {"structured_outputs": {"choice": ["a", 3]}}, ["'structured_outputs.choice[1]'", "found 3", "a text"]),
+    (
+        GOOD | {"structured_outputs": {"choice": [""]}},
+        ["'structured_outputs.choice[0]'", 'found ""', "a text with at least 1 character"],
+    ),
+    (
+        GOOD | {"structured_outputs": {"choice": ["😀" * 10_000]}},
+        ["'structured_outputs.choice'", "found 120004 characters of JSON in ASCII", "at most 100000"],
+    ),
+    (GOOD | {"custom_id": "😀" * 513}, ["'custom_id'", "... (513 characters)", "expected at most 512 characters"]),
+    (GOOD | {"max_tokens": ["x"] * 99}, ["'max_tokens'", "... (495 characters of JSON)", "a whole number"]),
+    (GOOD | {"logit_bias": {"\u0667": 1}}, ["'logit_bias'", 'found "\\u0667" as a token', "its number"]),
     (
         GOOD | {"structured_outputs": {"choice": [str(i) for i in range(2001)]}},
         ["'structured_outputs.choice'", "found 2001 texts", "at most 2000"],

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import threading
-import time
 import tracemalloc
 from contextlib import suppress
 from decimal import Decimal
@@ -28,6 +27,7 @@ from jobs.input.job_line import JobLine
 from jobs.input.parquet_rows import parquet_rows
 from jobs.input.reader import JobReader, Reject, read_jobs
 from tests.jobs.input.job_lines import CHAT
+from tests.work_counts import counted_calls
 
 TEXTS = ["Once", "Twice", "Thrice"]
 TABLE = {"custom_id": ["a", "b", "c"], "prompt": TEXTS, "max_tokens": [5, 6, None]}
@@ -228,15 +228,18 @@ def test_a_long_column_is_read_a_piece_at_a_time(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_many_rows_are_read_soon(tmp_path: Path) -> None:
-    num_rows = 100_000
-    names = [f"row {number}" for number in range(num_rows)]
-    path = write_large(tmp_path / "jobs.parquet", {"id": names, "text": names, "label": names})
-    start = time.process_time()
-    lines, rejects = read(path, "prompt=text", "custom_id=id")
-    assert (len(lines), rejects) == (num_rows, [])
-    assert lines[-1].prompts == (names[-1],)
-    assert time.process_time() - start < 60
+def test_a_row_is_as_much_work_among_many_as_among_few(tmp_path: Path) -> None:
+    num_calls = []
+    for num_rows in (500, 10_000):
+        names = [f"row {number}" for number in range(num_rows)]
+        path = write_large(tmp_path / f"{num_rows}.parquet", {"id": names, "text": names, "label": names})
+        with counted_calls() as work:
+            lines, rejects = read(path, "prompt=text", "custom_id=id")
+        assert (len(lines), rejects) == (num_rows, [])
+        assert lines[-1].prompts == (names[-1],)
+        num_calls.append(work.num_calls / num_rows)
+    few, many = num_calls
+    assert many < 1.2 * few
 
 
 def write_large(path: Path, columns: dict[str, Any]) -> Path:

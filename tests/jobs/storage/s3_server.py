@@ -59,7 +59,7 @@ def running_s3_server() -> Iterator[S3Server]:
     try:
         assert process.stdout is not None
         server = S3Server(f"127.0.0.1:{int(process.stdout.readline())}")
-        urllib.request.urlopen(urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT"), timeout=30).close()
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT"), timeout=60).close()
         yield server
     finally:
         process.kill()

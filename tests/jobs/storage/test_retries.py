@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from jobs.storage.local_folder import LocalFolder
 from jobs.storage.retries import NO_RETRIES, Retries, is_transient
 from jobs.storage.store import Store, StoreError
+from tests.simulated_clock import SimulatedClock
 
 
 def failing(num_times: int, error: Exception) -> tuple[Callable[[], str], list[float]]:
@@ -19,7 +21,7 @@ def failing(num_times: int, error: Exception) -> tuple[Callable[[], str], list[f
     calls: list[float] = []
 
     def call() -> str:
-        calls.append(time.monotonic())
+        calls.append(time.monotonic())  # which may be a simulated one
         if len(calls) <= num_times:
             raise error
         return "done"
@@ -35,15 +37,26 @@ def test_a_call_that_fails_for_a_while_succeeds_and_every_retry_is_counted() -> 
     assert len(retries) == 3
 
 
-def test_pauses_grow_and_the_bound_holds() -> None:
+def test_pauses_grow_and_the_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimulatedClock()
+    clock.rule(monkeypatch)
+    monkeypatch.setattr(random, "uniform", lambda least, most: most)
     call, calls = failing(1000, OSError("the network is away"))
-    start = time.monotonic()
     with pytest.raises(OSError, match="away"):
-        Retries(1.5).call(call)
-    assert 1.4 < time.monotonic() - start < 10  # other programs may be in the way
-    assert 3 <= len(calls) <= 8
-    assert calls[1] - calls[0] >= 0.2
-    assert calls[-1] - start >= 1.4  # the last try is at the bound, not a long pause before it
+        Retries(30).call(call)
+    assert clock.slept == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 7.4])  # the last try is at the bound
+    assert calls[-1] - calls[0] == pytest.approx(30)
+
+
+def test_pauses_are_random_so_that_workers_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = [SimulatedClock(), SimulatedClock()]
+    for clock in clocks:
+        clock.rule(monkeypatch)
+        with pytest.raises(OSError, match="away"):
+            Retries(30).call(failing(1000, OSError("the network is away"))[0])
+        assert all(0.2 <= pause <= 10 for pause in clock.slept[:-1])
+        assert sum(clock.slept) == pytest.approx(30)
+    assert clocks[0].slept != clocks[1].slept
 
 
 def test_without_seconds_nothing_is_tried_again() -> None:

@@ -75,7 +75,7 @@ def num_preemptions(driver: Driver, reason: str) -> float:
     """Of that reason, as the driver's metrics say."""
     address = re.search(r"metrics of the driver at (\S+)", driver.output())
     assert address is not None
-    with urllib.request.urlopen(address[1], timeout=10) as page:
+    with urllib.request.urlopen(address[1], timeout=60) as page:
         metrics = page.read().decode()
     found = re.search(rf'^swiftbatch_preemptions_total{{.*reason="{reason}".*}} (\S+)', metrics, re.MULTILINE)
     return float(found[1]) if found else 0

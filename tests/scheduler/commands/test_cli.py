@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -66,13 +65,12 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         "scheduler.cli",
         *(run.store.uri if a == "RUN" else a for a in args),
     ]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in process.stderr.splitlines() if "|" in line}
+    modules = [line.rsplit("|", 1)[1].strip() for line in process.stderr.splitlines() if "|" in line]
+    imported = {module.split(".")[0] for module in modules}
     assert "scheduler" in imported
     assert not imported & {"torch", "transformers", "ray", "tokenizers"}
-    assert after.ru_utime - before.ru_utime < 2  # seconds of a core: 0.3 without torch and Ray, with them 5
+    assert len(modules) < 700  # some 320 in 0.3 s of a core; torch alone are 1,100, and 5 s
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,20 @@ def test_a_file_that_can_t_be_run_stops_no_other_and_is_tried_again(tmp_path: Pa
         assert "run.json" in result.stderr
 
 
+def test_a_file_of_another_kind_is_named_and_stops_no_other(tmp_path: Path, tiny_model: Path) -> None:
+    inbox, runs = put(tmp_path / "inbox", a=lines("x"), b=lines("x")), tmp_path / "runs"
+    (inbox / "b.jsonl").write_text(lines("x"), encoding="utf-16")
+    (inbox / "c.jsonl").write_text(f"[{','.join(lines('x', 'y').splitlines())}]")
+    (inbox / "d.jsonl.gz").write_bytes(gzip.compress(gzip.compress(lines("x").encode())))
+    finish(str(inbox), str(runs), "a.jsonl", tiny_model)
+    result = nightly(inbox, runs, tiny_model)
+    assert result.exit_code == 1
+    for found in ("UTF-16 text", "a JSON array", "gzip data in its gzip data"):
+        assert sum(f": found {found}; expected" in line for line in result.stderr.splitlines()) == 1
+    assert not list(runs.glob("[bcd]*/jobs*"))
+    assert len(Run.open(f"{runs}/a.jsonl").ended()[0]) == 1
+
+
 def test_a_file_with_bad_lines_is_told_of_once(tmp_path: Path, tiny_model: Path) -> None:
     inbox, runs = put(tmp_path / "inbox", a=lines("x") + "{broken\n"), tmp_path / "runs"
     finish(str(inbox), str(runs), "a.jsonl", tiny_model)

@@ -1,4 +1,4 @@
-"""A driver with workers in its own process that do nothing but write results, and what it costs.
+"""A driver with workers in its own process that do nothing but write results, and how much it does.
 
 The driver, its fleet and the run folder are the real ones. Left out are Ray, and the wait for the disk.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,18 +16,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from jobs.job import JobRecord
 from jobs.run.results import success_line
 from jobs.run.run import Run
+from scheduler.cli import main
 from scheduler.cluster import remote
 from scheduler.cluster.actors import WorkerInfo
 from scheduler.driver.driver import Driver
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
+from tests.work_counts import Work, counted_calls
 from worker.session.work import JobProgress, Orders, WorkReport
 
 NUM_WORKERS, NUM_SLOTS = 4, 4
-WINDOW = 50  # slices: the quietest so many tell what a job costs, the others what else the machine does
+WINDOW = 50  # slices: the quietest so many tell what a job costs, others have a heartbeat
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,56 +51,43 @@ class Method:
 
 
 @dataclass
-class Stopwatch:
-    """Wall and processor seconds spent inside it."""
-
-    wall: float = 0.0
-    processor: float = 0.0
-
-    def __enter__(self) -> None:
-        self.wall -= time.perf_counter()
-        self.processor -= time.process_time()
-
-    def __exit__(self, *_: object) -> None:
-        self.wall += time.perf_counter()
-        self.processor += time.process_time()
-
-
-@dataclass
 class Dispatched:
-    """A run that goes through the driver, and what the driver itself needs, workers and test left out."""
+    """A run that goes through the driver, and what the driver itself does, workers and test left out."""
 
     run: Run
     num_jobs: int
     num_handed_out: int = 0
-    total: Stopwatch = field(default_factory=Stopwatch)
-    others: Stopwatch = field(default_factory=Stopwatch)
-    course: list[tuple[int, float]] = field(default_factory=list)  # at each slice: jobs handed out, processor seconds
-    status_seconds: float = 0.0
+    total: Work = field(default_factory=Work)
+    others: Work = field(default_factory=Work)
+    course: list[tuple[int, int]] = field(default_factory=list)  # at each slice: jobs handed out, calls of the driver
+    num_status_calls: int = 0
     status: dict[str, Any] = field(default_factory=dict)
 
-    def ms_per_job(self) -> float:
-        """Processor time in the quietest stretch of the first half, while at least half of the jobs wait."""
+    def calls_per_job(self) -> float:
+        """In the quietest stretch of the first half, while at least half of the jobs wait: without a heartbeat."""
         half = self.course[: len(self.course) // 2]
-        return 1000 * min((end - start) / (m - n) for (n, start), (m, end) in zip(half, half[WINDOW:], strict=False))
+        return min((end - start) / (m - n) for (n, start), (m, end) in zip(half, half[WINDOW:], strict=False))
 
     def figures(self) -> str:
-        others, per_job = self.others, 1000 / self.num_jobs
+        average = (self.total.num_calls - self.others.num_calls) / self.num_jobs
         return (
-            f"{self.num_jobs:,} jobs: the driver needs {self.ms_per_job():.3f} ms of processor per job at best, "
-            f"{(self.total.processor - others.processor) * per_job:.3f} on average, "
-            f"{(self.total.wall - others.wall) * per_job:.3f} in all; status answers in {self.status_seconds:.2f} s"
+            f"{self.num_jobs:,} jobs: the driver makes {self.calls_per_job():.0f} calls per job at best, "
+            f"{average:.0f} on average; status answers after {self.num_status_calls:,}"
         )
 
-    def start_slice(self) -> None:
-        """A worker is about to run."""
-        self.course.append((self.num_handed_out, time.process_time() - self.others.processor))
+    @contextmanager
+    def slice(self) -> Iterator[None]:
+        """A worker runs inside the block."""
+        before = self.total.num_calls
+        self.course.append((self.num_handed_out, before - self.others.num_calls))
+        yield
+        self.others.num_calls += self.total.num_calls - before
 
     def count(self) -> None:
         """One more job has reached a worker."""
         self.num_handed_out += 1
         if self.num_handed_out == self.num_jobs // 2:
-            self.status_seconds, self.status = ask_status(self.run)
+            self.num_status_calls, self.status = ask_status(self.run)
 
 
 class NoOpWorker:
@@ -112,8 +99,7 @@ class NoOpWorker:
         self.start, self.work = Method(lambda: info), Method(self._work)
 
     def _work(self, orders: Orders, seconds: float) -> WorkReport:
-        self._dispatched.start_slice()
-        with self._dispatched.others:
+        with self._dispatched.slice():
             finished = tuple(self._finish(assignment.record) for assignment in orders.assignments)
             return WorkReport(finished=finished, num_generated_tokens=sum(job.num_generated_tokens for job in finished))
 
@@ -134,18 +120,11 @@ class NoOpWorker:
         return JobProgress(record.job_id, len(ids))
 
 
-def ask_status(run: Run) -> tuple[float, dict[str, Any]]:
-    """Processor seconds that `swiftbatch status` takes, start of the interpreter included, and its answer."""
-    command = [sys.executable, "-m", "scheduler.cli", "status", run.store.uri, "--json"]
-    started = _processor_seconds_of_children()
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return _processor_seconds_of_children() - started, json.loads(text)
-
-
-def _processor_seconds_of_children() -> float:
-    """Of those that have ended and were waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def ask_status(run: Run) -> tuple[int, dict[str, Any]]:
+    """Calls that `swiftbatch status` makes, and its answer."""
+    with counted_calls() as work:
+        result = CliRunner().invoke(main, ["status", run.store.uri, "--json"])
+    return work.num_calls, json.loads(result.stdout)
 
 
 def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple[Dispatched, Driver]:
@@ -165,7 +144,7 @@ def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple
 
 def dispatch(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> Dispatched:
     dispatched, driver = with_driver(folder, num_jobs, patch)
-    with dispatched.total:
+    with counted_calls(dispatched.total):
         assert driver.run() == "finished"
     print(f"\n{dispatched.figures()}")
     return dispatched

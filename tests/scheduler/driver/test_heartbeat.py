@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from jobs.input.reader import Reject
 from jobs.run.run import Run
 from metrics.counters import EngineCounters
@@ -14,12 +16,19 @@ from scheduler.cluster.actors import WorkerSpec
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver.census import Census
 from scheduler.driver.fleet import Fleet, Worker
-from scheduler.driver.heartbeat import AT_REST, BEAT_SECONDS, BEAT_SECONDS_OBJECT_STORE, current_progress
+from scheduler.driver.heartbeat import (
+    AT_REST,
+    BEAT_SECONDS,
+    BEAT_SECONDS_OBJECT_STORE,
+    STALE_SECONDS,
+    current_progress,
+)
 from scheduler.driver.hold import Hold
 from scheduler.driver.job_queue import JobQueue
 from scheduler.driver.speed import Speed
 from tests.jobs.run.run_parts import make_record
 from tests.scheduler.driver.driver_parts import make_context, make_run
+from tests.simulated_clock import SimulatedClock
 from worker.config import EngineConfig
 
 
@@ -75,25 +84,27 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
     assert (progress.max_tokens, progress.num_tokens_left) == ({"a": 5}, 5)
 
 
-def test_an_object_store_gets_fewer_beats(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", {"a": 300})
+def test_an_object_store_gets_fewer_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, clock = make_run(tmp_path / "run", {"a": 300}), SimulatedClock()
+    clock.rule(monkeypatch)
     with Hold(run) as hold:
         for is_local, seconds in ((True, BEAT_SECONDS), (False, BEAT_SECONDS_OBJECT_STORE)):
             run.store.is_local = is_local
             hold.beat(state="running", jobs={}, num_generated_tokens=0, **AT_REST)
-            assert not hold.is_due(time.monotonic() + 0.9 * seconds)
-            assert hold.is_due(time.monotonic() + 1.1 * seconds)
+            assert not hold.is_due(clock.now + 0.9 * seconds)
+            assert hold.is_due(clock.now + seconds)
 
 
-def test_a_stale_heartbeat_is_shown_as_interrupted(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", {"a": 300, "b": 300})
+def test_a_stale_heartbeat_is_shown_as_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = make_run(tmp_path / "run", {"a": 300, "b": 300}), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     assert current_progress(run).state == "interrupted"  # made, and never run
     beat = current_progress(run).model_copy(
-        update={"state": "running", "driver_host": "elsewhere", "updated": time.time() - 3, "driver_pid": 1}
+        update={"state": "running", "driver_host": "elsewhere", "updated": now - STALE_SECONDS + 1, "driver_pid": 1}
     )
     run.write_progress(beat)
     assert current_progress(run).state == "running"
-    run.write_progress(beat.model_copy(update={"updated": time.time() - 20}))
+    run.write_progress(beat.model_copy(update={"updated": now - STALE_SECONDS - 1}))
     stale = current_progress(run)
     assert stale.state == "interrupted"
     assert stale.jobs["pending"] == 2

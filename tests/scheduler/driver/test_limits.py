@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jobs.run.results import tokens_sha256
 from jobs.run.run import Progress, Run
+from scheduler.cluster import remote
 from scheduler.cluster.cluster import Cluster
 from scheduler.driver.heartbeat import current_progress
 from scheduler.limits.limits import Limits
@@ -58,11 +60,12 @@ def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_token
     assert result_metrics(run, "unlogged")["num_recovered_tokens"] > 100
 
 
-def test_a_deadline_that_has_passed_hands_nothing_out(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_deadline_that_has_passed_starts_no_worker(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
-    started = time.monotonic()
+    monkeypatch.setattr(remote, "create_actor", None)
     assert make_driver(run, cluster, display, limits=Limits(deadline=time.time() - 1)).run() == "interrupted"
-    assert time.monotonic() - started < 5
     assert last_beat(run).num_total_tokens == 0
     assert current_progress(run).jobs["pending"] == 1
     assert run.result(job_id(run, "a")) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,17 +47,14 @@ def test_a_worker_that_does_not_answer_holds_a_stop_up_for_the_grace_period_only
     tmp_path: Path, cluster: Cluster
 ) -> None:
     run, display = make_run(tmp_path / "run", {"stuck": 400, "unlogged": 400}), RecordingDisplay()
-    driver = make_driver(run, cluster, display, grace=1.0)
-    stopped: list[float] = []
+    driver = make_driver(run, cluster, display, grace=1.0, worker_timeout=100_000.0)  # nothing else ends the wait
 
     def stop(progress: Progress) -> None:
-        if not stopped and progress.num_generated_tokens > 100:
-            stopped.append(time.monotonic())
+        if progress.num_generated_tokens > 100:
             driver.request_stop()
 
     display.on_update = stop
     assert driver.run() == "interrupted"
-    assert time.monotonic() - stopped[0] < 5
     progress = run.progress()
     assert progress is not None
     assert set(progress.running) == {"stuck"}

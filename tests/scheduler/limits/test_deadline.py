@@ -56,7 +56,27 @@ def test_a_time_of_the_next_day_is_that_of_its_own_zone_when_clocks_change_at_ni
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "soon", "6", "-6h", "6h-1m", "1m6h", "25:00", "12:60", "6 h", "9999999999d", "nan", "infh"]
+    "text",
+    [
+        "",
+        " ",
+        "soon",
+        "6",
+        "-6h",
+        "6h-1m",
+        "1m6h",
+        "25:00",
+        "12:60",
+        "6 h",
+        "9999999999d",
+        "nan",
+        "infh",
+        "\u0669\u0660m",
+        "\u0967h",
+        "\u0660\u0666:\u0663\u0660",
+        "0\uff16:30",
+        "\u0662\u0660\u0663\u0660-01-31",
+    ],
 )
 def test_what_is_none_of_them_is_refused_with_what_is(text: str) -> None:
     with pytest.raises(ValueError, match="expected a duration as 90m or 1d12h, a time of the day as 06:30, or"):

@@ -53,7 +53,7 @@ class Submission:
 
     def left_behind(self) -> list[str]:
         """Processes of its Ray, and files in its folder, a moment after its end."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)  # the kernel ends some of them with the command, and that takes a moment
         return left

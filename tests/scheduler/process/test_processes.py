@@ -29,7 +29,7 @@ UNSHARED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 def needs(command: list[str]) -> None:
     try:
-        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=30)
+        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         pytest.skip(f"not permitted here: {command[0]}")
 

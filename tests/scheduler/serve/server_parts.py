@@ -35,10 +35,18 @@ class Server:
 
     def upload(self, *lines: object, name: str = "jobs.jsonl") -> str:
         text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
-        return self.client.files.create(file=(name, text.encode()), purpose="batch").id
+        return self.upload_of(text.encode(), name)
+
+    def upload_of(self, data: bytes, name: str = "jobs.jsonl") -> str:
+        return self.client.files.create(file=(name, data), purpose="batch").id
 
     def create(self, *lines: object, window: str = "24h") -> str:
-        input_file_id = self.upload(*lines)
+        return self._batch(self.upload(*lines), window)
+
+    def create_of(self, data: bytes) -> str:
+        return self._batch(self.upload_of(data), "24h")
+
+    def _batch(self, input_file_id: str, window: str) -> str:
         return self.client.batches.create(
             input_file_id=input_file_id,
             endpoint="/v1/completions",

@@ -14,6 +14,7 @@ from scheduler.serve.driving.standings import Standings
 from scheduler.serve.driving.usage import BEGUN_TOKENS, DAY, HALF_LIFE, Usage, standing_of
 from scheduler.serve.keys.api_key import Rights
 from scheduler.serve.records import BatchRecord, Counts, Ended
+from tests.work_counts import num_lines
 
 NOW = 1_000_000.0
 
@@ -133,9 +134,11 @@ def test_places_are_shared_by_tokens_not_by_batches() -> None:
 
 def test_a_server_that_starts_takes_in_many_ended_batches_at_once() -> None:
     ended = Ended(state="completed", counts=Counts(), in_progress=1.0, finalizing=2.0, ended=time.time())
-    batches = [batch(number) for number in range(20_000)]
-    for each in batches:
-        each.ended = ended
-    start = time.process_time()
-    Standings(batches, lambda owner: Rights())
-    assert time.process_time() - start < 4  # it takes milliseconds, and 8 s where each looks at all before it
+
+    def num_lines_of(num_batches: int) -> int:
+        batches = [batch(number) for number in range(num_batches)]
+        for each in batches:
+            each.ended = ended
+        return num_lines(lambda: Standings(batches, lambda owner: Rights()))
+
+    assert num_lines_of(4000) < 20 * 1.2 * num_lines_of(200)

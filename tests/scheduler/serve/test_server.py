@@ -122,6 +122,11 @@ def test_a_batch_of_no_good_line_and_one_of_no_line_fail(server: Server) -> None
     [problem] = empty.errors.data or []
     assert problem.code == "invalid_input_file"
     assert "no jobs" in str(problem.message)
+    wide = server.ended(server.create_of(json.dumps(request("x")).encode("utf-16")))
+    assert wide.errors is not None
+    [problem] = wide.errors.data or []
+    assert (wide.status, problem.code) == ("failed", "invalid_input_file")
+    assert "found UTF-16 text; expected UTF-8: convert it, as with iconv -f UTF-16 -t UTF-8" in str(problem.message)
 
 
 def test_a_cancelled_batch_and_an_expired_one_deliver_what_is_finished(server: Server) -> None:

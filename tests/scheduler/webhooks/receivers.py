@@ -36,7 +36,7 @@ class Inbox:
     closing: threading.Event = field(default_factory=threading.Event)
 
     def wait_for(self, num_requests: int) -> list[Request]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while len(self.requests) < num_requests and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.requests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from scheduler.display.end_events import RunEnded
 from scheduler.display.events import RunOpened
 from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
 from scheduler.webhooks import sender as sending
-from scheduler.webhooks.posting import posting
-from scheduler.webhooks.receiver import Receiver
+from scheduler.webhooks.posting import INTERRUPTED_SECONDS, posting
+from scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 from tests.scheduler.webhooks.receivers import SECRET, receiver, status
 
@@ -116,13 +115,15 @@ def test_a_run_that_has_to_stop_is_posted_too_and_a_refused_command_is_not() -> 
 
 
 def test_an_interrupted_user_waits_for_a_dead_receiver_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.webhooks.posting.INTERRUPTED_SECONDS", 0.5)
-    display, started = RecordingDisplay(), time.monotonic()
-    with receiver(status(503)) as inbox, posting(display, Receiver.parse(inbox.url, SECRET), False) as told:
-        told.note(OPENED)
-        told.note(RunEnded("s3://bucket/run", "interrupted", {"pending": 1}, ("a", "b"), None, 130))
-    assert time.monotonic() - started < 3
-    assert sum("not delivered, it answered 503" in note for note in display.notes) == 1
+    waits: list[float] = []
+    monkeypatch.setattr(sending.Sender, "finish", lambda sender, message, seconds: waits.append(seconds))
+    ends = (("interrupted", None), ("interrupted", "--deadline"), ("finished", None))
+    for state, limit in ends:
+        with posting(RecordingDisplay(), Receiver.parse("http://127.0.0.1:9/", SECRET), False) as told:
+            told.note(OPENED)
+            told.note(RunEnded("s3://bucket/run", state, {"pending": 1}, ("a", "b"), limit, 130))
+    assert waits == [INTERRUPTED_SECONDS, PATIENCE_SECONDS, PATIENCE_SECONDS]
+    assert INTERRUPTED_SECONDS <= 5 < PATIENCE_SECONDS
 
 
 def test_a_command_without_a_webhook_shows_on_the_plain_display() -> None:

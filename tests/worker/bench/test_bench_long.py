@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from jobs.sampling import SamplingParams
+from tests.simulated_clock import SimulatedClock
 from worker.bench.decode.decode import read_tokens
 from worker.bench.engine import BenchError
 from worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
@@ -94,7 +94,17 @@ def known_tokens(target: TargetModel, options: LongBenchOptions) -> np.ndarray:
     return sequence.token_ids
 
 
-def test_windows_add_up_to_the_whole(make_options: Callable[..., LongBenchOptions]) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
+    """Each row of a step takes 10 ms, and all else nothing."""
+    clock = SimulatedClock()
+    clock.rule(monkeypatch)
+    verify = clock.taking(lambda target, groups: 0.01 * sum(map(len, groups)), TargetModel.verify)
+    monkeypatch.setattr(TargetModel, "verify", verify)
+    return clock
+
+
+def test_windows_add_up_to_the_whole(make_options: Callable[..., LongBenchOptions], clock: SimulatedClock) -> None:
     result = run_long_bench(make_options(engine="token-recycling"))
     assert [record.num_tokens // 50 for record in result.records] == [1, 2, 3, 4]
     assert result.num_tokens == result.records[-1].num_tokens == NUM_TOKENS
@@ -110,7 +120,7 @@ def test_windows_add_up_to_the_whole(make_options: Callable[..., LongBenchOption
     assert total.speedup == pytest.approx(total.plain_seconds / total.seconds, rel=0.01)
     mark = result.marks[-1]
     assert mark.num_steps + mark.num_accepted_tokens == NUM_TOKENS
-    assert mark.seconds / 2 < sum(mark.step_seconds.values()) < mark.seconds
+    assert mark.step_seconds == {"propose": 0.0, "verify": pytest.approx(mark.seconds), "commit": 0.0}
     assert result.records[-1].distinct.keys() == {f"distinct_{n}" for n in range(1, 5)}
     assert result.plain_seconds[-1] == pytest.approx(total.plain_seconds, abs=0.001)
 
@@ -128,10 +138,10 @@ def test_alpha_is_accepted_over_drafted_depth(
     assert result.has_same_tokens
 
 
-def test_plain_decoding_drafts_nothing(make_options: Callable[..., LongBenchOptions]) -> None:
+def test_plain_decoding_drafts_nothing(make_options: Callable[..., LongBenchOptions], clock: SimulatedClock) -> None:
     [*_, record] = run_long_bench(make_options(engine="autoregressive")).records
     assert (record.total.alpha, record.total.beta, record.total.tokens_per_step) == (None, None, 1.0)
-    assert 0.1 < record.total.speedup < 10
+    assert record.total.speedup == pytest.approx(1.0, rel=0.02)
 
 
 def test_beta_is_the_part_of_alpha_that_reused_ngrams_brought(
@@ -182,23 +192,20 @@ def test_another_text_than_plain_decodings_is_told(tiny_target: TargetModel) -> 
 
 
 def test_the_time_of_the_pauses_does_not_count(
-    make_options: Callable[..., LongBenchOptions], monkeypatch: pytest.MonkeyPatch
+    make_options: Callable[..., LongBenchOptions], monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    pause = 0.2
-    measure = PlainWindows.measure
-    pauses = []
+    undisturbed = run_long_bench(make_options())
+    pauses, measure = [], PlainWindows.measure
 
     def slow_measure(*args: object) -> None:
-        time.sleep(pause)
-        pauses.append(pause)
+        clock.now += 1000.0
+        pauses.append(clock.now)
         measure(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PlainWindows, "measure", slow_measure)
-    started = time.perf_counter()
     result = run_long_bench(make_options())
-    seconds = time.perf_counter() - started
     assert len(pauses) >= 8
-    assert result.marks[-1].seconds < seconds - sum(pauses)
+    assert [mark.seconds for mark in result.marks] == pytest.approx([mark.seconds for mark in undisturbed.marks])
 
 
 def test_the_integral_goes_through_all_points() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.simulated_clock import SimulatedClock
 from tests.worker.bench.bench_parts import words
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.training.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
@@ -22,6 +24,7 @@ from worker.bench.triforce.prompts import Prompt, read_prompt
 from worker.bench.variants import create_bench_drafter
 from worker.drafters.autoregressive import AutoregressiveDrafter
 from worker.drafters.base import Drafter, DraftRequest
+from worker.drafters.griffin.griffin import GriffinDrafter
 from worker.drafters.griffin.model import GriffinModel
 from worker.model.files import locate_model
 from worker.sequence import Sequence
@@ -31,11 +34,6 @@ from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from worker.tree import DraftTree
 
 PREFILL = 70
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two would wait for each other on a busy machine, and clocks are read here
 
 
 @pytest.fixture(scope="module")
@@ -168,25 +166,35 @@ def test_tau_is_tokens_over_steps_of_all_prompts_behind_their_first_steps(tiny_t
     assert both.nodes_per_step == pytest.approx(27 / 48, abs=0.001)
 
 
+def num_rows(groups: list[Any]) -> int:
+    return sum(len(rows) for rows in groups)
+
+
 def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_steps(
-    tiny_target: TargetModel, tiny_model: Path
+    tiny_target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generation, plain = arms_behind(tiny_target, 0).run(
-        create_bench_drafter("griffin-paper", tiny_target, free_rows), 1.0
-    )
-    figures = GriffinFigures.of([(generation, plain)])
+    """A row of the target takes 1 ms here, a forward of the draft model 2 ms, and all else nothing."""
+    clock, arms = SimulatedClock(), arms_behind(tiny_target, 0)
+    drafter = create_bench_drafter("griffin-paper", tiny_target, free_rows)
+    assert isinstance(drafter, GriffinDrafter)
+    clock.rule(monkeypatch)
+    verify = clock.taking(lambda groups: 0.001 * num_rows(groups), tiny_target.verify)
+    monkeypatch.setattr(tiny_target, "verify", verify)
+    for forward in ("follow", "expand"):
+        timed = clock.taking(lambda parts: 0.002, getattr(drafter._forwards, forward))
+        monkeypatch.setattr(drafter._forwards, forward, timed)
+    figures = GriffinFigures.of([arms.run(drafter, 1.0)])
     assert 50 < figures.nodes_per_step <= 60
     assert 5 < figures.levels_per_step <= 6
-    first, last = generation.span
-    steps = last.num_steps - first.num_steps
-    proposing = 1000 * (last.step_seconds["propose"] - first.step_seconds["propose"]) / steps
-    assert 0.7 * proposing < figures.levels_per_step * figures.level_ms <= proposing
-    assert figures.verify_ms > figures.plain_verify_ms > 0
-    whole = figures.verify_ms + figures.levels_per_step * figures.level_ms
-    assert figures.predicted_tree_speedup == pytest.approx(
-        figures.plain_verify_ms / whole * figures.tokens_per_step, rel=0.01
-    )
-    assert figures.predicted_speedup > figures.predicted_tree_speedup
+    assert figures.level_ms == pytest.approx(2.0)
+    assert figures.plain_verify_ms == pytest.approx(1.0)
+    assert figures.verify_ms == pytest.approx(1 + figures.nodes_per_step)
+    step_ms = figures.verify_ms + figures.levels_per_step * 2.0
+    assert figures.ms_per_token == pytest.approx(step_ms / figures.tokens_per_step, rel=0.001)
+    assert figures.speedup == pytest.approx(1 / figures.ms_per_token, rel=0.01)
+    assert figures.predicted_tree_speedup == pytest.approx(figures.speedup, rel=0.01)
+    predicted = predicted_speedup(1.0, 1.0, figures.levels_per_step, 2.0, figures.tokens_per_step)
+    assert figures.predicted_speedup == pytest.approx(predicted, rel=0.001)
 
 
 def test_every_row_has_a_draft_model_that_runs(tiny_model: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from jobs.structure import structure_of
 from tests.worker.constraints.words import END, VOCAB, grammar, mask_behind
 from worker.constraints import grammar as grammars
 from worker.constraints.base import ConstraintError, allows, tokens_of
-from worker.constraints.grammar import GrammarConstraint
+from worker.constraints.grammar import TRIED_FUEL, Grammar, GrammarConstraint
 from worker.model.files import ModelFiles
 from worker.model.text import TextCodec
 
@@ -199,16 +198,17 @@ HARD = (
 
 
 @pytest.mark.parametrize("structure", HARD)
-def test_what_is_hard_to_follow_takes_bounded_time(codec: TextCodec, structure: dict[str, Any]) -> None:
-    started, chance, longest = time.monotonic(), random.Random(1), 0.0
-    state = GrammarConstraint(rule(codec, **structure))
+def test_what_is_hard_to_follow_takes_little_at_each_token(
+    codec: TextCodec, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the library's fuel, which is the same on all machines: a twentieth of what a token may take is enough."""
+    monkeypatch.setattr(Grammar._built, "__defaults__", (TRIED_FUEL,))
+    chance, state = random.Random(1), GrammarConstraint(rule(codec, **structure))
     for _ in range(30):
         mask = state.mask()
         if mask is None:
             break
         state.push(int(chance.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))))
-        longest, started = max(longest, time.monotonic() - started), time.monotonic()
-    assert longest < 5.0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jobs.sampling import SamplingParams
+from tests.simulated_clock import SimulatedClock
 from worker.drafters.catalogue import ENGINES
 from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from worker.drafters.triforce.proposer import DraftModelProposer
@@ -165,6 +166,11 @@ def test_its_cache_has_room_for_a_window_and_a_draft() -> None:
     assert ENGINES["triforce"].draft_length == NUM_SINKS + 2 * WINDOW + BLOCK
 
 
-def test_the_measured_time_of_a_token_is_a_time(model: TargetModel) -> None:
-    assert 0 < DraftModel(model).token_seconds() < 1
+def test_the_measured_time_of_a_token_is_that_of_the_draft_model_s_forward(
+    model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_model, clock = DraftModel(model), SimulatedClock()
+    clock.rule(monkeypatch)
+    monkeypatch.setattr(draft_model, "logits", clock.taking(lambda windows: 0.25, draft_model.logits))
+    assert draft_model.token_seconds() == pytest.approx(0.25)
     assert torch.is_inference_mode_enabled() is False

@@ -24,12 +24,10 @@ def worker_at(folder: Path) -> WorkerSession:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_a_job_at_position_60_000_is_resumed_with_the_same_tokens_and_sooner(tmp_path: Path) -> None:
+def test_a_job_at_position_60_000_is_resumed_with_the_same_tokens_and_most_of_its_cache(tmp_path: Path) -> None:
     run, job = make_run(tmp_path / "run"), record("fox", NUM_TOKENS + NUM_MORE)
     worker = worker_at(tmp_path / "run")
-    started = time.monotonic()
     until(worker, job, NUM_TOKENS, claimed(run, job))
-    generation_seconds = time.monotonic() - started
     time.sleep(5)  # what is written behind is there now, as it would be a moment before a kill
     for kind, missing in KEPT.items():
         shutil.copytree(tmp_path / "run", tmp_path / kind, ignore=shutil.ignore_patterns(*missing))
@@ -39,8 +37,7 @@ def test_a_job_at_position_60_000_is_resumed_with_the_same_tokens_and_sooner(tmp
         to_the_end(worker_at(tmp_path / kind), claimed(resumed, job))
         assert digest(resumed, job) == digest(run, job)
         resume = body(resumed, job)["metrics"]["attempts"][1]["resume"]
-        print(f"{kind}: {resume['seconds']:.1f} s; generating again: {generation_seconds:.1f} s; {resume}")
+        print(f"{kind}: {resume}")
         assert resume["kind"] == kind
         assert resume["num_recovered_tokens"] > NUM_TOKENS - 2000
-        if kind == "kv":
-            assert resume["seconds"] * 10 < generation_seconds
+        assert (resume["num_loaded_positions"] > NUM_TOKENS - 2000) == (kind == "kv")
