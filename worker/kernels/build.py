@@ -52,20 +52,42 @@ def find_compiler() -> list[str] | None:
 def compile_library(
     variant: str, path: Path, compiler: list[str], extra_flags: Sequence[str] = (), cache: str | None = None
 ) -> None:
-    """Compile one variant into the file `path`; `cache` is a folder for the compiler's own. Raises BuildError."""
+    """Compile one variant into the file `path`; `cache` is a folder for the compiler's own. Raises BuildError.
+
+    A process that has loaded the library before keeps that one, and one that loads it meanwhile finds a whole one.
+    """
     digest = source_digest()
     environment = os.environ | ({"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache} if cache else {})
     path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)  # rather none than one of an older source
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         everything = Path(folder) / "kernels.c"  # one unit: reading the processor's headers takes longest
         everything.write_text("".join(f'#include "{source}"\n' for source in sorted(SOURCE.glob("*.c"))))
         flags = (*FLAGS, *SAME_BITS, *variants()[variant], *extra_flags)
-        _run([*compiler, *flags, "-c", everything.name, "-o", "kernels.o"], folder, environment)
-        # without the variant's flags: ziglang would build its runtime anew for each of them
-        _run([*compiler, "-shared", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"], folder, environment)
-        (Path(folder) / path.name).replace(path)
-    _mark(path).write_text(_mark_of(path, digest), encoding="ascii")
+        try:
+            _run([*compiler, *flags, "-c", everything.name, "-o", "kernels.o"], folder, environment)
+            # without the variant's flags: ziglang would build its runtime anew for each of them
+            link = [*compiler, "-shared", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"]
+            _run(link, folder, environment)
+        except BuildError:
+            path.unlink(missing_ok=True)  # rather none than one of an older source
+            raise
+        _put(Path(folder) / path.name, path, digest)
+
+
+def _put(made: Path, path: Path, digest_of_source: str) -> None:
+    """Rename a library to its place, never writing into the one there. The mark fits both while they change places."""
+    digest = _digest(made)
+    if path.exists():
+        _write_mark(made, path, f"{digest_of_source} {_digest(path)} {digest}")
+    made.replace(path)
+    _write_mark(made, path, f"{digest_of_source} {digest}")
+
+
+def _write_mark(made: Path, path: Path, text: str) -> None:
+    """Write the mark of the library `path` aside, beside the one that was `made`, and rename it."""
+    aside = _mark(made)
+    aside.write_text(text, encoding="ascii")
+    aside.replace(_mark(path))
 
 
 def _run(command: list[str], folder: str, environment: dict[str, str]) -> None:
@@ -118,8 +140,12 @@ def compile_all(names: Iterable[str] | None = None) -> list[str]:
 
 def is_whole(library: Path) -> bool:
     """Whether a library's file is as it was compiled, whatever its source was."""
+    return any(_fits_mark(library) for _ in range(2))  # twice: another one may have come between mark and library
+
+
+def _fits_mark(library: Path) -> bool:
     try:
-        return _mark(library).read_text(encoding="ascii").split()[1:] == [_digest(library)]
+        return _digest(library) in _mark(library).read_text(encoding="ascii").split()[1:]
     except (OSError, UnicodeDecodeError):
         return False
 

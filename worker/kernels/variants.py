@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import UserError
+from worker.kernels import build
 from worker.kernels.build import is_whole, library_path, variants
 
 if TYPE_CHECKING:
@@ -75,8 +76,15 @@ def _flags_of(variant: str) -> set[str]:
 
 def runnable_variants() -> list[str]:
     """Instruction sets that this processor and system can run and that were compiled, the fastest first."""
-    found = [name for name in variants() if _flags_of(name) <= cpu_flags() and library_path(name).exists()]
+    compiled = _compiled_variants(build.LIBRARIES)
+    found = [name for name in compiled if _flags_of(name) <= cpu_flags()]
     return [name for name in found if name not in ASKING or _is_allowed(name)]
+
+
+@functools.cache
+def _compiled_variants(folder: Path) -> tuple[str, ...]:
+    """Those with a library, as this process found them first: what is compiled beside it changes nothing for it."""
+    return tuple(name for name in variants() if (folder / library_path(name).name).exists())
 
 
 def chosen_variant() -> str | None:

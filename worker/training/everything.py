@@ -16,6 +16,7 @@ from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from worker.training.griffin.training import train_griffin
 from worker.training.heads.recipe import HeadRecipe
 from worker.training.heads.training import train_heads
+from worker.training.hold import held
 from worker.training.target.recipe import TargetRecipe
 from worker.training.target.training import train_target
 
@@ -33,12 +34,14 @@ def train_all(
 ) -> None:
     """Train a target model and every part that engines draft with, and write the card; what is finished stays.
 
-    Raises CorpusError and ModelError as each training does.
+    The folders of all of them are held from the beginning. Raises CorpusError and ModelError as each training does.
     """
     model, parts = str(output), output / PARTS_FOLDER
-    train_target(data, output, target, report)
-    train_heads(model, data, parts, heads, report)
-    train_draft(model, data, parts / DRAFT_FOLDER, draft or draft_recipe(defaults.DRAFT_STEPS, defaults.SEED), report)
-    train_griffin(model, data, parts, griffin, report)
-    shutil.rmtree(parts / FEATURES, ignore_errors=True)
-    write_card(output)
+    with held(output), held(parts), held(parts / DRAFT_FOLDER):
+        train_target(data, output, target, report)
+        train_heads(model, data, parts, heads, report)
+        draft = draft or draft_recipe(defaults.DRAFT_STEPS, defaults.SEED)
+        train_draft(model, data, parts / DRAFT_FOLDER, draft, report)
+        train_griffin(model, data, parts, griffin, report)
+        shutil.rmtree(parts / FEATURES, ignore_errors=True)
+        write_card(output)

@@ -74,6 +74,49 @@ def test_a_library_is_stale_once_the_source_changes_and_gone_where_that_does_not
     assert not list(tmp_path.glob("lib/*.so"))
 
 
+def test_a_library_that_is_in_use_is_whole_and_the_same_while_it_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler looks at what lies in the library's place, as a process would that starts meanwhile."""
+    path, seen = tmp_path / "lib" / "kernels-portable.so", tmp_path / "seen"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncat {path} >> {seen}\nfor word; do [ "$last" = -o ] && date +%N > "$word"; last=$word; done'
+    )
+    compiler.chmod(0o755)
+    build.compile_library("portable", path, [str(compiler)])
+    with path.open("rb") as mapped:
+        before, seen_before = path.read_bytes(), seen.read_bytes()
+        digests = list[bool]()
+        replace = Path.replace
+
+        def looked_at(made: Path, place: Path) -> Path:
+            digests.append(build.is_whole(path))
+            done = replace(made, place)
+            digests.append(build.is_whole(path))
+            return done
+
+        monkeypatch.setattr(Path, "replace", looked_at)
+        build.compile_library("portable", path, [str(compiler)])
+        assert mapped.read() == before != path.read_bytes()
+    assert seen_before == b""
+    assert seen.read_bytes() == 2 * before
+    assert digests == [True] * 6
+
+
+@needs_kernels
+def test_a_process_keeps_its_kernels_whatever_is_compiled_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training looked for them at every step: it took others where its own were just being compiled."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    monkeypatch.setattr(build, "LIBRARIES", shutil.copytree(build.LIBRARIES, tmp_path / "lib"))
+    assert chosen_variant() == VARIANTS[0]
+    build.library_path(VARIANTS[0]).unlink()
+    assert chosen_variant() == VARIANTS[0]
+    assert runnable_variants() == VARIANTS
+
+
 def test_a_library_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.so").write_bytes(b"not a library")
     with pytest.raises(KernelError, match="install swiftbatch anew"):

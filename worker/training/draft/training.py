@@ -16,13 +16,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from worker.drafters.triforce.draft_model import NUM_SINKS
-from worker.model.files import ModelError, locate_model
+from worker.model.files import ModelError, ModelFiles, locate_model
 from worker.target.target import TargetModel
 from worker.training.corpus import jumping_positions
 from worker.training.draft.agreement import measure_agreement
 from worker.training.draft.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts, load_target
+from worker.training.hold import held
 from worker.training.log import write_measured, write_record
 from worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from worker.training.target.training import save_target
@@ -57,6 +58,11 @@ def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, repor
     files = locate_model(model)
     if output.resolve() == files.path.resolve():
         raise ModelError(f"output {output}: holds the target model itself; give another folder, as {output / 'draft'}")
+    with held(output):
+        _train(files, data, output, recipe, report)
+
+
+def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
     folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")

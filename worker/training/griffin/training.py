@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from worker.drafters.griffin.model import GriffinModel
 from worker.drafters.griffin.weights import save_griffin
-from worker.model.files import GRIFFIN_FILE, locate_model
+from worker.model.files import GRIFFIN_FILE, ModelFiles, locate_model
 from worker.target.finite import check_loss
 from worker.target.target import TargetModel
 from worker.training.folder import TrainingFiles, TrainingFolder
@@ -27,6 +27,7 @@ from worker.training.griffin.plot import plot_training
 from worker.training.griffin.recipe import GriffinRecipe
 from worker.training.griffin.windows import WindowSource
 from worker.training.heads.texts import load_target
+from worker.training.hold import held
 from worker.training.log import write_measured, write_record
 
 FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
@@ -60,12 +61,19 @@ def train_griffin(
     books (`*test*.jsonl`), accuracy is measured. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
+    with held(output):
+        _train(files, data, output, recipe, report, features or output / FOLDER)
+
+
+def _train(
+    files: ModelFiles, data: Path, output: Path, recipe: GriffinRecipe, report: Callable[[str], None], features: Path
+) -> None:
     folder = griffin_folder(output, files.fingerprint, recipe)
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")
         return
     target = load_target(files)
-    texts = griffin_features(target, data, features or output / FOLDER, recipe, report)
+    texts = griffin_features(target, data, features, recipe, report)
     torch.manual_seed(recipe.seed)
     draft = GriffinModel(recipe.config(target.model.config)).to(target.device)
     run_training(draft, target, texts, recipe, folder, report)

@@ -18,13 +18,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 
 from worker.drafters.tokenswift.heads import head_states, save_heads
-from worker.model.files import HEADS_FILE, locate_model
+from worker.model.files import HEADS_FILE, ModelFiles, locate_model
 from worker.target.finite import check_loss
 from worker.target.target import TargetModel
 from worker.training.folder import TrainingFiles, TrainingFolder
 from worker.training.heads.accuracy import chunk_rows, head_accuracy
 from worker.training.heads.recipe import HeadRecipe
 from worker.training.heads.texts import TextStates, held_out_texts, load_target, text_states, training_states
+from worker.training.hold import held
 from worker.training.log import write_measured, write_record
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
@@ -62,6 +63,11 @@ def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report
     CorpusError.
     """
     files = locate_model(model)
+    with held(output):
+        _train(files, data, output, recipe, report)
+
+
+def _train(files: ModelFiles, data: Path, output: Path, recipe: HeadRecipe, report: Callable[[str], None]) -> None:
     folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")

@@ -17,6 +17,7 @@ from worker.target.target import TargetModel
 from worker.training.card import write_card
 from worker.training.corpus import encode_books, read_books
 from worker.training.folder import TrainingFiles, TrainingFolder
+from worker.training.hold import held
 from worker.training.log import write_record
 from worker.training.target import evaluate
 from worker.training.target.attention import ATTENTION_NAME
@@ -45,10 +46,15 @@ def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callabl
 
     A training that was killed goes on, on the same kind of device to the same weights; one that is finished is left as
     it is. Where `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside
-    it. Raises CorpusError, and ModelError where the folder holds another training.
+    it. Raises CorpusError, and ModelError where the folder holds another training, or another process trains there.
     """
-    books, device = list(read_books(data)), resolve_device("auto")
-    corpus = {"num_books": len(books), "num_characters": sum(map(len, books))}
+    books = list(read_books(data))
+    with held(output):
+        _train(books, data, output, recipe, report)
+
+
+def _train(books: list[str], data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None]) -> None:
+    device, corpus = resolve_device("auto"), {"num_books": len(books), "num_characters": sum(map(len, books))}
     folder = TrainingFolder(output, FILES, {"corpus": corpus, "recipe": asdict(recipe)})
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")
