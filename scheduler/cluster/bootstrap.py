@@ -20,6 +20,7 @@ from typing import Any
 
 ROOMS = ("jobs", "metrics", "scheduler", "worker")
 CODE = ("*.py", "*.c", "*.h", "*.so")  # the kernels' source and what was compiled of it among them
+COMPILING = "tmp"  # how folders begin that a compiler at work has beside the kernels
 STARTING = "worker process {} starts"  # in front of what it writes
 
 
@@ -107,6 +108,8 @@ def digest_of(places: list[Path]) -> str:
     whole = hashlib.sha256()
     for place in places:
         for file in sorted(file for pattern in CODE for file in place.rglob(pattern)):
+            if file.parent.name.startswith(COMPILING):
+                continue
             whole.update(f"{place.name}/{file.relative_to(place).as_posix()}".encode())
             whole.update(hashlib.sha256(file.read_bytes()).digest())
     return whole.hexdigest()

@@ -94,12 +94,17 @@ def test_other_code_is_refused_in_a_line_that_names_both_places(tmp_path: Path) 
 
 def test_kernels_belong_to_the_code(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
-    before = bootstrap.digest_of([other / room for room in ROOMS])
-    (other / "worker" / "kernels" / "source" / "new.h").write_text("int new;")
-    after = bootstrap.digest_of([other / room for room in ROOMS])
-    (other / "worker" / "kernels" / "lib").mkdir(exist_ok=True)
-    (other / "worker" / "kernels" / "lib" / "kernels-new.so").write_bytes(b"compiled")
-    assert len({before, after, bootstrap.digest_of([other / room for room in ROOMS])}) == 3
+    rooms, kernels = [other / room for room in ROOMS], other / "worker" / "kernels"
+    digests = [bootstrap.digest_of(rooms)]
+    (kernels / "source" / "new.h").write_text("int new;")
+    digests.append(bootstrap.digest_of(rooms))
+    (kernels / "lib").mkdir(exist_ok=True)
+    (kernels / "lib" / "kernels-new.so").write_bytes(b"compiled")
+    digests.append(bootstrap.digest_of(rooms))
+    assert len(set(digests)) == 3
+    (kernels / "lib" / "tmp1").mkdir()  # of a compiler at work
+    (kernels / "lib" / "tmp1" / "kernels.c").write_text("half of it")
+    assert bootstrap.digest_of(rooms) == digests[-1]
 
 
 def test_rooms_that_are_nowhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
