@@ -1,4 +1,4 @@
-"""Starts further Python processes with the code of this one: Python's `-m` alone takes the current folder's first."""
+"""Commands for Python processes that run the code of this one: with `-m` alone the current folder's comes first."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 from scheduler.process import interruption
 
 PREFIX = "swiftbatch-ray-"
+REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
+LOOK_SECONDS = 0.05
 KEPT_SECONDS = 86_400.0  # that logs stay for which nobody is there to remove them
 LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
 USUAL_PLACE = "/tmp"
@@ -38,6 +41,7 @@ class EmbeddedRay:
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when this process ends, however it does
         self._sessions: set[int] = set()
         self._keeps_folder = False
+        self._has_ended = threading.Event()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -47,6 +51,7 @@ class EmbeddedRay:
         """
         from ray._private import parameter, services
 
+        has_ended = self._has_ended.is_set
         known, sessions, params = services.ConsolePopen, self._sessions, parameter.RayParams
 
         class Apart(known):  # type: ignore[misc, valid-type]
@@ -58,6 +63,8 @@ class EmbeddedRay:
                         preexec_fn()
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
 
+                if has_ended():
+                    raise ChildProcessError("the command has ended while Ray was starting")
                 super().__init__(*args, preexec_fn=prepare, start_new_session=True, **options)
                 sessions.add(self.pid)
 
@@ -75,11 +82,21 @@ class EmbeddedRay:
         return self.folder
 
     def end(self) -> None:
-        """Kill what still runs, stopped workers too, and remove the folder."""
+        """Kill what still runs, stopped workers too, and remove the folder; a Ray that is starting starts no more."""
+        self._has_ended.set()
         kill_sessions(self._sessions)
         if not self._keeps_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove_folder()
         os.close(self._lock)
+
+    def _remove_folder(self) -> None:
+        """Remove it as often as something is in it: a process that is being killed may write a last file."""
+        last = time.monotonic() + REMOVE_SECONDS
+        while self.folder.exists() and time.monotonic() < last:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.folder.exists():
+                kill_sessions(self._sessions)
+                time.sleep(LOOK_SECONDS)
 
 
 def kill_sessions(sessions: set[int]) -> None:

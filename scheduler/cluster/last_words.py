@@ -1,7 +1,8 @@
-"""What a worker wrote that died while it started: nothing else says why."""
+"""The last lines of a worker that died while it started: nothing else says why."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from scheduler.cluster.bootstrap import STARTING
@@ -17,7 +18,9 @@ def last_words(log_folder: str | None, worker_id: str) -> str:
     if log_folder is None:
         return ""
     try:
-        text = (Path(log_folder) / f"{worker_id}.log").read_bytes()[-READ_BYTES:].decode(errors="replace")
+        with (Path(log_folder) / f"{worker_id}.log").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
     written = text.rpartition(STARTING.partition("{}")[0])[2].splitlines()[1:]

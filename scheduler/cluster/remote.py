@@ -36,9 +36,8 @@ def create_actor(worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int,
     """Start a worker's process somewhere on the cluster and return its handle at once."""
     options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
     # No restarts by Ray: a restarted actor would come back without its session and its jobs.
-    return (
-        _actor_class().options(max_restarts=0, **options).remote(worker_id, code, spec.log_folder, pickle.dumps(spec))
-    )
+    actor = _actor_class().options(max_restarts=0, **options)
+    return actor.remote(worker_id, code, spec.log_folder, pickle.dumps(spec))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 
 from scheduler.commands.model_options import COMPUTING, DRAFT_MODEL, JSON, MODEL, PLOT, SEED, checked, say, show
-from scheduler.commands.options.numbers import WholeNumber
+from scheduler.commands.options.numbers import ANY_WHOLE_NUMBER
 from worker.bench.griffin.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
 from worker.bench.tokenswift.catalogue import ABLATIONS, Engine
 from worker.bench.triforce.catalogue import PROMPT_TABLES
@@ -34,7 +34,7 @@ def ablation() -> None:
     default=get_args(Engine)[0],
     help="What the arms change: K = 1 and whole trees, or as many rounds and nodes as pay.",
 )
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=20_000, help="To generate with each arm.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=20_000, help="To generate with each arm.")
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
 @JSON
@@ -55,8 +55,8 @@ def tokenswift(**options: Any) -> None:
 @MODEL
 @DRAFT_MODEL
 @click.option("--table", type=click.Choice(list(PROMPT_TABLES)), required=True, help="Table or figure of the paper.")
-@click.option("--prefill", type=WholeNumber(), default=32_768, help="Tokens of text to go on from.")
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=256, help="To generate with each arm.")
+@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=32_768, help="Tokens of text to go on from.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate with each arm.")
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Whole books to read.")
 @click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches there.")
@@ -82,19 +82,21 @@ def triforce(**options: Any) -> None:
 @click.option("--table", type=click.Choice(list(GRIFFIN_TABLES)), required=True, help="Of the paper, or its order.")
 @click.option("--data", type=click.Path(exists=True, path_type=Path), required=True, help="Books to train on.")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for trainings.")
-@click.option("--steps", "num_steps", type=WholeNumber(), help="Of each training. [default: as `train griffin`]")
-@click.option("--own-texts", "num_own_texts", type=WholeNumber(), help="To learn from. [default: as `train griffin`]")
+@click.option("--steps", "num_steps", type=ANY_WHOLE_NUMBER, help="Of each training. [default: as `train griffin`]")
+@click.option(
+    "--own-texts", "num_own_texts", type=ANY_WHOLE_NUMBER, help="To learn from. [default: as `train griffin`]"
+)
 @click.option(
     "--seeds",
     "num_seeds",
-    type=WholeNumber(),
+    type=ANY_WHOLE_NUMBER,
     help=f"Trainings per row of table order. [default: {NUM_ORDER_SEEDS}]",
 )
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="Books to go on from; unseen ones.")
-@click.option("--prompts", "num_prompts", type=WholeNumber(), default=2, help="Stretches of the text.")
-@click.option("--prefill", type=WholeNumber(), default=2048, help="Tokens of each prompt.")
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=256, help="To generate behind each.")
+@click.option("--prompts", "num_prompts", type=ANY_WHOLE_NUMBER, default=2, help="Stretches of the text.")
+@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=2048, help="Tokens of each prompt.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate behind each.")
 @JSON
 @PLOT
 @COMPUTING

@@ -23,7 +23,7 @@ from scheduler.commands.model_options import (
     say,
     show,
 )
-from scheduler.commands.options.numbers import Number, WholeNumber
+from scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER
 from worker.config import CheckpointSettings, Computation
 from worker.drafters.catalogue import ENGINES
 
@@ -34,9 +34,9 @@ def _split(_context: click.Context, _parameter: click.Parameter, text: str) -> t
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-TEMPERATURE = click.option("--temperature", type=Number(), default=0.0)
-MIN_P = click.option("--min-p", type=Number(), default=0.1)
-REPETITION_PENALTY = click.option("--repetition-penalty", type=Number(), default=sampling_defaults.REPETITION_PENALTY)
+TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
+MIN_P = click.option("--min-p", type=ANY_NUMBER, default=0.1)
+REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling_defaults.REPETITION_PENALTY)
 POSITIONS = click.option("--positions", default="4096", callback=_split, help="Tokens in the cache, comma-separated.")
 
 
@@ -57,7 +57,7 @@ def bench() -> None:
     "--engines", default=f"autoregressive,{Computation.engine}", callback=_split, help="Names, comma-separated."
 )
 @POSITIONS
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=256, help="To generate at each position.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate at each position.")
 @TEMPERATURE
 @MIN_P
 @REPETITION_PENALTY
@@ -84,7 +84,7 @@ def decode(**options: Any) -> None:
 @click.option("--engines", default=",".join(SINGLES), callback=_split, help="To compare with, comma-separated.")
 @POSITIONS
 @click.option("--slots", "slot_counts", default="1,4,8", callback=_split, help="Jobs of a step, comma-separated.")
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=256, help="To generate for each job.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate for each job.")
 @click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
 @MIN_P
 @SEED
@@ -110,10 +110,10 @@ def auto(**options: Any) -> None:
 @bench.command()
 @MODEL
 @click.option("--engine", default="autoregressive", help="Any; without drafts a field's own cost is seen best.")
-@click.option("--position", type=WholeNumber(), default=2048, help="Tokens in the cache.")
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=2000, help="To generate with each field.")
-@click.option("--rounds", "num_rounds", type=WholeNumber(), default=50, help="Of which the median counts.")
-@click.option("--temperature", type=Number(), default=1.0)
+@click.option("--position", type=ANY_WHOLE_NUMBER, default=2048, help="Tokens in the cache.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=2000, help="To generate with each field.")
+@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=50, help="Of which the median counts.")
+@click.option("--temperature", type=ANY_NUMBER, default=1.0)
 @MIN_P
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
@@ -139,7 +139,7 @@ def fields(**options: Any) -> None:
     "--lengths", default="0,2048,20480,102400", callback=_split, help="Positions in the cache, comma-separated."
 )
 @click.option("--rows", "row_counts", default="1,8,32", callback=_split, help="In a forward, comma-separated.")
-@click.option("--rounds", "num_rounds", type=WholeNumber(), default=7, help="Of which the median counts.")
+@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=7, help="Of which the median counts.")
 @DTYPE
 @THREADS
 @JSON
@@ -164,7 +164,7 @@ def kernels(**options: Any) -> None:
 @MODEL
 @click.option("--caches", default="scan:256,summary:2048", callback=_split, help="name:budget, comma-separated.")
 @POSITIONS
-@click.option("--tokens", "num_tokens", type=WholeNumber(), default=256, help="To draw at each position.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To draw at each position.")
 @click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
 @MIN_P
 @SEED
@@ -189,11 +189,11 @@ def agreement(**options: Any) -> None:
 @POSITIONS
 @click.option(
     "--checkpoint-tokens",
-    type=WholeNumber(),
+    type=ANY_WHOLE_NUMBER,
     default=CheckpointSettings.checkpoint_tokens,
     help="Tokens between two states.",
 )
-@click.option("--rounds", "num_rounds", type=WholeNumber(), default=5, help="Intervals measured each way.")
+@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=5, help="Intervals measured each way.")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
 @JSON
 @COMPUTING
@@ -213,16 +213,16 @@ def checkpoints(**options: Any) -> None:
 @MODEL
 @DRAFT_MODEL
 @click.option("--engine", default=Computation.engine)
-@click.option("--tokens", "max_tokens", type=WholeNumber(), default=100_000, help="To generate.")
-@click.option("--prefill", type=WholeNumber(), default=4096, help="Tokens of text to go on from.")
-@click.option("--every", type=WholeNumber(), default=20_000, help="Tokens between two records.")
-@click.option("--plain-every", type=WholeNumber(), default=2500, help="Tokens between two looks at plain decoding.")
+@click.option("--tokens", "max_tokens", type=ANY_WHOLE_NUMBER, default=100_000, help="To generate.")
+@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=4096, help="Tokens of text to go on from.")
+@click.option("--every", type=ANY_WHOLE_NUMBER, default=20_000, help="Tokens between two records.")
+@click.option("--plain-every", type=ANY_WHOLE_NUMBER, default=2500, help="Tokens between two looks at plain decoding.")
 @TEMPERATURE
-@click.option("--top-p", type=Number(), default=sampling_defaults.TOP_P)
+@click.option("--top-p", type=ANY_NUMBER, default=sampling_defaults.TOP_P)
 @MIN_P
-@click.option("--eta", type=Number(), default=sampling_defaults.ETA)
+@click.option("--eta", type=ANY_NUMBER, default=sampling_defaults.ETA)
 @REPETITION_PENALTY
-@click.option("--penalty-window", type=WholeNumber(), default=sampling_defaults.PENALTY_WINDOW)
+@click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling_defaults.PENALTY_WINDOW)
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
 @JSON
@@ -255,9 +255,9 @@ def long(**options: Any) -> None:
 )
 @click.option("--slots", "slot_counts", default="1,4", callback=_split, help="Sequences of a step, comma-separated.")
 @click.option("--rows", "row_counts", default="1,16", callback=_split, help="Rows of each, comma-separated.")
-@click.option("--read", "num_read", type=WholeNumber(), default=4096, help="Tokens of a prompt, behind each length.")
+@click.option("--read", "num_read", type=ANY_WHOLE_NUMBER, default=4096, help="Tokens of a prompt, behind each length.")
 @click.option(
-    "--tokens", "num_tokens", type=WholeNumber(), default=256, help="To generate at each length with each engine."
+    "--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate at each length with each engine."
 )
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
 @DTYPE

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
-from scheduler.commands.options.numbers import WholeNumber
+from scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
 from worker.config import Computation
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ JSON = click.option(
 PLOT = click.option(
     "--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the curves."
 )
-SEED = click.option("--seed", type=WholeNumber(), default=Computation.seed)
+SEED = click.option("--seed", type=ANY_WHOLE_NUMBER, default=Computation.seed)
 
 
 def checked(model: type[Options], options: dict[str, Any]) -> Options:

@@ -47,7 +47,9 @@ def read_tensors(files: ModelFiles, place: Callable[[torch.Tensor], torch.Tensor
                 for name, tensor in _stored(cast(RawIOBase, stream), hashing):
                     tensors[name] = place(tensor)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"model {files.name}: {file} is damaged or cut off ({error}); copy it again") from None
+                raise ModelError(
+                    f"model {files.name}: {file} can't be read as safetensors ({error}); copy it again"
+                ) from None
             files.refuse_other_weights(file.name, hashing.digest())
     return tensors
 

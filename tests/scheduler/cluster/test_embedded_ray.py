@@ -42,6 +42,33 @@ def test_a_folder_goes_with_its_ray_and_stays_where_ray_has_failed(place: Path) 
     assert list(place.iterdir()) == [failed.folder]
 
 
+def test_a_folder_goes_though_a_process_that_is_being_killed_writes_into_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, rmtree, written = EmbeddedRay(), shutil.rmtree, []
+
+    def remove(folder: Path, **options: bool) -> None:
+        rmtree(folder, **options)
+        if len(written) < 2:
+            written.append(folder / "session_1")
+            written[-1].mkdir(parents=True)
+
+    monkeypatch.setattr(embedded_ray.shutil, "rmtree", remove)
+    ray.end()
+    assert list(place.iterdir()) == []
+    assert len(written) == 2
+
+
+def test_a_ray_that_is_starting_when_the_command_ends_starts_no_process_more(place: Path) -> None:
+    from ray._private import services
+
+    ray = EmbeddedRay()
+    with ray.apart():
+        ray.end()
+        with pytest.raises(ChildProcessError):
+            services.ConsolePopen(["true"])
+
+
 def test_what_killed_processes_have_left_goes_after_a_day_and_nothing_that_is_in_use(place: Path) -> None:
     running, left, kept = EmbeddedRay(), EmbeddedRay(), EmbeddedRay()
     for each in (left, kept):

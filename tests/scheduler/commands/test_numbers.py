@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from scheduler.cli import main
 from scheduler.commands.launch_options import CountOrAuto
 from scheduler.commands.options.limits import Deadline
-from scheduler.commands.options.numbers import Number, WholeNumber
+from scheduler.commands.options.numbers import InOurDigits
 from tests.scheduler.commands.command_parts import COMMANDS
 
 OF_CLICK = (click.IntRange, click.FloatRange, type(click.INT), type(click.FLOAT))
@@ -23,8 +23,14 @@ OPTIONS = [
 
 def test_all_numbers_are_of_our_types() -> None:
     types = [option.type for command in COMMANDS.values() for option in command.params]
-    assert not [each for each in types if isinstance(each, OF_CLICK) and not isinstance(each, WholeNumber | Number)]
+    assert not [each for each in types if isinstance(each, OF_CLICK) and not isinstance(each, InOurDigits)]
     assert len(OPTIONS) > 80
+
+
+def test_help_shows_bounds_only_where_there_are_some() -> None:
+    helps = [CliRunner().invoke(main, [*path[1:], "--help"]).stdout for path in COMMANDS]
+    assert sum("x>=" in text for text in helps) > 5
+    assert not [text for text in helps if "None" in text]
 
 
 @pytest.mark.parametrize("words", OPTIONS, ids=" ".join)

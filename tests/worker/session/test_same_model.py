@@ -152,7 +152,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(cut: int, model: Pat
     files = same_model.locate_model(str(model))
     data = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(data[:cut])
-    with pytest.raises(ModelError, match="damaged or cut off"):
+    with pytest.raises(ModelError, match="can't be read as safetensors"):
         tensors.read_tensors(files, lambda tensor: tensor)
 
 
@@ -160,5 +160,5 @@ def test_a_file_with_something_behind_its_tensors_is_refused(model: Path) -> Non
     files = same_model.locate_model(str(model))
     with (model / WEIGHTS).open("ab") as file:
         file.write(b"more")
-    with pytest.raises(ModelError, match="damaged or cut off"):
+    with pytest.raises(ModelError, match="can't be read as safetensors"):
         tensors.read_tensors(files, lambda tensor: tensor)
