@@ -1,4 +1,4 @@
-"""Whose a file is. Checkpoints, kept logs and results say it, and none of them is used for anything else."""
+"""The owner of a file. Checkpoints, kept logs and results name it, and serve no other job or run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Identity(Strict):
     fingerprint: str
 
     def difference(self, found: Identity) -> str | None:
-        """Why a file that is `found` to be another's is not this job's; None where it is."""
+        """Say why a file with the owner `found` is not this job's; None where it is."""
         if found.job_id != self.job_id:
             return f"found a file of job {_printable(found.job_id)}, expected one of job {self.job_id}"
         if found.fingerprint != self.fingerprint:
@@ -33,13 +33,13 @@ class Identity(Strict):
         return None
 
     def pack(self) -> bytes:
-        """What a binary file says of it, in front of its content."""
+        """Encode it for the front of a binary file."""
         text = f"{self.job_id} {self.fingerprint}".encode()
         return LENGTH.pack(len(text)) + text
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> tuple[Self, int]:
-        """What `pack` gave, at the front of `data`, and its size in bytes. Raises ValueError for anything else."""
+        """Read what `pack` gave at the front of `data`, and its size in bytes. Raises ValueError for anything else."""
         try:
             (length,) = LENGTH.unpack_from(data)
             job_id, fingerprint = bytes(data[LENGTH.size : LENGTH.size + length]).decode().split(" ")

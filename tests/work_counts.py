@@ -1,4 +1,4 @@
-"""How much a call does, in numbers that are the same on every machine, however busy it is."""
+"""Counts of what a call does: the same on every machine, however busy it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Work:
-    """What Python has done while it was counted, in this thread."""
+    """Python's calls and lines in this thread while they were counted."""
 
     def __init__(self) -> None:
         self.num_calls = 0  # of functions, also of those in C

@@ -13,7 +13,7 @@ from jobs.storage.store import Store
 def read_attempt(
     store: Store, files: CheckedFiles, folder: str, attempt: int, is_newest: bool, identity: Identity
 ) -> AttemptRecord:
-    """What is known of the attempt in `folder`; `files` names what should be there and is not, or can't be used."""
+    """Read what is known of the attempt in `folder`; `files` names what is due and missing, or can't be used."""
 
     def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
         path = f"{folder}/{name}"

@@ -22,7 +22,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 class Known(NamedTuple):
-    """What a manifest says of a file; `size` in bytes."""
+    """A file's size in bytes and its checksum, as the manifest has them."""
 
     size: int
     sha256: str
@@ -55,7 +55,7 @@ class CheckedFiles:
         return self.decoded(path, self._store.read(path), verified)
 
     def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
-        """What is in `data`, which was read from `path`; None where that is absent, damaged or another job's."""
+        """Decode `data`, which was read from `path`; None where that is absent, damaged or another job's."""
         try:
             if data is None:
                 raise DamagedFileError("found no file")

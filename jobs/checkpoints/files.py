@@ -20,7 +20,7 @@ SEAL = b',"checksum":"'
 
 
 class OwnedFile(Strict):
-    """What each file says of itself; `dump_file` adds whose it is."""
+    """The part that all files share. `dump_file` fills it in."""
 
     version: Literal[2, 3] = VERSION
     identity: Identity | None = None

@@ -57,7 +57,7 @@ def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity
 
 
 def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
-    """What `encode_span` was given, in memory of its own. Raises `DamagedFileError`, never gives wrong numbers."""
+    """Read what `encode_span` was given, into new memory. Raises `DamagedFileError`, never gives wrong numbers."""
     start, num_tokens, num_top, before, payload = _checked(data, identity)
     if len(payload) != 8 * num_tokens * (1 + num_top):
         raise DamagedFileError(f"found {len(payload)} bytes of numbers, expected {8 * num_tokens * (1 + num_top)}")

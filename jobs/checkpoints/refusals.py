@@ -1,4 +1,4 @@
-"""Why a file is not used: it is damaged, or not this job's."""
+"""The reasons for which a file is not used: it is damaged, or not this job's."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def decode_segment(data: bytes) -> Segment:
 
 
 def identity_of_segment(data: bytes) -> Identity | None:
-    """Whose segment a file says that it is, before anything of it is checked; None where it does not say."""
+    """Read which job a segment's file names, before anything of it is checked; None where it names none."""
     import pyarrow as pa
 
     try:

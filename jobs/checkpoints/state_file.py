@@ -47,7 +47,7 @@ def decode_state(data: bytes) -> State:
 
 
 def identity_of_state(data: bytes) -> Identity | None:
-    """Whose state a file says that it is, before anything of it is checked; None where it does not say."""
+    """Read which job a state's file names, before anything of it is checked; None where it names none."""
     import pyarrow as pa
 
     try:

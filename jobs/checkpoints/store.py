@@ -228,7 +228,7 @@ class CheckpointStore:
         return len(data)
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:
-        """What an attempt's manifest says; None where it is absent, or can't be used."""
+        """Read an attempt's manifest; None where it is absent, or can't be used."""
         path = _path(job_id, attempt, "manifest.json")
         data = self._store.read(path)
         # without one there must be nothing for it to name

@@ -73,7 +73,7 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
 
 
 def _codec(file: BufferedReader) -> str | None:
-    """What a file is compressed with."""
+    """Tell the compression by the first bytes; None for a file without."""
     return next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
 
 

@@ -42,7 +42,7 @@ ONE_A_LINE = "expected one JSON object a line, without brackets around them: jq 
 
 
 def other_kind(head: bytes) -> str | None:
-    """What was found in place of a job file, and what was expected, by a file's first bytes; None for a job file's."""
+    """Say by a file's first bytes what it is instead of a job file, and what was expected; None for a job file."""
     if encoding := _wide_encoding(head):
         return f"found {encoding[:6]} text; {UTF_8.format(encoding)}"
     if head[TAR_SIGN] == b"ustar":
@@ -56,7 +56,7 @@ def other_kind(head: bytes) -> str | None:
 
 
 def is_array(line: bytes | None, head: bytes, is_only: bool) -> bool:
-    """Whether a file whose first line this is holds one JSON array of objects; `is_only`: no other line has text.
+    """Tell by a file's first line if it holds one JSON array of objects; `is_only`: no other line has text.
 
     A whole array in front of other lines, or a torn one, is a bad line, and no file of another kind. `line` is None
     where it is too long: then the file's first bytes, `head`, tell.

@@ -21,13 +21,13 @@ class TokenTexts(Protocol):
         """What a token stands for, special ones too."""
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Where in the text of these tokens each begins, in characters."""
+        """Count the characters of the text in front of each of these tokens."""
 
 
 def shown_logprobs(
     job: Job, token_ids: NDArray[np.uint32], logprobs: TokenLogprobs, tokenizer: TokenTexts
 ) -> dict[str, Any]:
-    """Those of all generated tokens.
+    """Show the log-probabilities of all generated tokens.
 
     Tokens behind the end of the text, as those of a stop text, have the places that they would have had.
     """

@@ -56,7 +56,7 @@ class RunManifest(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """What tells the run from those that would draw other tokens for a job of the same id, on whichever hardware.
+        """A hash of all that decides a job's tokens beside its id, but for the hardware.
 
         It is kept in files: a field that comes later may count only where it is not what all runs had before.
         """

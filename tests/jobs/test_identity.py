@@ -1,4 +1,4 @@
-"""Whose a file is: what tells jobs and runs apart, and what does not."""
+"""Jobs and runs that draw other tokens have other identities; those that differ in speed alone share one."""
 
 from __future__ import annotations
 

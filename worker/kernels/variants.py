@@ -83,7 +83,7 @@ def runnable_variants() -> list[str]:
 
 @functools.cache
 def _compiled_variants(folder: Path) -> tuple[str, ...]:
-    """Those with a library, as this process found them first: what is compiled beside it changes nothing for it."""
+    """List the variants that had a library when this process first looked: a later compile changes nothing for it."""
     return tuple(name for name in variants() if (folder / library_path(name).name).exists())
 
 

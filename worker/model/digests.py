@@ -1,4 +1,4 @@
-"""What a model's files are, to the byte: a SHA-256 of each, and the fingerprints that are made of these."""
+"""The SHA-256 of each file of a model, and the fingerprints that are made of these."""
 
 from __future__ import annotations
 

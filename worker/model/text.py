@@ -131,7 +131,7 @@ class TextCodec:
         return self.output_text.decode(list(map(int, token_ids)))
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Where in the text of tokens each begins, in characters; see `OutputText`."""
+        """Count the characters of the text in front of each token; see `OutputText`."""
         return self.output_text.offsets(token_ids)[:-1]
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -59,12 +59,6 @@ class _Once:
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name
 
-    def get_shape(self) -> list[int]:
-        return list(self._tensors[self._name].shape)
-
-    def get_dtype(self) -> str:
-        return str(self._tensors[self._name].dtype)
-
     def __getitem__(self, key: Any) -> torch.Tensor:
         return self._tensors.pop(self._name)[key]
 

@@ -1,4 +1,4 @@
-"""Whether the model that a worker has loaded is the one that its run was made with."""
+"""Compares the model that a worker has loaded with the one that its run was made with."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class OutputText(Protocol):
         """The text of an output as far as it stays, whatever comes behind."""
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Where in the text each token begins, in characters, and behind them where it ends.
+        """Count the characters of the text in front of each token and, last, of all of it.
 
         A token that begins within a character has the place of this character. One without bytes has the place of the
         next that has some.

@@ -41,7 +41,7 @@ class ByteStream:
         return text
 
     def _first_bytes(self, token_id: int) -> bytes:
-        """Those of a token with which the text may begin, without what is left out there."""
+        """The bytes of a token with which the text may begin, without what is left out there."""
         if not self._tokens.is_in_text(token_id):
             return b""
         data = self._tokens.of(token_id, is_first=self._is_at_start)

@@ -1,4 +1,4 @@
-"""What a tokenizer's decoder does, as far as it can be said of single tokens: their bytes, and a start that is cut."""
+"""A tokenizer's decoder, as far as it works token by token: each token's bytes, and what is cut off the start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class DecoderSteps:
     num_stripped: int  # so many of these are left out at the start, if they are there
 
     def bytes_of(self, name: str, is_first: bool) -> bytes:
-        """Of the token with this name."""
+        """The bytes of the token with this name."""
         return self.text_bytes(self.name_text(name, is_first))
 
 
 def steps_of(tokenizer: Any) -> DecoderSteps | None:
-    """Those of a tokenizer of `transformers`; None where single tokens have no bytes, or none that are known for sure.
+    """Find the steps of a tokenizer of `transformers`; None where they are not known to give each token its bytes.
 
     Its `decode` has to be the library's, and the library's decoder to have no steps but these, in this order: what
     makes a text of each token, then bytes of it, then one text of all, without spaces at its start.
@@ -52,7 +52,7 @@ def steps_of(tokenizer: Any) -> DecoderSteps | None:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether the text of tokens is what the library's decoder makes of them, and nothing else."""
+    """Tell if the text of tokens is what the library's decoder makes of them, and nothing else."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -80,7 +80,7 @@ def _start(steps: list[dict[str, Any]], is_one_text: bool) -> tuple[bytes, int] 
 
 
 def _name_text(steps: list[dict[str, Any]]) -> Callable[[str, bool], str] | None:
-    """What the library's own steps make of one name, behind another token or as the first."""
+    """Apply the library's own steps to one name, behind another token or as the first."""
     if not steps:
         return lambda name, is_first: name
     decoder = decoders.Sequence([])

@@ -8,7 +8,7 @@ from worker.texts.decoder_steps import DecoderSteps
 
 
 class TokenBytes(dict[int, bytes]):
-    """Those of one tokenizer's tokens in a text, behind others, each found once; special and unknown ones have none."""
+    """The bytes of each token in the middle of a text, found once; special and unknown tokens have none."""
 
     def __init__(self, tokenizer: Any, steps: DecoderSteps | None) -> None:
         """`steps`: None where the tokenizer's decoder can't be said of single tokens; each is then decoded alone."""
@@ -21,7 +21,7 @@ class TokenBytes(dict[int, bytes]):
         return self[token_id]
 
     def is_in_text(self, token_id: int) -> bool:
-        """Whether the tokenizer has this token, and decoded texts are not without it."""
+        """Tell if the tokenizer has this token and decoded texts show it."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         return name is not None and name not in self._special
 

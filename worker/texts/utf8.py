@@ -20,6 +20,6 @@ def settled_characters(data: bytes) -> tuple[str, int]:
 
 
 def continues(pending: bytes, byte: bytes) -> bool:
-    """Whether a byte belongs to the character whose first bytes are pending."""
+    """Tell if a byte belongs to the character whose first bytes are pending."""
     text, num_used = settled_characters(pending + byte)
     return num_used == 0 or (num_used == len(pending) + 1 and len(text) == 1)

@@ -1,4 +1,4 @@
-"""Whose a file is: one of another job, or of another run, is named and left out; an older one is taken as it is."""
+"""Files of another job or run are named and left out; older ones, which name no owner, are taken as they are."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def checkout(folder: Path) -> Path:
 
 
 def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
-    """What a worker imports, or why it refuses, with `place` in front of its path as Ray puts it there."""
+    """Tell what a worker imports, or why it refuses, with `place` in front of its path as Ray puts it there."""
     command = [sys.executable, "-P", "-c", IN_A_WORKER, str(place), str(folder), digest, how]
     ran = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=True)
     return str(json.loads(ran.stdout))

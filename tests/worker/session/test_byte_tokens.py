@@ -42,7 +42,7 @@ def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]
 
 
 def bytes_of(choice: dict[str, Any]) -> list[bytes]:
-    """Those of all tokens, as a completion's log-probabilities write them."""
+    """Get the texts of all tokens, as a completion's log-probabilities write them."""
     tokens = choice["logprobs"]["tokens"]
     return [
         bytes.fromhex(each.removeprefix("bytes:").replace("\\x", "")) if each.startswith("bytes:") else each.encode()

@@ -65,7 +65,7 @@ class Kind:
         return text[:-1] if parts and is_begun(parts[-1]) else text
 
     def names(self, token_ids: list[int]) -> list[str]:
-        """Those of tokens that the tokenizer has, and are not special."""
+        """Leave out special tokens, and ids that the tokenizer does not have."""
         names = self.tokenizer.convert_ids_to_tokens(token_ids)
         return [name for name in names if name is not None and name not in self.special]
 
@@ -74,7 +74,7 @@ class Kind:
         return {str(each) for each in self.tokenizer.added_tokens_decoder.values() if each.special}
 
     def has_whole_runs(self, token_ids: list[int]) -> bool:
-        """Whether the library's decoder loses nothing: no run of byte tokens has a character that is not complete."""
+        """Tell if the library's decoder loses nothing: no run of byte tokens has an incomplete character."""
         runs = groupby(self.names(token_ids), key=lambda name: name in BYTES)
         for is_bytes, run in runs:
             try:
@@ -125,7 +125,7 @@ def is_whole(data: bytes) -> bool:
 
 
 def is_begun(data: bytes) -> bool:
-    """Whether a character may begin so, and be longer."""
+    """Tell if these bytes may begin a character that is longer."""
     return data[:1] >= b"\xc2" and any(is_whole(data + bytes(more)) for more in MORE)
 
 
