@@ -90,3 +90,10 @@ def body(run: Run, job: JobRecord) -> dict[str, Any]:
 
 def digest(run: Run, job: JobRecord) -> str:
     return str(body(run, job)["choices"][0]["token_ids_sha256"])
+
+
+def undisturbed_digest(folder: Path, model: Path, job: JobRecord) -> str:
+    """The digest of a job's tokens by plain decoding, in a run of its own that nothing disturbs."""
+    run = make_run(folder)
+    to_the_end(session(run, model, engine="autoregressive"), claimed(run, job))
+    return digest(run, job)

@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.run.run import Run
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import (
+    claimed,
+    digest,
+    make_run,
+    record,
+    session,
+    to_the_end,
+    undisturbed_digest,
+    until,
+)
 from worker.target.step_costs import StepCosts
 
 JOB = record("fox", 160)
@@ -20,9 +29,7 @@ JOB = record("fox", 160)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, JOB))
-    return digest(run, JOB)
+    return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", tiny_model, JOB)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 from jobs.job import JobRecord
 from jobs.run.run import Run
 from tests.jobs.run.run_parts import MANIFEST as BFLOAT16_MANIFEST
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import (
+    claimed,
+    digest,
+    record,
+    session,
+    to_the_end,
+    undisturbed_digest,
+    until,
+)
 from worker.target.step_costs import StepCosts
 
 NUM_TOKENS = 160
@@ -49,9 +57,7 @@ def _loading_is_worth_it() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
-    run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, JOB))
-    return digest(run, JOB)
+    return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", tiny_model, JOB)
 
 
 @pytest.fixture(scope="module")
