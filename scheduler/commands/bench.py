@@ -84,7 +84,8 @@ def decode(**options: Any) -> None:
 @click.option("--engines", default=",".join(SINGLES), callback=_split, help="To compare with, comma-separated.")
 @POSITIONS
 @click.option("--slots", "slot_counts", default="1,4,8", callback=_split, help="Jobs of a step, comma-separated.")
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate for each job.")
+@click.option("--tokens", "num_tokens", default="256", callback=_split, help="Of each job, comma-separated.")
+@click.option("--repetitions", "num_repetitions", type=ANY_WHOLE_NUMBER, default=1, help="The worst one counts.")
 @click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
 @MIN_P
 @SEED
@@ -95,7 +96,8 @@ def decode(**options: Any) -> None:
 def auto(**options: Any) -> None:
     """Compare the engine that chooses with plain decoding and the best single engine, at every place of a grid.
 
-    All generate the same tokens in turn. What an engine takes to get ready for a long text counts.
+    All generate the same tokens in turn, 1,024 of every slot at least: short jobs follow each other, as on a worker.
+    What an engine takes to get ready for a job counts, and what it learns in one helps it in the next.
 
     \b
     Example:

@@ -33,18 +33,23 @@ class OwnPositions:
     """What a generation has behind the prompt in a cache that others use as well."""
 
     def __init__(self, cache: FullKVCache) -> None:
-        self._cache = cache
+        self.cache = cache
         self._first = cache.length
         self._kv = cache.kv(0, 0).copy()
 
+    def emptied(self) -> OwnPositions:
+        """The same place in the cache, for a generation that begins there; the cache ends at it."""
+        self.cache.roll_back(min(self.cache.length, self._first))
+        return OwnPositions(self.cache)
+
     def put_back(self) -> None:
         """Before the generation goes on."""
-        self._cache.roll_back(self._first)
-        self._cache.load(self._kv)
+        self.cache.roll_back(self._first)
+        self.cache.load(self._kv)
 
     def take_away(self) -> None:
         """Before another one does."""
-        self._kv = self._cache.kv(self._first, self._cache.length).copy()
+        self._kv = self.cache.kv(self._first, self.cache.length).copy()
 
 
 def digest(*token_ids: np.ndarray) -> str:

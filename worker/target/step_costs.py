@@ -155,14 +155,14 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
     On a GPU a slot lies ready: the whole of it is timed.
     """
     if arena := target.forwards.arena:
-        cache, longest = target.new_cache(arena.longest_job), max(0, arena.longest_job - TILE_ROWS) // BLOCK * BLOCK
+        cache = target.new_cache(arena.longest_job)
         cache.clear()
-        return cache, (*(length for length in PROBE_LENGTHS if length < longest), longest)
+        return cache, _probe_lengths(arena.longest_job - TILE_ROWS)
     shape, num_bytes = target.cache_shape, target.cache_shape.bytes_per_position()
     if not target.is_offloaded:
         num_bytes //= shape.num_layers
-    longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS)
-    lengths = tuple(length for length in PROBE_LENGTHS if length <= longest) or (BLOCK,)
+    longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS, PROBE_LENGTHS[-1])
+    lengths = _probe_lengths(longest)
     capacity = max(lengths) + TILE_ROWS
     if target.is_offloaded or capacity * shape.bytes_per_position() <= PROBE_BYTES:
         cache = target.new_cache(capacity)
@@ -171,3 +171,9 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
     size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.head_dim)
     layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
     return FullKVCache(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
+
+
+def _probe_lengths(longest: int) -> tuple[int, ...]:
+    """The lengths to time, in whole blocks: the longest of all is one, or costs would not rise with the cache."""
+    last = max(1, longest // BLOCK) * BLOCK
+    return (*(length for length in PROBE_LENGTHS if length < last), last)

@@ -27,7 +27,7 @@ class Timing:
     seconds: float = 0.0  # of all rounds
 
     def add(self, seconds: float, num_steps: int) -> None:
-        """Take in one round; a round without steps (the last one had run ahead of it) counts nothing."""
+        """Add one round; a round without steps (the last one had run ahead of it) counts nothing."""
         if num_steps:
             self.seconds_per_step.append(seconds / num_steps)
             self.num_steps += num_steps
@@ -56,8 +56,29 @@ class EngineContestant:
         self._own = [OwnPositions(cache) for cache in caches]
         self._engine = BenchEngine(target, drafter, output_text)
         self.counters = self._engine.counters
+        self._num_tokens_before = 0  # of jobs that it has left
         for sequence, cache in zip(sequences, caches, strict=True):
             self._engine.start(sequence, cache)
+
+    def go_on_with(self, sequences: list[Sequence]) -> None:
+        """Leave the jobs for others behind the same text, with all that the drafter has learned; this takes its time.
+
+        As a worker does: what an engine needs to leave a job and to begin one is part of every job.
+        """
+        self._num_tokens_before = self.num_tokens
+        started = time.perf_counter()
+        for sequence in self._sequences:
+            self._engine.stop(sequence)
+        self._own = [own.emptied() for own in self._own]
+        for sequence, own in zip(sequences, self._own, strict=True):
+            self._engine.start(sequence, own.cache)
+        self._sequences = sequences
+        self.timing.seconds += time.perf_counter() - started
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated in all jobs so far."""
+        return self._num_tokens_before + sum(sequence.num_generated_tokens for sequence in self._sequences)
 
     def generate_to(self, num_tokens: int) -> None:
         """Generate until every sequence has at least `num_tokens` tokens in all, and take the time.

@@ -110,12 +110,12 @@ def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], d
         read_tile(target, cache, known, drafters, drawing)
 
 
-def compete(contestants: Items[Contestant], num_tokens: int) -> None:
-    """Let all generate a part of the tokens in turn, round by round, each time in another order."""
-    for round_number in range(NUM_ROUNDS):
-        first = round_number % len(contestants)
-        for contestant in (*contestants[first:], *contestants[:first]):
-            contestant.generate_to(num_tokens * (round_number + 1) // NUM_ROUNDS)
+def compete(contestants: Items[Contestant], num_tokens: int, num_rounds: int = NUM_ROUNDS, first: int = 0) -> None:
+    """Let all generate a part of the tokens in turn, round by round, each time in another order from `first` on."""
+    for round_number in range(num_rounds):
+        leader = (first + round_number) % len(contestants)
+        for contestant in (*contestants[leader:], *contestants[:leader]):
+            contestant.generate_to(num_tokens * (round_number + 1) // num_rounds)
 
 
 def _contestants(
