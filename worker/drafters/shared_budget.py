@@ -34,18 +34,29 @@ def best_shares(
     caches; in seconds, what a step takes beside its forward, and what proposing takes where anything is proposed.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
-
-    def rate(chosen: np.ndarray) -> float:
-        return rate_of(costs, tokens, own, chosen, overhead, proposing)
-
-    alike = [np.full(len(lengths), choice) for choice in range(len(NODE_CHOICES))]
-    rates = [rate(chosen) for chosen in alike]
-    best = alike[int(np.argmax(rates))]
-    for _ in range(NUM_PASSES):
+    rates = _rates_alike(costs, tokens, own, overhead, proposing)
+    none, best = np.zeros(len(lengths), dtype=int), np.full(len(lengths), int(np.argmax(rates)))
+    best_rate = rates[best[0]]
+    for _ in range(NUM_PASSES if len(lengths) > 1 else 0):  # one sequence alone has no other shares than those
         prices = costs.row_prices(int(NUM_ROWS[best].sum()))
-        priced = [(tokens - rate(best) * (own + price * NUM_ROWS)).argmax(axis=1) for price in prices]
-        best = max([best, *priced], key=rate)
-    return best if rate(best) > WORTH_DRAFTING * rates[0] else alike[0]
+        for price in prices:
+            priced = (tokens - best_rate * (own + price * NUM_ROWS)).argmax(axis=1)
+            rate = rate_of(costs, tokens, own, priced, overhead, proposing)
+            if rate > best_rate:
+                best, best_rate = priced, rate
+    return best if best_rate > WORTH_DRAFTING * rates[0] else none
+
+
+def _rates_alike(
+    costs: StepCosts, tokens: np.ndarray, own: np.ndarray, overhead: float, proposing: float
+) -> list[float]:
+    """Tokens per second where all sequences have the same one of `NODE_CHOICES`, for each of these."""
+    brought, seconds, number = tokens.sum(axis=0).tolist(), own.sum(axis=0).tolist(), len(tokens)
+    rates = []
+    for choice, num_nodes in enumerate(NODE_CHOICES):
+        forward = costs.shared_seconds(number * (num_nodes + 1)) + seconds[choice]
+        rates.append(brought[choice] / (together(forward, overhead) + proposing * bool(num_nodes)))
+    return rates
 
 
 def rate_of(
@@ -79,8 +90,7 @@ class SharedBudget:
             return []
         self.clock.end()
         names = [request.sequence.sequence_id for request in requests]
-        if self._num_observed >= self._plan_every * len(names) or self._plan.keys() != set(names):
-            self._plan_shares(names, requests)
+        self._keep_planned(names, requests)
         choices = [self._own[name].looked_at(self._plan[name], len(NODE_CHOICES)) for name in names]
         if self.clock.is_plain_due:
             choices = [0] * len(names)
@@ -89,12 +99,13 @@ class SharedBudget:
         return sizes
 
     def rate(self, requests: list[DraftRequest]) -> float:
-        """Tokens per second of all that the best trees promise."""
-        tokens, lengths = self.tokens(requests), lengths_of(requests)
+        """Tokens per second of all that the planned trees promise, by all that was seen since they were planned."""
+        names = [request.sequence.sequence_id for request in requests]
+        self._keep_planned(names, requests)
+        shares = np.array([self._plan[name] for name in names])
+        own = self._costs.own_seconds(NUM_ROWS, lengths_of(requests))
         overhead, proposing = self._overhead(requests), self.clock.drafting_seconds
-        shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
-        own = self._costs.own_seconds(NUM_ROWS, lengths)
-        return rate_of(self._costs, tokens, own, shares, overhead, proposing)
+        return rate_of(self._costs, self.tokens(requests), own, shares, overhead, proposing)
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """What trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
@@ -102,6 +113,7 @@ class SharedBudget:
 
     def learn(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """From a tree that was checked beside a step's own."""
+        self._num_observed += 1
         self._of(sequence).learn(num_draft_tokens, path)
 
     def state(self, sequence: Sequence) -> np.ndarray:
@@ -124,6 +136,11 @@ class SharedBudget:
         self._plan.pop(sequence.sequence_id, None)
         if left := self._own.pop(sequence.sequence_id, None):
             self._mean = (self._mean + np.array(left.shares)) / 2
+
+    def _keep_planned(self, names: list[str], requests: list[DraftRequest]) -> None:
+        """Plan anew for other sequences, and after some steps."""
+        if self._num_observed >= self._plan_every * len(names) or self._plan.keys() != set(names):
+            self._plan_shares(names, requests)
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)

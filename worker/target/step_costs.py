@@ -13,13 +13,13 @@ import torch
 from worker.caches.full import MAX_TREE_NODES, FullKVCache
 from worker.target.cuda.clock import clock_of
 from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK, TILE_ROWS, tree_rows
+from worker.target.tiles import BLOCK, TILE_ROWS, SequenceRows, tree_rows
 from worker.tree import DraftTree
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # of cache, at most
-PROBE_REPEATS = 3
+PROBE_REPEATS = 5
 ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
 FEWEST_REPEATS = 2  # one time alone may be that of memory which is touched first, or of another program
 LEAST_SECONDS = 1e-9  # that a clock may be too coarse to see
@@ -133,15 +133,25 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
     for i, length in enumerate(lengths):
         cache.roll_back(0)
         cache.advance(length)
-        for j, num_rows in enumerate(ROW_COUNTS):
-            rows = tree_rows(cache, 0, DraftTree.chain([0] * (num_rows - 1)))
-            times: list[float] = []
-            while len(times) < (PROBE_REPEATS if sum(times) <= LONG_SECONDS else FEWEST_REPEATS):
-                times.append(seconds_of(target, functools.partial(target.verify, [rows])))
-            seconds[i, j] = min(times)
+        forwards = [functools.partial(target.verify, [_probe_rows(cache, number)]) for number in ROW_COUNTS]
+        seconds[i] = _least_seconds(target, forwards)
     # whatever disturbs makes a time longer: fewer rows never take more than the best time of more rows
     rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
     return StepCosts(lengths, rising, target.forwards.rows_per_forward)
+
+
+def _least_seconds(target: TargetModel, forwards: list[Callable[[], object]]) -> list[float]:
+    """The shortest time of each forward. They take turns, so that a busy moment disturbs all alike."""
+    times: list[list[float]] = [[] for _ in forwards]
+    for repeat in range(PROBE_REPEATS):
+        for forward, taken in zip(forwards, times, strict=True):
+            if repeat < FEWEST_REPEATS or sum(taken) <= LONG_SECONDS:
+                taken.append(seconds_of(target, forward))
+    return [min(taken) for taken in times]
+
+
+def _probe_rows(cache: FullKVCache, number: int) -> SequenceRows:
+    return tree_rows(cache, 0, DraftTree.chain([0] * (number - 1)))
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:

@@ -114,16 +114,19 @@ class RoundsPlanner(Planner):
         `overhead` seconds that a step takes beside forwards and drafts.
         """
         texts = self._texts(lengths)
-        verifying = [self._forward_seconds(texts, chain + 1) for chain in CHAIN_LENGTHS]
-        plans = []
+        chains = [
+            (chain, len(lengths) * self._tokens(chain), together(self._forward_seconds(texts, chain + 1), overhead))
+            for chain in CHAIN_LENGTHS
+        ]
+        best = Rounds(0, 0, 0.0)
         for num_nodes in ROUND_NODES:
             drawn = float(tree_tokens[:, NODE_CHOICES.index(num_nodes)].mean())
             round_seconds = self._slowness * self._round_seconds(texts, num_nodes)
-            for chain_length, seconds in zip(CHAIN_LENGTHS, verifying, strict=True):
-                drafting = max(1.0, chain_length / drawn) * round_seconds
-                tokens = len(lengths) * self._tokens(chain_length)
-                plans.append(Rounds(num_nodes, chain_length, tokens / (drafting + together(seconds, overhead))))
-        return max(plans, key=lambda plan: plan.rate)
+            for chain_length, tokens, verifying in chains:
+                rate = tokens / (max(1.0, chain_length / drawn) * round_seconds + verifying)
+                if rate > best.rate:
+                    best = Rounds(num_nodes, chain_length, rate)
+        return best
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
         """Until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
@@ -178,8 +181,8 @@ class RoundsPlanner(Planner):
 
     def _tokens(self, chain_length: int) -> float:
         """Of a step that verifies such a chain, the bonus token included."""
-        alike = self._alike / self._compared
-        return sum(alike**depth for depth in range(chain_length + 1))
+        alike, depths = self._alike / self._compared, chain_length + 1
+        return (1 - alike**depths) / (1 - alike) if alike < 1 else float(depths)
 
     def _texts(self, lengths: np.ndarray) -> _Texts:
         near = self._costs.own_seconds(FEW_ROWS, np.minimum(lengths, MOST_ENTRIES))
