@@ -21,6 +21,7 @@ RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))
 
 FROM python AS wheel
 COPY README.md LICENSE setup.py ./
+COPY swiftbatch/ swiftbatch/
 COPY jobs/ jobs/
 COPY metrics/ metrics/
 COPY scheduler/ scheduler/

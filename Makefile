@@ -9,12 +9,16 @@ INSTALLED_FROM := pyproject.toml setup.py constraints.txt worker/kernels/build.p
 
 .PHONY: demo test lint
 demo: $(VENV)/installed
-	$(BIN)/python -m scheduler.demo
+	$(BIN)/python -m swiftbatch.scheduler.demo
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# mypy finds a package by its folder alone: one with links has the rooms as an install does.
 lint: $(VENV)/installed-dev
+	mkdir -p build/links/swiftbatch
+	for room in jobs metrics scheduler worker; do ln -sfn ../../../$$room build/links/swiftbatch/$$room; done
+	ln -sfn ../../../swiftbatch/__init__.py build/links/swiftbatch/__init__.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

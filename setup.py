@@ -1,15 +1,15 @@
-"""The one step that `pyproject.toml` cannot say: the kernels are compiled, where there is a compiler."""
+"""What `pyproject.toml` cannot say: which folders the package has, and that kernels are compiled where they can be."""
 
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker.kernels.build import compile_all, stale_variants
+from swiftbatch.worker.kernels.build import compile_all, stale_variants
 
 
 class BuildKernels(build_py):
@@ -32,4 +32,13 @@ class WheelForOneMachine(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": WheelForOneMachine})
+ROOMS = ("jobs", "metrics", "scheduler", "worker")
+FOLDERS = {"swiftbatch": "swiftbatch"} | {
+    f"swiftbatch.{package}": package.replace(".", "/") for package in find_packages() if package.split(".")[0] in ROOMS
+}
+
+setup(
+    packages=list(FOLDERS),
+    package_dir=FOLDERS,
+    cmdclass={"build_py": BuildKernels, "bdist_wheel": WheelForOneMachine},
+)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
-
-from jobs.frozen import Strict
-from jobs.input.reasons import FieldError, list_of, shown
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 
 Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]

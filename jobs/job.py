@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
-
-from jobs.chat import Message, TemplateOptions
-from jobs.frozen import Strict
-from jobs.input.reasons import list_of
-from jobs.sampling import SamplingParams
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import list_of
+from swiftbatch.jobs.sampling import SamplingParams
 
 MAX_CUSTOM_ID = 512
 MAX_SLUG = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jobs.input.reasons import FieldError, shown
+from swiftbatch.jobs.input.reasons import FieldError, shown
 
 MAX_BIASED = 10_000  # tokens
 MAX_BIAS = 100.0

@@ -6,9 +6,8 @@ import hashlib
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-
-from jobs.frozen import Strict
-from jobs.input.reasons import FieldError
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import FieldError
 
 MAX_PATTERN = 4096  # tokens
 MAX_REPETITIONS = 2**31 - 1

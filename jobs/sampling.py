@@ -6,13 +6,12 @@ import hashlib
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
-
-from jobs.frozen import Strict
-from jobs.input.reasons import FieldError, list_of
-from jobs.logit_bias import LogitBias, bias_object, bias_pairs
-from jobs.repetition import RepetitionDetection
-from jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
-from jobs.structure import Structure, structure_of
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import FieldError, list_of
+from swiftbatch.jobs.logit_bias import LogitBias, bias_object, bias_pairs
+from swiftbatch.jobs.repetition import RepetitionDetection
+from swiftbatch.jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
+from swiftbatch.jobs.structure import Structure, structure_of
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1

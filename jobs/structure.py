@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
-
-from jobs.frozen import Strict
-from jobs.input.reasons import FieldError, shown
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import FieldError, shown
 
 MAX_SCHEMA = 200_000  # characters, as JSON in ASCII
 MAX_TEXT = 20_000  # characters of a regular expression, of a grammar

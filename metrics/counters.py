@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from metrics.metric import Histogram, Summary, exported, metrics_of
+from swiftbatch.metrics.metric import Histogram, Summary, exported, metrics_of
 
 MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up to here; deeper ones in the sum only
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from metrics.counters import EngineCounters
-from metrics.metric import exported, metrics_of
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.metric import exported, metrics_of
 
 PREEMPTION_REASONS = (
     *("attempt_failed", "cluster_lost", "driver_stopped", "migrated", "node_drained", "store_failed", "worker_died"),

@@ -14,19 +14,17 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
-
-from metrics.counters import TOTALS, WORKER_METRICS
-from metrics.driver_counters import DRIVER_METRICS
-from metrics.metric import Histogram, Summary
-from metrics.server_counters import SERVER_METRICS
+from swiftbatch.metrics.counters import TOTALS, WORKER_METRICS
+from swiftbatch.metrics.driver_counters import DRIVER_METRICS
+from swiftbatch.metrics.metric import Histogram, Summary
+from swiftbatch.metrics.server_counters import SERVER_METRICS
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
-
-    from metrics.counters import EngineCounters
-    from metrics.driver_counters import DriverCounters
-    from metrics.metric import Metric, Value
-    from metrics.server_counters import ServerCounters
+    from swiftbatch.metrics.counters import EngineCounters
+    from swiftbatch.metrics.driver_counters import DriverCounters
+    from swiftbatch.metrics.metric import Metric, Value
+    from swiftbatch.metrics.server_counters import ServerCounters
 
 PREFIX = "swiftbatch_"
 TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice

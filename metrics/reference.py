@@ -1,4 +1,4 @@
-"""The reference of all metrics, written from their catalogue: `python -m metrics.reference`."""
+"""The reference of all metrics, written from their catalogue: `python -m swiftbatch.metrics.reference`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics.counters import TOTALS, WORKER_METRICS, EngineCounters
-from metrics.driver_counters import DRIVER_METRICS, DriverCounters
-from metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
-from metrics.metric import Histogram
-from metrics.server_counters import SERVER_METRICS, ServerCounters
+from swiftbatch.metrics.counters import TOTALS, WORKER_METRICS, EngineCounters
+from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
+from swiftbatch.metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
+from swiftbatch.metrics.metric import Histogram
+from swiftbatch.metrics.server_counters import SERVER_METRICS, ServerCounters
 
 if TYPE_CHECKING:
-    from metrics.metric import Metric
+    from swiftbatch.metrics.metric import Metric
 
 PAGE = Path(__file__).with_name("REFERENCE.md")
 HEAD = """# Metrics
 
-Written from the code by `python -m metrics.reference`; a test says when it is stale.
+Written from the code by `python -m swiftbatch.metrics.reference`; a test says when it is stale.
 
 `swiftbatch submit ... --metrics-port 9400` serves `/metrics` of the driver on that port, and of each worker on a free
 one. Both come and go, so Prometheus is to ask the driver where they are:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from metrics.metric import exported, metrics_of
+from swiftbatch.metrics.metric import exported, metrics_of
 
 BATCH_STATES = ("waiting", "running", "ending")
 

@@ -6,8 +6,8 @@ import contextlib
 import os
 import sys
 
-from scheduler.process.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
-from scheduler.process.streams import Lines
+from swiftbatch.scheduler.process.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
+from swiftbatch.scheduler.process.streams import Lines
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     try:
         interrupt_on_signals()
         _open_closed_streams()
-        from scheduler.cli import main as command
+        from swiftbatch.scheduler.cli import main as command
 
         command()
     except Exception as error:

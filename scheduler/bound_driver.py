@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from jobs.input.input_file import InputFileError
-from scheduler.__main__ import main as command
-from scheduler.process.parent import BAD_INPUT, die_with
+from swiftbatch.jobs.input.input_file import InputFileError
+from swiftbatch.scheduler.__main__ import main as command
+from swiftbatch.scheduler.process.parent import BAD_INPUT, die_with
 
 
 def main(server_pid: int) -> None:

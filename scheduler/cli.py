@@ -8,26 +8,25 @@ import sys
 from typing import Any, NoReturn, TypeGuard
 
 import click
-
-from jobs.errors import UserError
-from scheduler.commands.bench import bench
-from scheduler.commands.cancel import cancel
-from scheduler.commands.chaos import chaos
-from scheduler.commands.doctor import doctor
-from scheduler.commands.ended.extend import extend
-from scheduler.commands.ended.prune import prune
-from scheduler.commands.folders.nightly import nightly
-from scheduler.commands.folders.serve import serve
-from scheduler.commands.report import report
-from scheduler.commands.results import results
-from scheduler.commands.resume import resume
-from scheduler.commands.status import status
-from scheduler.commands.submit import submit
-from scheduler.commands.tail import tail
-from scheduler.commands.train import train
-from scheduler.display.summary import printable
-from scheduler.process.interruption import INTERRUPTED
-from scheduler.process.streams import Lines
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.commands.bench import bench
+from swiftbatch.scheduler.commands.cancel import cancel
+from swiftbatch.scheduler.commands.chaos import chaos
+from swiftbatch.scheduler.commands.doctor import doctor
+from swiftbatch.scheduler.commands.ended.extend import extend
+from swiftbatch.scheduler.commands.ended.prune import prune
+from swiftbatch.scheduler.commands.folders.nightly import nightly
+from swiftbatch.scheduler.commands.folders.serve import serve
+from swiftbatch.scheduler.commands.report import report
+from swiftbatch.scheduler.commands.results import results
+from swiftbatch.scheduler.commands.resume import resume
+from swiftbatch.scheduler.commands.status import status
+from swiftbatch.scheduler.commands.submit import submit
+from swiftbatch.scheduler.commands.tail import tail
+from swiftbatch.scheduler.commands.train import train
+from swiftbatch.scheduler.display.summary import printable
+from swiftbatch.scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.process.streams import Lines
 
 USER_ERROR = 2
 MAX_LINE = 4000  # characters of an error
@@ -100,6 +99,6 @@ def _fail(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from scheduler.__main__ import main as start
+    from swiftbatch.scheduler.__main__ import main as start
 
     start()

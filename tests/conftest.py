@@ -26,17 +26,17 @@ if name := os.environ.get("PYTEST_XDIST_WORKER"):
 
 import pytest
 import torch
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.weights import save_griffin
+from swiftbatch.worker.drafters.tokenswift.heads import save_heads
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.target.tokenizer import train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobs.storage.store import Store
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
-from worker.drafters.griffin.model import GriffinConfig, GriffinModel
-from worker.drafters.griffin.weights import save_griffin
-from worker.drafters.tokenswift.heads import save_heads
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from worker.target.target import TargetModel
-from worker.training.target.tokenizer import train_tokenizer
 
 NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 

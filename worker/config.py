@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.repetition import LoopAction
-from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
-from worker.drafters.catalogue import DEFAULT_ENGINE
-from worker.kernels.choice import CudaKernels
+from swiftbatch.jobs.repetition import LoopAction
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
+from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 CheckpointKind = Literal["tokens", "state"]
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.checkpoints.checked_files import CheckedFiles
-from jobs.checkpoints.files import AttemptRecord, ClaimFile, FileModel, ResumeFile, TimelineFile, parse_file
-from jobs.identity import Identity
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
+from swiftbatch.jobs.checkpoints.files import (
+    AttemptRecord,
+    ClaimFile,
+    FileModel,
+    ResumeFile,
+    TimelineFile,
+    parse_file,
+)
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.storage.store import Store
 
 
 def read_attempt(

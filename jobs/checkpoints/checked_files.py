@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from jobs.checkpoints.refusals import DamagedFileError, refuse_other
-from jobs.identity import Identity
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, refuse_other
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.storage.store import Store
 
 Content = TypeVar("Content")
 Decode: TypeAlias = Callable[[bytes], Content]

@@ -6,13 +6,12 @@ import json
 from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
-
-from jobs.checkpoints.checked_files import digest
-from jobs.checkpoints.refusals import DamagedFileError, refuse_other
-from jobs.checkpoints.timeline import Moment, Timeline
-from jobs.frozen import Strict
-from jobs.identity import Identity
-from jobs.input.reasons import reasons, shown
+from swiftbatch.jobs.checkpoints.checked_files import digest
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, refuse_other
+from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.input.reasons import reasons, shown
 
 VERSION: Final = 3
 VERSION_OF_NOBODY: Final = 2  # of older runs: such a file does not say whose it is

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-
-from jobs.checkpoints.files import (
+from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
     DrafterEntry,
@@ -18,12 +17,12 @@ from jobs.checkpoints.files import (
     TimelineFile,
     dump_file,
 )
-from jobs.checkpoints.logprob_spans import encode_span, span_name
-from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import TokenLog, encode_log
-from jobs.identity import Identity
-from jobs.logprobs import TokenLogprobs
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.logprob_spans import encode_span, span_name
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.storage.store import Store
 
 FOLDER = "checkpoints"
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from jobs.checkpoints.logprob_spans import decode_span, encode_span
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
-from jobs.identity import Identity
-from jobs.logprobs import TokenLogprobs
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.logprob_spans import decode_span, encode_span
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
-    from jobs.run.run import Run
+    from swiftbatch.jobs.run.run import Run
 
 FOLDER = "tokens"
 SUFFIX, LOGPROBS = ".bin", ".logprobs"

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from jobs.checkpoints.checked_files import CheckedFiles
-from jobs.checkpoints.logprob_spans import LogprobSpan, WrittenSpans, decode_span, encode_span, span_name
-from jobs.checkpoints.token_log import TokenIds, TokenLog
-from jobs.identity import Identity
-from jobs.logprobs import TokenLogprobs
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
+from swiftbatch.jobs.checkpoints.logprob_spans import LogprobSpan, WrittenSpans, decode_span, encode_span, span_name
+from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.storage.store import Store
 
 NAME = re.compile(r"logprobs-([0-9]+)-([0-9]+)-[0-9]+\.bin")
 

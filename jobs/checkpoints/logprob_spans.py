@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-
-from jobs.checkpoints.refusals import DamagedFileError, take_identity
-from jobs.checkpoints.token_log import TokenIds
-from jobs.identity import Identity
-from jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, take_identity
+from swiftbatch.jobs.checkpoints.token_log import TokenIds
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.logprobs import TokenLogprobs
 
 MAGIC = b"SWLOGPRB"
 VERSION = 2

@@ -9,9 +9,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.checkpoints.logprob_spans import WrittenSpans
-from jobs.checkpoints.store import (
+from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
+from swiftbatch.jobs.checkpoints.store import (
     CheckpointStore,
     DrafterEntry,
     Segment,
@@ -21,8 +20,8 @@ from jobs.checkpoints.store import (
     TokenIds,
     TokenLog,
 )
-from jobs.checkpoints.timeline import Timeline
-from jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.logprobs import TokenLogprobs
 
 FileKind = Literal["tokens", "state"]
 WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jobs.identity import Identity
+from swiftbatch.jobs.identity import Identity
 
 
 class DamagedFileError(ValueError):

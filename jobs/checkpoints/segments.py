@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.token_log import TokenIds
-from jobs.identity import Identity
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.token_log import TokenIds
+from swiftbatch.jobs.identity import Identity
 
 VERSION = 2
 VERSION_OF_NOBODY = 1  # of older runs

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.identity import Identity
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.identity import Identity
 
 State = dict[str, NDArray[Any]]
 

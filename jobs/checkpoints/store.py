@@ -24,10 +24,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-
-from jobs.checkpoints.attempt_files import read_attempt
-from jobs.checkpoints.checked_files import CheckedFiles, Known, digest
-from jobs.checkpoints.files import (
+from swiftbatch.jobs.checkpoints.attempt_files import read_attempt
+from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest
+from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
     DrafterEntry,
@@ -41,19 +40,19 @@ from jobs.checkpoints.files import (
     parse_file,
     segment_name,
 )
-from jobs.checkpoints.logprob_files import LogprobFiles
-from jobs.checkpoints.logprob_spans import WrittenSpans
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.segments import Segment, decode_segment, encode_segment, identity_of_segment
-from jobs.checkpoints.state_file import State, decode_state, encode_state, identity_of_state
-from jobs.checkpoints.timeline import Timeline
-from jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
-from jobs.identity import Identity
-from jobs.logprobs import TokenLogprobs
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles
+from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.segments import Segment, decode_segment, encode_segment, identity_of_segment
+from swiftbatch.jobs.checkpoints.state_file import State, decode_state, encode_state, identity_of_state
+from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
-    from jobs.run.run import Run
+    from swiftbatch.jobs.run.run import Run
 
 __all__ = [
     "AttemptRecord",

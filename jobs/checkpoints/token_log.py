@@ -11,9 +11,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.checkpoints.refusals import DamagedFileError, take_identity
-from jobs.identity import Identity
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, take_identity
+from swiftbatch.jobs.identity import Identity
 
 TokenIds = NDArray[np.uint32]
 

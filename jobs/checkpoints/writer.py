@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.checkpoints.logprob_spans import WrittenSpans
-from jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
-from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
-from jobs.checkpoints.timeline import Timeline
-from jobs.checkpoints.token_log import Rewind
-from jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
+from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
+from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.logprobs import TokenLogprobs
 
 __all__ = ["CheckpointWriter", "KVSource"]
 

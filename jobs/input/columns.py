@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.errors import UserError
-from jobs.input.forms import BatchLine, ShortLine
-from jobs.input.lines import LineError
-from jobs.input.reasons import shown
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.forms import BatchLine, ShortLine
+from swiftbatch.jobs.input.lines import LineError
+from swiftbatch.jobs.input.reasons import shown
 
 FIELDS = tuple(dict.fromkeys(["custom_id", "prompt", "messages", *ShortLine.model_fields, *BatchLine.model_fields]))
 SHORT_TEXTS = {"prompt", "messages"}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
-
-from jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
-from jobs.frozen import Strict
-from jobs.input.reasons import FieldError, shown
-from jobs.job import CustomId, JobUrl, Messages
-from jobs.sampling import MAX_COUNT, MAX_TOP_LOGPROBS, SamplingParams
-from jobs.structure import Structure, format_of
+from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import FieldError, shown
+from swiftbatch.jobs.job import CustomId, JobUrl, Messages
+from swiftbatch.jobs.sampling import MAX_COUNT, MAX_TOP_LOGPROBS, SamplingParams
+from swiftbatch.jobs.structure import Structure, format_of
 
 MAX_CHOICES = 128  # of a prompt
 MAX_PROMPTS = 2048  # of a line, and of prompts and choices together

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from typing import Any, cast
 
-from jobs.errors import UserError
+from swiftbatch.jobs.errors import UserError
 
 STANDARD_INPUT = "-"
 CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes, none of which are UTF-8 text

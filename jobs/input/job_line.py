@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.chat import Message, TemplateOptions
-from jobs.input.forms import LinePrompt
-from jobs.job import CHAT, COMPLETIONS, Job, JobUrl
-from jobs.repetition import RepetitionDetection
-from jobs.sampling import SamplingParams
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.input.forms import LinePrompt
+from swiftbatch.jobs.job import CHAT, COMPLETIONS, Job, JobUrl
+from swiftbatch.jobs.repetition import RepetitionDetection
+from swiftbatch.jobs.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

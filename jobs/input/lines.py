@@ -6,9 +6,8 @@ import json
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-
-from jobs.chat import Message
-from jobs.input.forms import (
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.input.forms import (
     MAX_PROMPTS,
     BatchLine,
     ChatBody,
@@ -19,11 +18,11 @@ from jobs.input.forms import (
     ShortLine,
     asked_logprobs,
 )
-from jobs.input.job_line import JobLine
-from jobs.input.reasons import reasons, shown
-from jobs.input.request_fields import taken_apart
-from jobs.job import CHAT, COMPLETIONS, JobUrl
-from jobs.sampling import SamplingParams, derive_seed
+from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.reasons import reasons, shown
+from swiftbatch.jobs.input.request_fields import taken_apart
+from swiftbatch.jobs.job import CHAT, COMPLETIONS, JobUrl
+from swiftbatch.jobs.sampling import SamplingParams, derive_seed
 
 Form = TypeVar("Form", bound=BaseModel)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import IO, Any
 
-from jobs.input.columns import FIELDS, Columns, with_text_id
-from jobs.input.input_file import InputFileError
-from jobs.input.lines import LineError, parse_json
-from jobs.input.reasons import shown
-from jobs.input.request_fields import is_of_others
+from swiftbatch.jobs.input.columns import FIELDS, Columns, with_text_id
+from swiftbatch.jobs.input.input_file import InputFileError
+from swiftbatch.jobs.input.lines import LineError, parse_json
+from swiftbatch.jobs.input.reasons import shown
+from swiftbatch.jobs.input.request_fields import is_of_others
 
 MAGIC = b"PAR1"
 NUM_ROWS_AT_ONCE = 256

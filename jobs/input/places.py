@@ -11,10 +11,10 @@ from tempfile import NamedTemporaryFile
 from typing import IO
 from urllib.parse import quote
 
-from jobs.input.input_file import STANDARD_INPUT, InputFileError, shown_input
-from jobs.storage.foreign_files import copy_foreign, matching_foreign
-from jobs.storage.store import Store
-from jobs.storage.uris import OBJECT_STORES, local_path, shown_uri
+from swiftbatch.jobs.input.input_file import STANDARD_INPUT, InputFileError, shown_input
+from swiftbatch.jobs.storage.foreign_files import copy_foreign, matching_foreign
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.uris import OBJECT_STORES, local_path, shown_uri
 
 OURS = (*OBJECT_STORES, "file")
 

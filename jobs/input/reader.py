@@ -13,14 +13,14 @@ from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from jobs.input.columns import Columns
-from jobs.input.input_file import STANDARD_INPUT, InputFileError, open_input, shown_input
-from jobs.input.job_line import JobLine
-from jobs.input.lines import LineError, line_from_object, parse_object
-from jobs.input.other_kinds import NUM_BYTES, ONE_A_LINE, is_array, other_kind
-from jobs.input.parquet_rows import MAGIC, Row, parquet_rows
-from jobs.input.reasons import shown
-from jobs.job import MAX_CUSTOM_ID, JobUrl
+from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.input_file import STANDARD_INPUT, InputFileError, open_input, shown_input
+from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.lines import LineError, line_from_object, parse_object
+from swiftbatch.jobs.input.other_kinds import NUM_BYTES, ONE_A_LINE, is_array, other_kind
+from swiftbatch.jobs.input.parquet_rows import MAGIC, Row, parquet_rows
+from swiftbatch.jobs.input.reasons import shown
+from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from jobs.run import job_table
-from jobs.run.lineages import lineages
-from jobs.run.run_files import read_parsed
-from jobs.storage.store import Store
+from swiftbatch.jobs.run import job_table
+from swiftbatch.jobs.run.lineages import lineages
+from swiftbatch.jobs.run.run_files import read_parsed
+from swiftbatch.jobs.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from jobs.job import Job, JobRecord
-from jobs.storage.store import Store
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.storage.store import Store
 
 FIRST = "jobs.parquet"
 LATER = "jobs"

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from jobs.input.json_lines import dump_line
-from jobs.run.output_line import parse_line
-from jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
-from jobs.storage.store import Store
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.run.output_line import parse_line
+from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
+from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"
 NO_FILE = "found no file, but something else of that name"

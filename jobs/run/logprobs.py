@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.job import Job
-from jobs.logprobs import NO_TOKEN, TokenLogprobs
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 
 UNLIKELY = -9999.0  # in place of -inf, which JSON does not have
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
-from jobs.input.json_lines import dump_line
-from jobs.run.output_line import plain, texts_of
-from jobs.storage.store import Store, StoreError
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.run.output_line import plain, texts_of
+from swiftbatch.jobs.storage.store import Store, StoreError
 
 NUM_ROWS_PER_GROUP = 64
 MAX_LETTERS_PER_GROUP = 32 * 2**20

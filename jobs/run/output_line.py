@@ -7,9 +7,8 @@ import math
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from jobs.identity import Identity
-from jobs.input.reasons import reasons
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.input.reasons import reasons
 
 LINE_ID = "batch_req_"  # and the job's id
 MAX_DIGITS = 18  # fits 64 bits, as the columns of a table do

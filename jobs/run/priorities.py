@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import TypeAdapter
-
-from jobs.run.run_files import RunError, read_parsed
-from jobs.storage.store import Store
+from swiftbatch.jobs.run.run_files import RunError, read_parsed
+from swiftbatch.jobs.storage.store import Store
 
 FILE = "priorities.json"
 PRIORITIES = TypeAdapter(dict[str, int])

@@ -7,11 +7,10 @@ import json
 from typing import Literal
 
 from pydantic import Field
-
-from jobs.checkpoints.timeline import Moment
-from jobs.frozen import Frozen
-from jobs.repetition import LoopAction
-from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.repetition import LoopAction
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
 
 RUN_VERSION = 1
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.job import JobRecord
-from jobs.run.output_line import line_id
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.output_line import line_id
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,18 @@ from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
-
-from jobs.input.json_lines import dump_line
-from jobs.input.reader import Reject
-from jobs.job import JobRecord
-from jobs.run import job_table
-from jobs.run.choices import joined
-from jobs.run.line_files import LineFiles, read_lines
-from jobs.run.lineages import lineages, newest_with
-from jobs.run.output import write_output
-from jobs.run.records import Progress, RunManifest, WorkerStatus
-from jobs.run.run_files import RunError, pretty, read_model, read_parsed
-from jobs.storage.retries import Retries
-from jobs.storage.store import Store
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run import job_table
+from swiftbatch.jobs.run.choices import joined
+from swiftbatch.jobs.run.line_files import LineFiles, read_lines
+from swiftbatch.jobs.run.lineages import lineages, newest_with
+from swiftbatch.jobs.run.output import write_output
+from swiftbatch.jobs.run.records import Progress, RunManifest, WorkerStatus
+from swiftbatch.jobs.run.run_files import RunError, pretty, read_model, read_parsed
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import Store
 
 __all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-
-from jobs.errors import UserError
-from jobs.input.reasons import reasons
-from jobs.run.records import RUN_VERSION
-from jobs.storage.store import Store
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.run.records import RUN_VERSION
+from swiftbatch.jobs.storage.store import Store
 
 NUM_READERS = 16  # at once: an object store takes its time for each
 NUM_READ_AHEAD = 64

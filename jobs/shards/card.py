@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jobs.shards.rows import COLUMNS, MESSAGE
-from jobs.shards.settings import ShardFormat
+from swiftbatch.jobs.shards.rows import COLUMNS, MESSAGE
+from swiftbatch.jobs.shards.settings import ShardFormat
 
 TEXT = """\
 # Texts of a swiftbatch run

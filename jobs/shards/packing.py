@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jobs.shards.plans import PlannedLine
+from swiftbatch.jobs.shards.plans import PlannedLine
 
 MAX_BYTES = 256 * 2**20
 

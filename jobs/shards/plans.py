@@ -13,11 +13,10 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import Field
-
-from jobs.frozen import Frozen
-from jobs.run.records import RUN_VERSION
-from jobs.run.run_files import NUM_READERS, read_model
-from jobs.storage.store import Store
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.records import RUN_VERSION
+from swiftbatch.jobs.run.run_files import NUM_READERS, read_model
+from swiftbatch.jobs.storage.store import Store
 
 FOLDER = "shard-plans"
 NAME = re.compile(r"([0-9]{5,})-([0-9]{4,})\.json")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jobs.job import JobRecord
-from jobs.run.output_line import texts_of
-from jobs.shards.plans import Failure
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.output_line import texts_of
+from swiftbatch.jobs.shards.plans import Failure
 
 Row = dict[str, Any]
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Literal, Self, get_args
 
 from pydantic import Field, ValidationError
-
-from jobs.frozen import Frozen
-from jobs.run.records import RUN_VERSION
-from jobs.run.run_files import RunError, pretty, read_model
-from jobs.storage.store import Store
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.records import RUN_VERSION
+from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.storage.store import Store
 
 FILE = "shards.json"
 MAX_ROWS = 1_000_000

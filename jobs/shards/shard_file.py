@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, BinaryIO
 
-from jobs.input.json_lines import dump_line
-from jobs.run.output import row_groups
-from jobs.shards.rows import COLUMNS, MESSAGE, Row
-from jobs.shards.settings import ShardFormat
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.run.output import row_groups
+from swiftbatch.jobs.shards.rows import COLUMNS, MESSAGE, Row
+from swiftbatch.jobs.shards.settings import ShardFormat
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from shutil import copyfileobj
 from typing import IO, Any
 
-from jobs.storage.local_folder import COPY_BYTES
-from jobs.storage.store import StoreError
-from jobs.storage.uris import hidden_credentials, shown_uri
+from swiftbatch.jobs.storage.local_folder import COPY_BYTES
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.jobs.storage.uris import hidden_credentials, shown_uri
 
 MAX_PROBLEM = 300  # characters; some libraries tell long stories
 

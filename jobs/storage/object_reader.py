@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-from jobs.storage.object_stores import as_os_error
+from swiftbatch.jobs.storage.object_stores import as_os_error
 
 
 class ReplacedError(OSError):

@@ -8,12 +8,12 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import IO, Any, BinaryIO, TypeVar
 
-from jobs.errors import UserError
-from jobs.storage.local_folder import COPY_BYTES, LocalFolder
-from jobs.storage.object_folder import ObjectFolder
-from jobs.storage.object_stores import open_place
-from jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
-from jobs.storage.uris import hidden_credentials, local_path, shown_uri
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder
+from swiftbatch.jobs.storage.object_folder import ObjectFolder
+from swiftbatch.jobs.storage.object_stores import open_place
+from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
+from swiftbatch.jobs.storage.uris import hidden_credentials, local_path, shown_uri
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON files: `python -m metrics.grafana.build`. A test says when they are stale."""
+"""Writes the dashboards' JSON files: `python -m swiftbatch.metrics.grafana.build`. A test says when they are stale."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableOption,
     VariableRefresh,
 )
-
-from metrics.grafana.durability import DURABILITY
-from metrics.grafana.panel import Board, Panel, Query
-from metrics.grafana.speculation import SPECULATION
-from metrics.grafana.throughput import THROUGHPUT
+from swiftbatch.metrics.grafana.durability import DURABILITY
+from swiftbatch.metrics.grafana.panel import Board, Panel, Query
+from swiftbatch.metrics.grafana.speculation import SPECULATION
+from swiftbatch.metrics.grafana.throughput import THROUGHPUT
 
 BOARDS = (THROUGHPUT, SPECULATION, DURABILITY)
 FOLDER = Path(__file__).parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metrics.grafana.panel import DRIVER, RATE, WORKER, Board, lines, stack, value
+from swiftbatch.metrics.grafana.panel import DRIVER, RATE, WORKER, Board, lines, stack, value
 
 
 def _rate(name: str, labels: str = "", selector: str = DRIVER) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metrics.grafana.panel import DRIVER, RATE, WORKER, Board, Panel, Query, lines, stack, value
+from swiftbatch.metrics.grafana.panel import DRIVER, RATE, WORKER, Board, Panel, Query, lines, stack, value
 
 TOKENS = f"swiftbatch_run_generation_tokens_total{{{DRIVER}}}"
 

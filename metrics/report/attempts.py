@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import ValidationError
-
-from jobs.checkpoints.store import AttemptRecord, ResumeRecord
-from jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.timeline import Timeline
 
 Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
 

@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
-
-from metrics.report.clock import ticks
-from metrics.report.curves import ByLength, Throughput
+from swiftbatch.metrics.report.clock import ticks
+from swiftbatch.metrics.report.curves import ByLength, Throughput
 
 # matplotlib wants colours, the page wants variables: these stand in for them until the SVG is done
 INK, GRID, CURVE, BAND, ALERT = "#0000f1", "#0000f2", "#0000f3", "#0000f4", "#0000f5"

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jobs.checkpoints.store import AttemptRecord, CheckpointStore
-from jobs.input.reader import Reject
-from jobs.job import JobRecord
-from jobs.run.records import DriverClaim, RunManifest
-from jobs.run.run import Progress, Run
-from jobs.run.run_files import NUM_READERS
-from metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
+from swiftbatch.jobs.checkpoints.store import AttemptRecord, CheckpointStore
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.records import DriverClaim, RunManifest
+from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
 
 EXCERPT_CHARACTERS = 280
 

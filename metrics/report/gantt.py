@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metrics.report.attempts import Attempt
-from metrics.report.clock import clock
-from metrics.report.facts import JobFacts, RunFacts
+from swiftbatch.metrics.report.attempts import Attempt
+from swiftbatch.metrics.report.clock import clock
+from swiftbatch.metrics.report.facts import JobFacts, RunFacts
 
 MAX_BARS = 4000
 NUM_TONES = 6

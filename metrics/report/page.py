@@ -9,17 +9,16 @@ from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from jobs.job import Job
-from jobs.storage.store import Store
-from metrics.report.charts import length_chart, throughput_chart
-from metrics.report.clock import clock, date, ticks
-from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
-from metrics.report.facts import EXCERPT_CHARACTERS, JobFacts, RunFacts, excerpt
-from metrics.report.gantt import attempt_line, gantt
-from metrics.report.html_text import in_html
-from metrics.report.stretches import Stretches, job_pace, stretches
-from metrics.report.summary import summary
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics.report.charts import length_chart, throughput_chart
+from swiftbatch.metrics.report.clock import clock, date, ticks
+from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
+from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, JobFacts, RunFacts, excerpt
+from swiftbatch.metrics.report.gantt import attempt_line, gantt
+from swiftbatch.metrics.report.html_text import in_html
+from swiftbatch.metrics.report.stretches import Stretches, job_pace, stretches
+from swiftbatch.metrics.report.summary import summary
 
 FOLDER = Path(__file__).parent
 MAX_JOBS = 5000

@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-
-from metrics.report.attempts import Attempt
-from metrics.report.facts import JobFacts, RunFacts
+from swiftbatch.metrics.report.attempts import Attempt
+from swiftbatch.metrics.report.facts import JobFacts, RunFacts
 
 Row = tuple[float, float, float, float, float, float]
 

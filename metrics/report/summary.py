@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from metrics.report.clock import clock
-from metrics.report.facts import RunFacts
-from metrics.report.stretches import Stretches
+from swiftbatch.metrics.report.clock import clock
+from swiftbatch.metrics.report.facts import RunFacts
+from swiftbatch.metrics.report.stretches import Stretches
 
 
 @dataclass(frozen=True)

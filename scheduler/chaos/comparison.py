@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.frozen import Frozen
-from jobs.run.run import Run
-from scheduler.chaos.options import ChaosError
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.chaos.options import ChaosError
 
 
 class JobComparison(Frozen):

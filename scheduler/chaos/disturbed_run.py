@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jobs.run.records import Progress
-from jobs.run.run import Run, RunError
-from scheduler.chaos.driver_process import DriverProcess
-from scheduler.chaos.plan import Kind, PlannedKill
-from scheduler.chaos.victims import Way
+from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.scheduler.chaos.driver_process import DriverProcess
+from swiftbatch.scheduler.chaos.plan import Kind, PlannedKill
+from swiftbatch.scheduler.chaos.victims import Way
 
 POLL_SECONDS = 0.1
 DEEDS: Mapping[Kind, str] = {

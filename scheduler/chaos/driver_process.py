@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs.processes import module_command
-from scheduler.chaos.options import ChaosError
+from swiftbatch.jobs.processes import module_command
+from swiftbatch.scheduler.chaos.options import ChaosError
 
 ENDED_WELL = (0, 1)  # 1: some jobs have no result, which the comparison tells
 
@@ -19,7 +19,7 @@ class DriverProcess:
     def __init__(self, args: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
         self._name = f"swiftbatch {args[0]}"
         self._output = output
-        command = module_command("scheduler.cli", *args)
+        command = module_command("swiftbatch.scheduler.cli", *args)
         with output.open("wb") as file:  # a session of its own: Ctrl-C is for the chaos run, which then ends it
             self._process = subprocess.Popen(
                 command,

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.processes import environment_of_code
-from scheduler.chaos.options import ChaosError
-from scheduler.cluster.cluster import OBJECT_STORE_BYTES
-from scheduler.cluster.embedded_ray import kill_sessions
+from swiftbatch.jobs.processes import environment_of_code
+from swiftbatch.scheduler.chaos.options import ChaosError
+from swiftbatch.scheduler.cluster.cluster import OBJECT_STORE_BYTES
+from swiftbatch.scheduler.cluster.embedded_ray import kill_sessions
 
 NUM_RAYLETS = 2  # so that one can be lost and the run goes on
 START_SECONDS = 60.0

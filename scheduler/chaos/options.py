@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import UserError
-from scheduler.demo.prompts import PROMPTS
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.demo.prompts import PROMPTS
 
 WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
 PROMPT_TEXTS = tuple(PROMPTS.values())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pydantic import computed_field
-
-from jobs.frozen import Frozen
-from scheduler.chaos.comparison import JobComparison
-from scheduler.chaos.disturbed_run import Kill
-from scheduler.chaos.plan import KINDS
-from scheduler.display.summary import duration
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.scheduler.chaos.comparison import JobComparison
+from swiftbatch.scheduler.chaos.disturbed_run import Kill
+from swiftbatch.scheduler.chaos.plan import KINDS
+from swiftbatch.scheduler.display.summary import duration
 
 
 class ChaosReport(Frozen):

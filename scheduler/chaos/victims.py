@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from jobs.run.records import WorkerStatus
-from scheduler.chaos.local_cluster import LocalCluster
-from scheduler.chaos.plan import Kind
-from scheduler.cluster.cluster import connect
+from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.scheduler.chaos.local_cluster import LocalCluster
+from swiftbatch.scheduler.chaos.plan import Kind
+from swiftbatch.scheduler.cluster.cluster import connect
 
 Way = Callable[[Sequence[WorkerStatus]], str | None]
 

@@ -9,13 +9,13 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from worker.config import EngineConfig
-from worker.session.work import Orders, WorkReport
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.work import Orders, WorkReport
 
 if TYPE_CHECKING:
-    from worker.session.session import WorkerSession
+    from swiftbatch.worker.session.session import WorkerSession
 
-SESSION_FACTORY = "worker.session.session:WorkerSession"
+SESSION_FACTORY = "swiftbatch.worker.session.session:WorkerSession"
 
 
 @dataclass(frozen=True)

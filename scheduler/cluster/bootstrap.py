@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("jobs", "metrics", "scheduler", "worker")
+PACKAGE = "swiftbatch"
+ROOMS = ("jobs", "metrics", "scheduler", "worker")  # in its folder, or in a checkout beside it
 CODE = ("*.py", "*.c", "*.h", "*.so")  # the kernels' source and what was compiled of it among them
 COMPILING = "tmp"  # how folders begin that a compiler at work has beside the kernels
 STARTING = "worker process {} starts"  # in front of what it writes
@@ -30,9 +31,9 @@ class OtherCodeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Code:
-    """The driver's code: the folder of its rooms, and their digest.
+    """The driver's code: the folder of its package, and the digest.
 
-    `is_sent` says that Ray brings the rooms to the workers; else they are in the same folder there. `added` are the
+    `is_sent` says that Ray brings the package to the workers; else it is in the same folder there. `added` are the
     folders that Ray puts in front of the workers' paths, unless the user's PYTHONPATH has them: the driver's current
     folder and its script's.
     """
@@ -58,7 +59,7 @@ class WorkerProcess:
         if self._log_folder is not None:
             write_output_to(Path(self._log_folder) / f"{self._worker_id}.log")
         use_code_of_driver(self._code)
-        actors = importlib.import_module("scheduler.cluster.actors")
+        actors = importlib.import_module(f"{PACKAGE}.scheduler.cluster.actors")
         self._actor = actors.WorkerActor(self._worker_id, pickle.loads(self._spec))
         return self._actor.start()
 
@@ -71,42 +72,52 @@ class WorkerProcess:
 
 def own_code(is_sent: bool) -> Code:
     """The code of this process, a driver."""
-    folder = Path(__file__).resolve().parents[2]
+    package = _place_of_package()
+    if package is None:
+        raise ImportError(f"the package {PACKAGE} is on no path")
     added = {os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))}
     added -= {os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place}
-    return Code(str(folder), digest_of([folder / room for room in ROOMS]), tuple(added), is_sent)
+    return Code(str(package), digest_of(package), tuple(added), is_sent)
 
 
 def use_code_of_driver(code: Code) -> None:
-    """Have the rooms imported from where the driver has or sends them, whatever its current folder holds.
+    """Have the package imported from where the driver has or sends it, whatever its current folder holds.
 
-    Raises OtherCodeError where others are found. None of theirs has run then.
+    Raises OtherCodeError where another one is found. Nothing of it has run then.
     """
     sys.path[:] = [place for place in sys.path if place and os.path.abspath(place) not in code.added]
-    if not code.is_sent and any(place is None or place.parent != Path(code.folder) for place in places_of_rooms()):
-        sys.path.insert(0, code.folder)
+    if not code.is_sent and _place_of_package() != Path(code.folder):
+        sys.path.insert(0, str(Path(code.folder).parent))
     importlib.invalidate_caches()
-    places = places_of_rooms()
-    digest = digest_of([place for place in places if place is not None])
+    package = _place_of_package()
+    digest = "" if package is None else digest_of(package)
     if digest != code.digest:
+        found = f"no {PACKAGE}" if package is None else f"{package} with digest {digest[:12]}"
         raise OtherCodeError(
-            f"the code on node {socket.gethostname()} is not the driver's: found {_shown(places)} with digest "
-            f"{digest[:12]}, expected that of {code.folder} with digest {code.digest[:12]}; install the same "
-            "swiftbatch on all nodes, and start again where it was changed or compiled anew"
+            f"the code on node {socket.gethostname()} is not the driver's: found {found}, expected that of "
+            f"{code.folder} with digest {code.digest[:12]}; install the same swiftbatch on all nodes, and start again "
+            "where it was changed or compiled anew"
         )
 
 
-def places_of_rooms() -> list[Path | None]:
-    """The folder, or the file, that each room would be imported from; None where there is none."""
-    origins = [None if (spec := importlib.util.find_spec(room)) is None else spec.origin for room in ROOMS]
-    paths = [None if origin is None else Path(origin) for origin in origins]
-    return [path.parent if path is not None and path.name == "__init__.py" else path for path in paths]
+def linked_code(folder: Path) -> Path:
+    """Make the package in a folder, of links to this process's own: Ray sends one folder, and follows them."""
+    own, linked = Path(own_code(is_sent=True).folder), folder / PACKAGE
+    linked.mkdir()
+    for place in (own / "__init__.py", *places_of_rooms(own)):
+        (linked / place.name).symlink_to(place)
+    return linked
 
 
-def digest_of(places: list[Path]) -> str:
-    """A SHA-256 over the code of these folders."""
-    whole = hashlib.sha256()
-    for place in places:
+def places_of_rooms(package: Path) -> list[Path]:
+    """The folders of the rooms: within the package as it is installed, beside it in a checkout."""
+    return [package / room if (package / room).is_dir() else package.parent / room for room in ROOMS]
+
+
+def digest_of(package: Path) -> str:
+    """A SHA-256 over the code of the package."""
+    whole = hashlib.sha256((package / "__init__.py").read_bytes())
+    for place in places_of_rooms(package):
         for file in sorted(file for pattern in CODE for file in place.rglob(pattern)):
             if file.parent.name.startswith(COMPILING):
                 continue
@@ -125,9 +136,7 @@ def write_output_to(path: Path) -> None:
     print(STARTING.format(os.getpid()), file=sys.stderr, flush=True)
 
 
-def _shown(places: list[Path | None]) -> str:
-    """The folder that all rooms lie in, else where each of them is."""
-    folders = {None if place is None or place.is_file() else place.parent for place in places}
-    if None not in folders and len(folders) == 1:
-        return str(folders.pop())
-    return ", ".join(f"no {room}" if place is None else str(place) for room, place in zip(ROOMS, places, strict=True))
+def _place_of_package() -> Path | None:
+    """The folder that the package would be imported from; None where there is none. Nothing of it is imported."""
+    spec = importlib.util.find_spec(PACKAGE)
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent

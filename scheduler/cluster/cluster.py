@@ -11,14 +11,17 @@ import resource
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from jobs.errors import UserError
-from scheduler.cluster.embedded_ray import EmbeddedRay
-from scheduler.cluster.watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
-from scheduler.process.interruption import INTERRUPTED, call_interruptibly
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.cluster.bootstrap import linked_code
+from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
+from swiftbatch.scheduler.cluster.watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
+from swiftbatch.scheduler.process.interruption import INTERRUPTED, call_interruptibly
 
 OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
 
@@ -138,14 +141,9 @@ def _start(num_workers: int, embedded: EmbeddedRay) -> None:
 def _join(address: str | None) -> None:
     import ray
 
-    import jobs
-    import metrics
-    import scheduler
-    import worker
-
-    # the driver's own version travels to the workers; as paths, since Ray can't copy modules for a submitted job
-    rooms = [room.__path__[0] for room in (jobs, metrics, scheduler, worker)]
-    ray.init(address=address, runtime_env={"py_modules": rooms}, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:  # the driver's own version travels to the workers, as one package
+        code = str(linked_code(Path(folder)))
+        ray.init(address=address, runtime_env={"py_modules": [code]}, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def _open_watch() -> ClusterWatch | None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scheduler.process import interruption
+from swiftbatch.scheduler.process import interruption
 
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scheduler.cluster.bootstrap import STARTING
+from swiftbatch.scheduler.cluster.bootstrap import STARTING
 
 NUM_LINES = 3
 MAX_CHARACTERS = 400

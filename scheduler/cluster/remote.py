@@ -6,16 +6,15 @@ import functools
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from jobs.storage.store import StoreError
-from scheduler.cluster import bootstrap
-from scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from scheduler.cluster.bootstrap import Code, OtherCodeError
-from worker.model.files import ModelError, OtherModelError
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.cluster import bootstrap
+from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.bootstrap import Code, OtherCodeError
+from swiftbatch.worker.model.files import ModelError, OtherModelError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayError
-
-    from worker.session.work import WorkReport
+    from swiftbatch.worker.session.work import WorkReport
 
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
 OTHER_MODEL = "other_model"  # the worker's model is not the run's

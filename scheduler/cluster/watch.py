@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from scheduler.process.awake_clock import AwakeClock
+from swiftbatch.scheduler.process.awake_clock import AwakeClock
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0

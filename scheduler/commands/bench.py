@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-from jobs import sampling_defaults
-from scheduler.commands.ablation import ablation
-from scheduler.commands.model_options import (
+from swiftbatch.jobs import sampling_defaults
+from swiftbatch.scheduler.commands.ablation import ablation
+from swiftbatch.scheduler.commands.model_options import (
     COMPUTING,
     CUDA_KERNELS,
     DRAFT_MODEL,
@@ -23,9 +22,9 @@ from scheduler.commands.model_options import (
     say,
     show,
 )
-from scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER
-from worker.config import CheckpointSettings, Computation
-from worker.drafters.catalogue import ENGINES
+from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER
+from swiftbatch.worker.config import CheckpointSettings, Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
 
 SINGLES = [name for name in ENGINES if name not in (Computation.engine, "autoregressive")]
 
@@ -73,8 +72,8 @@ def decode(**options: Any) -> None:
     Example:
       swiftbatch bench decode --engines autoregressive,suffix --positions 4096,100000 --tokens 256 --json bench.json
     """
-    from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
-    from worker.bench.decode.records import render
+    from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+    from swiftbatch.worker.bench.decode.records import render
 
     show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
 
@@ -103,8 +102,8 @@ def auto(**options: Any) -> None:
     Example:
       swiftbatch bench auto --positions 2048,16384 --slots 1,8 --temperatures 0.6,1.0 --text book.txt --json auto.json
     """
-    from worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
-    from worker.bench.auto.records import render
+    from swiftbatch.worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
+    from swiftbatch.worker.bench.auto.records import render
 
     show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
 
@@ -130,7 +129,7 @@ def fields(**options: Any) -> None:
     Example:
       swiftbatch bench fields --tokens 4000 --json fields.json
     """
-    from worker.bench.fields.fields import FieldBenchOptions, render, run_field_bench
+    from swiftbatch.worker.bench.fields.fields import FieldBenchOptions, render, run_field_bench
 
     show(render(run_field_bench(checked(FieldBenchOptions, options), say)))
 
@@ -156,8 +155,8 @@ def kernels(**options: Any) -> None:
     Example:
       swiftbatch bench kernels --rows 1,8 --json kernels.json --plot kernels.png
     """
-    from worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
-    from worker.bench.kernels.records import render
+    from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
+    from swiftbatch.worker.bench.kernels.records import render
 
     show(render(run_kernel_bench(checked(KernelBenchOptions, options), say)))
 
@@ -180,7 +179,7 @@ def agreement(**options: Any) -> None:
     Example:
       swiftbatch bench agreement --caches scan:256,streaming:512 --positions 16384 --text book.txt --json agreement.json
     """
-    from worker.bench.agreement.agreement import AgreementOptions, render, run_agreement_bench
+    from swiftbatch.worker.bench.agreement.agreement import AgreementOptions, render, run_agreement_bench
 
     show(render(run_agreement_bench(checked(AgreementOptions, options), say)))
 
@@ -206,7 +205,7 @@ def checkpoints(**options: Any) -> None:
     Example:
       swiftbatch bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.json
     """
-    from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
+    from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
 
     show(render(run_checkpoint_bench(checked(CheckpointBenchOptions, options), say)))
 
@@ -239,9 +238,9 @@ def long(**options: Any) -> None:
     Example:
       swiftbatch bench long --engine tokenswift --tokens 100000 --prefill 4096 --json long.json --plot long.png
     """
-    from jobs.sampling import SamplingParams
-    from worker.bench.long.long import LongBenchOptions, run_long_bench
-    from worker.bench.long.table import render
+    from swiftbatch.jobs.sampling import SamplingParams
+    from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
+    from swiftbatch.worker.bench.long.table import render
 
     sampling = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
     bench_options = checked(LongBenchOptions, options | {"sampling": sampling | {"ignore_eos": True}})
@@ -274,9 +273,9 @@ def gpu(**options: Any) -> None:
     Example:
       swiftbatch bench gpu --model DIR --text book.txt --json gpu.json
     """
-    from worker.bench.gpu.gpu import run_gpu_bench
-    from worker.bench.gpu.options import GPUBenchOptions
-    from worker.bench.gpu.records import render
+    from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
+    from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+    from swiftbatch.worker.bench.gpu.records import render
 
     show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))
 

@@ -15,8 +15,8 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
     Example:
       swiftbatch cancel my-run story-7
     """
-    from jobs.run.run import Run
-    from scheduler.display.summary import printable
-    from scheduler.runs.cancellation import cancel_jobs
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.summary import printable
+    from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 
     click.echo(printable(cancel_jobs(Run.open(run_uri), custom_id)))

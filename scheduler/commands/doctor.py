@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, MODEL, say
+from swiftbatch.scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, MODEL, say
 
 if TYPE_CHECKING:
-    from worker.config import Computation
-    from worker.exactness.first_run.first_run import FirstRun
+    from swiftbatch.worker.config import Computation
+    from swiftbatch.worker.exactness.first_run.first_run import FirstRun
 
 TO_STDOUT = "-"
 
@@ -40,8 +39,8 @@ def doctor(json_path: str | None, **options: Any) -> None:
       swiftbatch doctor --model embedded
       swiftbatch doctor --model embedded --device cuda --json doctor.json
     """
-    from worker.config import Computation
-    from worker.exactness.doctor import diagnose
+    from swiftbatch.worker.config import Computation
+    from swiftbatch.worker.exactness.doctor import diagnose
 
     config = Computation(**options)
     show = say if json_path == TO_STDOUT else click.echo
@@ -59,11 +58,11 @@ def doctor(json_path: str | None, **options: Any) -> None:
 
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     """The first run's list; None on a CPU, and for a model that its kernels do not know."""
-    from worker.target.loading import resolve_device
+    from swiftbatch.worker.target.loading import resolve_device
 
     if resolve_device(config.device).type != "cuda":
         return None
-    from worker.exactness.first_run.first_run import first_run
+    from swiftbatch.worker.exactness.first_run.first_run import first_run
 
     return first_run(config, show)
 

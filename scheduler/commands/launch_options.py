@@ -6,17 +6,16 @@ from dataclasses import fields
 from typing import Any, get_args
 
 import click
-
-from scheduler.commands.model_options import all_of, filled
-from scheduler.commands.options.grouping import options_of
-from scheduler.commands.options.limits import LIMITS
-from scheduler.commands.options.numbers import Number, WholeNumber
-from scheduler.commands.options.webhook import OUTPUT
-from scheduler.limits.limits import Limits
-from scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
-from worker.config import CheckpointKind, CheckpointSettings, Computation
-from worker.drafters.catalogue import ENGINES
-from worker.memory.plan import MOST_SLOTS
+from swiftbatch.scheduler.commands.model_options import all_of, filled
+from swiftbatch.scheduler.commands.options.grouping import options_of
+from swiftbatch.scheduler.commands.options.limits import LIMITS
+from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
+from swiftbatch.scheduler.commands.options.webhook import OUTPUT
+from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
+from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 MAX_SECONDS = 1_000_000_000  # 31 years
 

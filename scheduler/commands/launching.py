@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-
-from scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.process.interruption import INTERRUPTED
 
 if TYPE_CHECKING:
-    from jobs.run.run import Run
-    from scheduler.display.display import Display
-    from scheduler.driver.hold import Hold
-    from scheduler.runs.launch import Outcome
-    from scheduler.runs.settings import Settings
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.display import Display
+    from swiftbatch.scheduler.driver.hold import Hold
+    from swiftbatch.scheduler.runs.launch import Outcome
+    from swiftbatch.scheduler.runs.settings import Settings
 
 SOME_FAILED = 1
 LIMIT_REACHED = 3  # 2 is what a command ends with that can't go on
@@ -21,8 +20,8 @@ LIMIT_REACHED = 3  # 2 is what a command ends with that can't go on
 
 def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display) -> Outcome:
     """As `launch`, after a word about the run."""
-    from scheduler.display.events import RunOpened
-    from scheduler.runs.launch import launch
+    from swiftbatch.scheduler.display.events import RunOpened
+    from swiftbatch.scheduler.runs.launch import launch
 
     run = hold.epoch.run
     display.note(RunOpened(run.store.shown_uri, run.manifest.run_id, num_jobs))
@@ -31,7 +30,7 @@ def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display
 
 def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
     """Tell how the run stands, and exit with what that means."""
-    from scheduler.display.end_events import RunEnded
+    from swiftbatch.scheduler.display.end_events import RunEnded
 
     place = run.store.shown_uri
     outputs = (f"{place}/output.jsonl", f"{place}/output.parquet")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
-
-from jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
-from scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
-from worker.config import Computation
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
+from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
+from swiftbatch.worker.config import Computation
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -73,8 +72,7 @@ SEED = click.option("--seed", type=ANY_WHOLE_NUMBER, default=Computation.seed)
 def checked(model: type[Options], options: dict[str, Any]) -> Options:
     """The options as a benchmark takes them. Raises click.UsageError, which names the field."""
     from pydantic import ValidationError
-
-    from jobs.input.reasons import reasons
+    from swiftbatch.jobs.input.reasons import reasons
 
     try:
         return model.model_validate(options)

@@ -19,12 +19,12 @@ def report(run_uri: str, output: str) -> None:
     Example:
       swiftbatch report my-run --output report.html
     """
-    from jobs.run.run import Run
-    from metrics.report.facts import gather
-    from metrics.report.page import render
-    from scheduler.display.summary import damage_lines, printable
-    from scheduler.driver.heartbeat import current_progress
-    from scheduler.driver.takeover import claims
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.metrics.report.facts import gather
+    from swiftbatch.metrics.report.page import render
+    from swiftbatch.scheduler.display.summary import damage_lines, printable
+    from swiftbatch.scheduler.driver.heartbeat import current_progress
+    from swiftbatch.scheduler.driver.takeover import claims
 
     run = Run.open(run_uri)
     facts = gather(run, current_progress(run), claims(run))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
-
-from scheduler.commands.launching import SOME_FAILED
+from swiftbatch.scheduler.commands.launching import SOME_FAILED
 
 
 @click.command()
@@ -22,10 +21,10 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     Example:
       swiftbatch results my-run --format parquet --output answers.parquet
     """
-    from jobs.input.json_lines import dump_line
-    from jobs.run.output import write_table
-    from jobs.run.run import Run
-    from scheduler.display.summary import damage_lines
+    from swiftbatch.jobs.input.json_lines import dump_line
+    from swiftbatch.jobs.run.output import write_table
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.summary import damage_lines
 
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")

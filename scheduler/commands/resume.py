@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import click
-
-from scheduler.commands.launch_options import ENGINE, launch_options, make_settings
-from scheduler.commands.launching import end, launch_shown
-from scheduler.commands.options.grouping import GroupedCommand, options_of
-from scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.launching import end, launch_shown
+from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
+from swiftbatch.scheduler.commands.options.webhook import shown
 
 
 @click.command(cls=GroupedCommand)
@@ -26,11 +25,11 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     Example:
       swiftbatch resume my-run --workers 2
     """
-    from jobs.run.run import Run
-    from scheduler.display.events import ErrorsCleared
-    from scheduler.driver.hold import Hold
-    from scheduler.driver.takeover import refuse_if_taken
-    from scheduler.runs.manifest import refuse_changed_model
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.events import ErrorsCleared
+    from swiftbatch.scheduler.driver.hold import Hold
+    from swiftbatch.scheduler.driver.takeover import refuse_if_taken
+    from swiftbatch.scheduler.runs.manifest import refuse_changed_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from jobs.run.run import Progress, Run
+    from swiftbatch.jobs.run.run import Progress, Run
 
 
 @click.command()
@@ -21,9 +21,9 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
     Example:
       swiftbatch status my-run --watch
     """
-    from jobs.run.run import Run
-    from scheduler.display.summary import damage_lines
-    from scheduler.driver.heartbeat import current_progress
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.summary import damage_lines
+    from swiftbatch.scheduler.driver.heartbeat import current_progress
 
     run = Run.open(run_uri)
     if is_watching:
@@ -37,8 +37,8 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
 
 
 def _watch_status(run: Run, as_json: bool) -> None:
-    from scheduler.display.display import open_display
-    from scheduler.runs.watching import watch
+    from swiftbatch.scheduler.display.display import open_display
+    from swiftbatch.scheduler.runs.watching import watch
 
     if not as_json:
         _show_run(run)
@@ -49,7 +49,7 @@ def _watch_status(run: Run, as_json: bool) -> None:
 
 
 def _show_run(run: Run) -> None:
-    from scheduler.display.summary import printable
+    from swiftbatch.scheduler.display.summary import printable
 
     manifest = run.manifest
     place = printable(run.store.shown_uri)
@@ -57,9 +57,9 @@ def _show_run(run: Run) -> None:
 
 
 def _show_status(run: Run, progress: Progress) -> None:
-    from jobs.shards.shards import DATA, FOLDER
-    from scheduler.display.summary import counted, numerics_lines, printable, summary_line, worker_line
-    from scheduler.runs.kept import kept_of
+    from swiftbatch.jobs.shards.shards import DATA, FOLDER
+    from swiftbatch.scheduler.display.summary import counted, numerics_lines, printable, summary_line, worker_line
+    from swiftbatch.scheduler.runs.kept import kept_of
 
     _show_run(run)
     click.echo(summary_line(progress))
@@ -77,8 +77,8 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 
 def _show_what_next(run: Run, progress: Progress) -> None:
-    from scheduler.display.summary import duration, printable
-    from scheduler.runs.watching import silent_driver
+    from swiftbatch.scheduler.display.summary import duration, printable
+    from swiftbatch.scheduler.runs.watching import silent_driver
 
     place = printable(run.store.shown_uri)
     if progress.state == "interrupted" and progress.reached_limit is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-
-from jobs.job import JobUrl
-from jobs.repetition import LoopAction
-from jobs.run.dtypes import LogprobsMode
-from scheduler.commands.launch_options import ENGINE, launch_options, make_settings
-from scheduler.commands.launching import end, launch_shown
-from scheduler.commands.model_options import (
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.repetition import LoopAction
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.launching import end, launch_shown
+from swiftbatch.scheduler.commands.model_options import (
     ATTENTION_HELP,
     ATTENTIONS,
     DEVICES,
@@ -21,19 +20,19 @@ from scheduler.commands.model_options import (
     THREAD_COUNT,
     filled,
 )
-from scheduler.commands.options.grouping import GroupedCommand, options_of
-from scheduler.commands.options.numbers import WholeNumber
-from scheduler.commands.options.webhook import shown
-from worker.config import Computation
-from worker.drafters.catalogue import ENGINES
+from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
+from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.webhook import shown
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.input.columns import Columns
-    from jobs.input.reader import Reject
-    from jobs.shards.settings import ShardSettings
-    from scheduler.display.display import Display
+    from swiftbatch.jobs.input.columns import Columns
+    from swiftbatch.jobs.input.reader import Reject
+    from swiftbatch.jobs.shards.settings import ShardSettings
+    from swiftbatch.scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
 
@@ -62,7 +61,7 @@ def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str
 
 
 def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> Columns:
-    from jobs.input.columns import ColumnError, Columns
+    from swiftbatch.jobs.input.columns import ColumnError, Columns
 
     try:
         return Columns.parse(value)
@@ -71,7 +70,7 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
 
 
 def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
-    from jobs.shards.settings import ShardSettings
+    from swiftbatch.jobs.shards.settings import ShardSettings
 
     try:
         return ShardSettings.parse(value) if isinstance(value, str) else value
@@ -169,8 +168,8 @@ def submit(
       swiftbatch submit jobs.jsonl --run my-run --workers 2
       swiftbatch submit 'part-*.parquet' --run my-run --column prompt=text
     """
-    from scheduler.display.events import FieldsWithoutEffect
-    from scheduler.runs.submission import submission
+    from swiftbatch.scheduler.display.events import FieldsWithoutEffect
+    from swiftbatch.scheduler.runs.submission import submission
 
     showing, settings = shown(options), make_settings(**options)
     submitting = submission(jobs, run_uri, settings, strict, may_take_over, columns, endpoint)
@@ -183,7 +182,7 @@ def submit(
 
 
 def _tell_rejects(display: Display, rejects: Sequence[Reject]) -> None:
-    from scheduler.display.events import LineRejected
+    from swiftbatch.scheduler.display.events import LineRejected
 
     for number, reject in enumerate(rejects, start=1):
         line_number, custom_id, reason = reject.line_number, reject.custom_id, reject.reason

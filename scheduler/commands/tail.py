@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
-
-from scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 
 
 @click.command()
@@ -21,9 +20,9 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     Example:
       swiftbatch tail my-run story-7 --follow
     """
-    from jobs.run.run import Run
-    from scheduler.display.summary import harmless
-    from scheduler.runs.tailing import follow_text
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.summary import harmless
+    from swiftbatch.scheduler.runs.tailing import follow_text
 
     for piece in follow_text(Run.open(run_uri), custom_id, follow, choice):
         click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from scheduler.commands.model_options import MODEL
-from scheduler.commands.options.numbers import WholeNumber
-from worker.training import defaults
+from swiftbatch.scheduler.commands.model_options import MODEL
+from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.worker.training import defaults
 
 if TYPE_CHECKING:
-    from worker.training.griffin.recipe import GriffinRecipe
+    from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
 
 Command = Callable[..., Any]
 
@@ -62,8 +61,8 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
     Example:
       swiftbatch train all --data books --output my-model
     """
-    from worker.training.everything import train_all
-    from worker.training.target.recipe import embedded_recipe
+    from swiftbatch.worker.training.everything import train_all
+    from swiftbatch.worker.training.target.recipe import embedded_recipe
 
     train_all(data, output, embedded_recipe(num_tokens), click.echo)
 
@@ -81,8 +80,8 @@ def target(data: Path, output: Path, num_tokens: int) -> None:
     Example:
       swiftbatch train target --data books --output my-model
     """
-    from worker.training.target.recipe import embedded_recipe
-    from worker.training.target.training import train_target
+    from swiftbatch.worker.training.target.recipe import embedded_recipe
+    from swiftbatch.worker.training.target.training import train_target
 
     train_target(data, output, embedded_recipe(num_tokens), click.echo)
 
@@ -111,8 +110,8 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
-    from worker.training.heads.recipe import HeadRecipe
-    from worker.training.heads.training import train_heads
+    from swiftbatch.worker.training.heads.recipe import HeadRecipe
+    from swiftbatch.worker.training.heads.training import train_heads
 
     recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
     train_heads(model, data, output, recipe, click.echo)
@@ -135,8 +134,8 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from worker.training.draft.recipe import draft_recipe
-    from worker.training.draft.training import train_draft
+    from swiftbatch.worker.training.draft.recipe import draft_recipe
+    from swiftbatch.worker.training.draft.training import train_draft
 
     train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
 
@@ -186,7 +185,7 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
     Example:
       swiftbatch train griffin --model my-model --data books --output my-model/parts
     """
-    from worker.training.griffin.training import train_griffin
+    from swiftbatch.worker.training.griffin.training import train_griffin
 
     train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
 
@@ -202,7 +201,7 @@ def _griffin_recipe(
     seed: int,
 ) -> GriffinRecipe:
     """The paper's recipe with what the options change."""
-    from worker.training.griffin.recipe import GRIFFIN_RECIPE
+    from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE
 
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-from jobs.processes import environment_of_code, module_command
-from jobs.run.run import Run, RunError, WorkerStatus
-from scheduler.demo.prompts import PROMPTS
-from scheduler.display.summary import duration
+from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.run.run import Run, RunError, WorkerStatus
+from swiftbatch.scheduler.demo.prompts import PROMPTS
+from swiftbatch.scheduler.display.summary import duration
 
 FOLDER = Path("demo-run")
 NUM_TOKENS = 2000
@@ -44,7 +43,7 @@ def main() -> None:
     click.echo(f"$ swiftbatch {' '.join(command)}")
     started = time.monotonic()
     process = subprocess.Popen(
-        module_command("scheduler.cli", *command, "--checkpoint-seconds", "2"), env=environment_of_code()
+        module_command("swiftbatch.scheduler.cli", *command, "--checkpoint-seconds", "2"), env=environment_of_code()
     )
     try:
         kill = kill_a_worker_midway(process, len(PROMPTS) * NUM_TOKENS // 2)

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
-from jobs.run.run import Progress
-from scheduler.display.end_events import RunEnded
-from scheduler.display.events import Event
-from scheduler.display.summary import summary_line
-from scheduler.process.streams import Lines
+from swiftbatch.jobs.run.run import Progress
+from swiftbatch.scheduler.display.end_events import RunEnded
+from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.display.summary import summary_line
+from swiftbatch.scheduler.process.streams import Lines
 
 OutputMode = Literal["auto", "quiet", "json"]
 
@@ -94,7 +94,7 @@ def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
     elif mode == "quiet":
         yield QuietDisplay(output, errors)
     elif sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        from scheduler.display.live import LiveDisplay
+        from swiftbatch.scheduler.display.live import LiveDisplay
 
         with LiveDisplay(sys.stdout, None if sys.stderr.isatty() else errors) as display:
             yield display

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scheduler.display.events import Event
-from scheduler.display.summary import counted, job_counts, printable
+from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.display.summary import counted, job_counts, printable
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import inspect
 from dataclasses import fields
 from pathlib import Path
 
-from jobs.run.run import Progress
-from scheduler.display import end_events, events, job_events
-from scheduler.display.events import Event
+from swiftbatch.jobs.run.run import Progress
+from swiftbatch.scheduler.display import end_events, events, job_events
+from swiftbatch.scheduler.display.events import Event
 
 PATH = Path(__file__).with_name("EVENTS.md")
 HEAD = """\
@@ -22,7 +22,7 @@ stderr.
 `custom_id` is that of the input line; each of several choices of a line is a job of its own, and called
 `custom_id[0]`, `custom_id[1]` and so on.
 
-`python -m scheduler.display.event_reference` writes this file.
+`python -m swiftbatch.scheduler.display.event_reference` writes this file.
 
 | event | fields | what has happened |
 |---|---|---|

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from scheduler.display.summary import counted, printable
+from swiftbatch.scheduler.display.summary import counted, printable
 
 NUM_REJECTS_SHOWN = 5
 

@@ -8,9 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-
-from jobs.run.run import Progress, WorkerStatus
-from scheduler.display.summary import counted, duration, job_counts, printable, safety, speed_of
+from swiftbatch.jobs.run.run import Progress, WorkerStatus
+from swiftbatch.scheduler.display.summary import counted, duration, job_counts, printable, safety, speed_of
 
 LABEL_WIDTH = 6
 WIDE = 100  # columns from which a worker's process is shown, too

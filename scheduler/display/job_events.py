@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from scheduler.display.events import NUM_REJECTS_SHOWN, Event
-from scheduler.display.summary import counted, printable
+from swiftbatch.scheduler.display.events import NUM_REJECTS_SHOWN, Event
+from swiftbatch.scheduler.display.summary import counted, printable
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
-
-from jobs.run.run import Progress
-from scheduler.display.events import Event
-from scheduler.display.frame import Frame
-from scheduler.process.streams import Lines, SteadyStream
+from swiftbatch.jobs.run.run import Progress
+from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.display.frame import Frame
+from swiftbatch.scheduler.process.streams import Lines, SteadyStream
 
 REDRAWS_PER_SECOND = 4  # the figures change more rarely; the terminal's size may at any time
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unicodedata import category
 
 if TYPE_CHECKING:
-    from jobs.run.run import Progress, Run, WorkerStatus
+    from swiftbatch.jobs.run.run import Progress, Run, WorkerStatus
 
 SUBMIT_AGAIN = "submit the job file again"
 
@@ -90,7 +90,7 @@ def counted(number: int, noun: str) -> str:
 
 def damage_lines(run: Run) -> list[str]:
     """A line for each file that was met and can't be used, and what makes up for it."""
-    from jobs.run.run import PROGRESS, REJECTS
+    from swiftbatch.jobs.run.run import PROGRESS, REJECTS
 
     place = run.store.shown_uri
     is_of_jobs = bool(run.damaged.keys() - {PROGRESS, REJECTS})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.job import JobRecord
-from jobs.run.priorities import priorities_of
-from jobs.run.results import error_line
-from jobs.run.run import Run
-from jobs.shared_prompts import shared_prompts
-from scheduler.driver.job_queue import JobQueue
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.priorities import priorities_of
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.shared_prompts import shared_prompts
+from swiftbatch.scheduler.driver.job_queue import JobQueue
 
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.run.records import WorkerStatus
-from scheduler.cluster.actors import WorkerInfo
-from scheduler.driver.context import Context
-from scheduler.driver.fleet import Worker
+from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.fleet import Worker
 
 
 class Census:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jobs.run.run import Run
-from metrics.driver_counters import DriverCounters
-from scheduler.display.display import Display
-from scheduler.driver.fleet import Fleet
-from scheduler.driver.job_queue import JobQueue
-from scheduler.limits.limits import Limits, Spending
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.display.display import Display
+from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.limits.limits import Limits, Spending
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.job import JobRecord
-from scheduler.display.job_events import JobStarted
-from scheduler.driver.context import Context
-from scheduler.driver.fleet import Worker
-from scheduler.driver.slots import Slots
-from worker.session.work import Assignment
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.scheduler.display.job_events import JobStarted
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.fleet import Worker
+from swiftbatch.scheduler.driver.slots import Slots
+from swiftbatch.worker.session.work import Assignment
 
 SLICE_SECONDS = 0.5  # of work between two reports
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is

@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import time
 
-from jobs.errors import UserError
-from jobs.run.records import RunState
-from jobs.run.run import Run, RunError
-from jobs.storage.store import Store, StoreError
-from scheduler.cluster.remote import OTHER_CODE, OTHER_MODEL
-from scheduler.cluster.watch import ClusterLostError
-from scheduler.display.end_events import LimitReached
-from scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
-from scheduler.driver.census import Census
-from scheduler.driver.context import Context
-from scheduler.driver.dispatch import Dispatcher
-from scheduler.driver.fleet import Event, Lost
-from scheduler.driver.hold import Hold
-from scheduler.driver.intake import Intake
-from scheduler.driver.settlement import Settlement
-from scheduler.driver.shards.sharding import Sharding
-from worker.model.files import ModelError
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.records import RunState
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.scheduler.cluster.remote import OTHER_CODE, OTHER_MODEL
+from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.display.end_events import LimitReached
+from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
+from swiftbatch.scheduler.driver.census import Census
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.dispatch import Dispatcher
+from swiftbatch.scheduler.driver.fleet import Event, Lost
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.intake import Intake
+from swiftbatch.scheduler.driver.settlement import Settlement
+from swiftbatch.scheduler.driver.shards.sharding import Sharding
+from swiftbatch.worker.model.files import ModelError
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from metrics import discovery
-from metrics.endpoint import METRICS_PATH, serve
-from metrics.exporter import DriverCollector, Labels, registry_of
-from scheduler.display.events import MetricsServed
-from scheduler.driver.context import Context
-from scheduler.driver.fleet import Fleet
-from worker.config import EngineConfig
+from swiftbatch.metrics import discovery
+from swiftbatch.metrics.endpoint import METRICS_PATH, serve
+from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
+from swiftbatch.scheduler.display.events import MetricsServed
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.worker.config import EngineConfig
 
 
 @contextmanager

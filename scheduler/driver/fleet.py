@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from scheduler.cluster import remote
-from scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from scheduler.cluster.bootstrap import own_code
-from scheduler.cluster.last_words import last_words
-from scheduler.driver.speed import Speed
-from scheduler.process.awake_clock import AwakeClock
-from worker.session.work import Orders, WorkReport
+from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.bootstrap import own_code
+from swiftbatch.scheduler.cluster.last_words import last_words
+from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.process.awake_clock import AwakeClock
+from swiftbatch.worker.session.work import Orders, WorkReport
 
 if TYPE_CHECKING:
-    from scheduler.cluster.cluster import Cluster
+    from swiftbatch.scheduler.cluster.cluster import Cluster
 
 FIRST_RESTART_SECONDS = 1.0
 LONGEST_RESTART_SECONDS = 30.0

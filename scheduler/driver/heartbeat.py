@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from jobs.run.records import ProcessKey, RunState
-from jobs.run.run import Progress, Run
-from jobs.storage.store import Store
-from scheduler.driver.backlog import count_jobs, num_completion_tokens
-from scheduler.process.identity import is_gone
+from swiftbatch.jobs.run.records import ProcessKey, RunState
+from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.driver.backlog import count_jobs, num_completion_tokens
+from swiftbatch.scheduler.process.identity import is_gone
 
 BEAT_SECONDS = 1.0
 BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from jobs.run.records import Progress, RunState
-from jobs.run.run import Run, RunError
-from jobs.storage.store import StoreError
-from scheduler.driver.backlog import count_jobs
-from scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
-from scheduler.driver.takeover import Epoch
+from swiftbatch.jobs.run.records import Progress, RunState
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.driver.backlog import count_jobs
+from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
+from swiftbatch.scheduler.driver.takeover import Epoch
 
 KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # of the last driver's beat
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jobs.storage.store import StoreError
-from scheduler.cluster.remote import STORE_FAILED
-from scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
-from scheduler.driver.context import Context
-from scheduler.driver.fleet import Event, Lost, Reported, Started, Worker
-from scheduler.driver.settlement import Settlement
-from worker.session.work import WorkReport
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.cluster.remote import STORE_FAILED
+from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.fleet import Event, Lost, Reported, Started, Worker
+from swiftbatch.scheduler.driver.settlement import Settlement
+from swiftbatch.worker.session.work import WorkReport
 
 
 class Intake:

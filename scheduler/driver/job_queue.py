@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from jobs.job import JobRecord
-from jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
+from swiftbatch.scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
 
 FIRST_RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 60.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.results import error_line
-from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
-from scheduler.driver.backlog import CANCELLED, num_completion_tokens, write_cancelled
-from scheduler.driver.context import Context
-from scheduler.driver.fleet import Worker
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
+from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens, write_cancelled
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.fleet import Worker
 
 
 class Settlement:

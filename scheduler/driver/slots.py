@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worker.memory.plan import MOST_SLOTS
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 if TYPE_CHECKING:
-    from jobs.job import JobRecord
-    from scheduler.driver.fleet import Fleet, Worker
+    from swiftbatch.jobs.job import JobRecord
+    from swiftbatch.scheduler.driver.fleet import Fleet, Worker
 
 MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
 

@@ -12,12 +12,12 @@ import secrets
 import socket
 import time
 
-from jobs.run.records import DriverClaim
-from jobs.run.run import Progress, Run, RunError
-from jobs.run.run_files import pretty, read_model
-from metrics.report.clock import date
-from scheduler.driver.heartbeat import Liveness, liveness, process_liveness
-from scheduler.process.identity import own_key
+from swiftbatch.jobs.run.records import DriverClaim
+from swiftbatch.jobs.run.run import Progress, Run, RunError
+from swiftbatch.jobs.run.run_files import pretty, read_model
+from swiftbatch.metrics.report.clock import date
+from swiftbatch.scheduler.driver.heartbeat import Liveness, liveness, process_liveness
+from swiftbatch.scheduler.process.identity import own_key
 
 FOLDER = "drivers"
 MAX_BIDS = 20

@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from jobs.job import JobRecord
-from jobs.shared_prompts import NOT_SHARED, SharedPrompt
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
 

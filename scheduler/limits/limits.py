@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jobs.run.records import Progress
+    from swiftbatch.jobs.run.records import Progress
 
 HOUR = 3600.0
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from jobs.job import JobRecord
-from jobs.run.run import Run, RunError
-from scheduler.driver.backlog import count_jobs, write_cancelled
-from scheduler.driver.heartbeat import STALE_SECONDS, liveness
-from scheduler.driver.hold import Hold
-from scheduler.driver.shards.sharding import finish_shards
-from scheduler.driver.takeover import RunTakenError, has_begun
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.scheduler.driver.backlog import count_jobs, write_cancelled
+from swiftbatch.scheduler.driver.heartbeat import STALE_SECONDS, liveness
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.shards.sharding import finish_shards
+from swiftbatch.scheduler.driver.takeover import RunTakenError, has_begun
 
 POLL_SECONDS = 0.1
 

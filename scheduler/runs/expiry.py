@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jobs.run.results import error_line
-from jobs.run.run import Run
-from scheduler.driver.hold import Hold
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.hold import Hold
 
 EXPIRED = "batch_expired"  # the error code of a job that did not end in time, as OpenAI has it
 MESSAGE = "This request could not be executed before the completion window expired."

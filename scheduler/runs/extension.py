@@ -6,19 +6,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jobs.checkpoints.inheritance import inherit
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.store import AttemptRecord, CheckpointStore
-from jobs.checkpoints.token_log import TokenLog
-from jobs.identity import Identity
-from jobs.job import JobRecord
-from jobs.logprobs import TokenLogprobs
-from jobs.run.results import tokens_sha256
-from metrics.report.attempts import parsed_history
-from scheduler.driver.hold import Hold
-from worker.caches.room import KVRoom, KVRoomError
-from worker.model.files import ModelFiles
+from swiftbatch.jobs.checkpoints.inheritance import inherit
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.store import AttemptRecord, CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.results import tokens_sha256
+from swiftbatch.metrics.report.attempts import parsed_history
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.worker.caches.room import KVRoom, KVRoomError
+from swiftbatch.worker.model.files import ModelFiles
 
 Line = dict[str, Any]
 

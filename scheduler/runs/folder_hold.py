@@ -18,15 +18,14 @@ import time
 from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
-
-from jobs.checkpoints.timeline import Moment
-from jobs.run.records import ProcessKey
-from jobs.run.run_files import RunError, pretty, read_model
-from jobs.storage.store import Store, StoreError
-from metrics.report.clock import date
-from scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
-from scheduler.process.identity import own_key
-from scheduler.process.streams import Lines
+from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.run.records import ProcessKey
+from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.metrics.report.clock import date
+from swiftbatch.scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
+from swiftbatch.scheduler.process.identity import own_key
+from swiftbatch.scheduler.process.streams import Lines
 
 POLL_SECONDS = 2.0
 

@@ -7,12 +7,12 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from jobs.input.columns import Columns
-from jobs.input.input_file import odd_kind
-from jobs.input.places import at_hand, found_files
-from jobs.input.reader import JobReader
-from jobs.job import JobUrl
-from jobs.storage.store import Store
+from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.input_file import odd_kind
+from swiftbatch.jobs.input.places import at_hand, found_files
+from swiftbatch.jobs.input.reader import JobReader
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.storage.store import Store
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LOST_AND_FOUND = "lost+found"  # a file system's own, which it lets nobody read

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jobs.input.job_line import JobLine
-from jobs.input.reader import Reject
-from jobs.job import JobRecord
-from jobs.repetition import RepetitionDetection
-from jobs.sampling import SamplingParams
-from jobs.shared_prompts import prompt_keys
-from worker.caches.room import KVRoom, KVRoomError
-from worker.constraints.definitions import StructureError
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
+from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.repetition import RepetitionDetection
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.shared_prompts import prompt_keys
+from swiftbatch.worker.caches.room import KVRoom, KVRoomError
+from swiftbatch.worker.constraints.definitions import StructureError
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
 
 
 @dataclass(frozen=True)

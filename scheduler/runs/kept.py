@@ -5,14 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.run.records import RunState
-from jobs.run.run import Run
-from jobs.run.run_files import NUM_READERS
-from jobs.storage.store import Store
-from scheduler.display.summary import counted
-from scheduler.driver.backlog import count_jobs
-from scheduler.driver.hold import Hold
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.run.records import RunState
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.display.summary import counted
+from swiftbatch.scheduler.driver.backlog import count_jobs
+from swiftbatch.scheduler.driver.hold import Hold
 
 FOLDER = "checkpoints"
 

@@ -7,33 +7,33 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from jobs.run.records import RunState
-from jobs.run.run import Run, RunManifest
-from jobs.storage.retries import Retries
-from jobs.storage.store import StoreError
-from jobs.storage.uris import local_path
-from metrics.driver_counters import DriverCounters
-from scheduler.cluster.actors import WorkerSpec
-from scheduler.cluster.cluster import Cluster, ClusterError, connect
-from scheduler.cluster.watch import ClusterLostError
-from scheduler.display.display import Display
-from scheduler.display.end_events import LimitReached, ShardWritten
-from scheduler.display.job_events import LineDamaged
-from scheduler.driver.backlog import count_jobs, load_queue
-from scheduler.driver.context import Context
-from scheduler.driver.driver import Driver, DriverError
-from scheduler.driver.endpoint import served_metrics
-from scheduler.driver.fleet import Fleet
-from scheduler.driver.hold import Hold
-from scheduler.driver.job_queue import JobQueue
-from scheduler.driver.shards.sharding import finish_shards
-from scheduler.limits.limits import Spending
-from scheduler.process.interruption import held
-from scheduler.runs.manifest import computation_of, with_absolute_folders
-from scheduler.runs.settings import Settings
-from worker.caches.room import check_folder
-from worker.config import EngineConfig
-from worker.drafters.catalogue import check_parts
+from swiftbatch.jobs.run.records import RunState
+from swiftbatch.jobs.run.run import Run, RunManifest
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.jobs.storage.uris import local_path
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.actors import WorkerSpec
+from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect
+from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.display.display import Display
+from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
+from swiftbatch.scheduler.display.job_events import LineDamaged
+from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.driver import Driver, DriverError
+from swiftbatch.scheduler.driver.endpoint import served_metrics
+from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.shards.sharding import finish_shards
+from swiftbatch.scheduler.limits.limits import Spending
+from swiftbatch.scheduler.process.interruption import held
+from swiftbatch.scheduler.runs.manifest import computation_of, with_absolute_folders
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.caches.room import check_folder
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.drafters.catalogue import check_parts
 
 
 @dataclass(frozen=True)

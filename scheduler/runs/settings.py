@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from scheduler.limits.limits import Limits
-from worker.config import CheckpointSettings
+from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.worker.config import CheckpointSettings
 
 if TYPE_CHECKING:
-    from jobs.shards.settings import ShardSettings
-    from jobs.storage.retries import Retries
+    from swiftbatch.jobs.shards.settings import ShardSettings
+    from swiftbatch.jobs.storage.retries import Retries
 
 START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon
 WORKER_TIMEOUT = 120.0  # seconds without a report
@@ -43,6 +43,6 @@ class Settings:
     @property
     def start_retries(self) -> Retries:
         """Of the store, until something runs."""
-        from jobs.storage.retries import Retries
+        from swiftbatch.jobs.storage.retries import Retries
 
         return Retries(min(START_RETRY_SECONDS, self.checkpoints.store_retry_seconds))

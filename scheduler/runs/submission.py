@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from jobs.errors import UserError
-from jobs.input.columns import Columns
-from jobs.input.reader import Reject
-from jobs.job import JobRecord, JobUrl
-from jobs.repetition import loop_guard
-from jobs.run.priorities import set_priorities
-from jobs.run.run import Run, RunError, RunManifest
-from jobs.shards.settings import ask_for_shards
-from scheduler.driver.hold import Hold
-from scheduler.runs.job_files import read_job_files
-from scheduler.runs.job_records import make_records
-from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
-from scheduler.runs.settings import Settings
-from worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
-from worker.model.files import ModelFiles, locate_model
-from worker.model.text import TextCodec
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import JobRecord, JobUrl
+from swiftbatch.jobs.repetition import loop_guard
+from swiftbatch.jobs.run.priorities import set_priorities
+from swiftbatch.jobs.run.run import Run, RunError, RunManifest
+from swiftbatch.jobs.shards.settings import ask_for_shards
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.runs.job_files import read_job_files
+from swiftbatch.scheduler.runs.job_records import make_records
+from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.text import TextCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.job import JobRecord
-from jobs.run.run import Run, RunError
-from scheduler.driver.heartbeat import current_progress
-from scheduler.runs.cancellation import find_jobs
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.runs.cancellation import find_jobs
 
 POLL_SECONDS = 1.0
 TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
@@ -20,8 +20,8 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
     Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
     """
-    from worker.model.files import locate_model
-    from worker.model.text import TextCodec
+    from swiftbatch.worker.model.files import locate_model
+    from swiftbatch.worker.model.text import TextCodec
 
     record = _find_choice(run, custom_id, choice)
     checkpoints = CheckpointStore.of(run)

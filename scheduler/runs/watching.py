@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 
-from jobs.run.run import Progress, Run
-from scheduler.display.display import Display
-from scheduler.display.events import DriverAwaited, DriverSilent
-from scheduler.driver.backlog import count_jobs
-from scheduler.driver.heartbeat import beat_seconds, current_progress, liveness, with_counts
+from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.scheduler.display.display import Display
+from swiftbatch.scheduler.display.events import DriverAwaited, DriverSilent
+from swiftbatch.scheduler.driver.backlog import count_jobs
+from swiftbatch.scheduler.driver.heartbeat import beat_seconds, current_progress, liveness, with_counts
 
 
 def watch(run: Run, display: Display) -> Progress:

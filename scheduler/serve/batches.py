@@ -9,16 +9,25 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from jobs.input.places import joined
-from jobs.job import JobUrl
-from jobs.run.line_files import DAMAGED
-from jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty, read_model
-from jobs.storage.store import Store
-from scheduler.process.streams import Lines
-from scheduler.serve.ids import is_batch_id, new_batch_id
-from scheduler.serve.pages import Catalogue, Order
-from scheduler.serve.records import BATCH, BATCHES, CANCEL, ENDED, BatchRecord, Cancellation, Ended, read_record
-from scheduler.serve.refusals import no_such_batch
+from swiftbatch.jobs.input.places import joined
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.run.line_files import DAMAGED
+from swiftbatch.jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty, read_model
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.ids import is_batch_id, new_batch_id
+from swiftbatch.scheduler.serve.pages import Catalogue, Order
+from swiftbatch.scheduler.serve.records import (
+    BATCH,
+    BATCHES,
+    CANCEL,
+    ENDED,
+    BatchRecord,
+    Cancellation,
+    Ended,
+    read_record,
+)
+from swiftbatch.scheduler.serve.refusals import no_such_batch
 
 
 @dataclass

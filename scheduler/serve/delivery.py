@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.input.json_lines import dump_line
-from jobs.input.reader import Reject
-from jobs.run.output import temporary_file
-from jobs.run.run import Run
-from scheduler.driver.backlog import CANCELLED, num_completion_tokens
-from scheduler.runs.expiry import EXPIRED
-from scheduler.serve.batches import Batch
-from scheduler.serve.files import Files
-from scheduler.serve.ids import Delivery, delivered_file_id
-from scheduler.serve.records import Counts
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.run.output import temporary_file
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
+from swiftbatch.scheduler.runs.expiry import EXPIRED
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.files import Files
+from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id
+from swiftbatch.scheduler.serve.records import Counts
 
 BATCH_CANCELLED = "batch_cancelled"  # what OpenAI calls the code of such a line
 INVALID = "invalid_request"

@@ -6,13 +6,12 @@ from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
-
-from jobs.frozen import Strict
-from jobs.input.forms import MAX_PRIORITY
-from jobs.input.reasons import FieldError, reasons
-from jobs.job import JobUrl
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.windows import window_seconds
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.forms import MAX_PRIORITY
+from swiftbatch.jobs.input.reasons import FieldError, reasons
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.windows import window_seconds
 
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, Literal, Protocol, TypeVar
 
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 Order = Literal["asc", "desc"]
 

@@ -6,14 +6,14 @@ import functools
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.job_names import JobName, job_names
-from jobs.run.job_table import paths
-from jobs.run.run import Run
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.job_names import JobName, job_names
+from swiftbatch.jobs.run.job_table import paths
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
-    from worker.model.text import TextCodec
+    from swiftbatch.worker.model.text import TextCodec
 
 NUM_KNOWN_RUNS = 8  # whose names stay in memory: pages and clients ask again and again
 
@@ -53,7 +53,7 @@ def _names(uri: str, _tables: tuple[str, ...]) -> tuple[JobName, ...]:
 
 @functools.lru_cache(maxsize=2)
 def _codec(model: str) -> TextCodec:
-    from worker.model.files import locate_model
-    from worker.model.text import TextCodec
+    from swiftbatch.worker.model.files import locate_model
+    from swiftbatch.worker.model.text import TextCodec
 
     return TextCodec(locate_model(model))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from html import escape
 
-from jobs.storage.store import Store
+from swiftbatch.jobs.storage.store import Store
 
 RUNS = "the folder of runs"
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
-
-from jobs.checkpoints.timeline import Moment
-from jobs.frozen import Frozen
-from jobs.job import JobUrl
-from jobs.run.line_files import NO_FILE
-from jobs.run.run_files import DamagedError, Model, read_model
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.run.line_files import NO_FILE
+from swiftbatch.jobs.run.run_files import DamagedError, Model, read_model
+from swiftbatch.jobs.storage.store import Store
 
 Purpose = Literal["batch", "batch_output"]
 EndState = Literal["completed", "failed", "expired", "cancelled"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jobs.errors import UserError
+from swiftbatch.jobs.errors import UserError
 
 
 class RefusedError(UserError):

@@ -6,27 +6,27 @@ import sys
 import threading
 from collections.abc import Callable
 
-from jobs.errors import UserError
-from jobs.run.run_files import RunError
-from jobs.storage.store import Store
-from metrics.server_counters import ServerCounters
-from scheduler.process.streams import Lines
-from scheduler.serve.batches import Batch, Batches
-from scheduler.serve.driving.course import Stage
-from scheduler.serve.driving.driver_command import DriverOptions
-from scheduler.serve.driving.keeper import Keeper
-from scheduler.serve.driving.standings import Standings
-from scheduler.serve.files import Files
-from scheduler.serve.hooks.hooks import Hooks
-from scheduler.serve.hooks.receivers import Receivers
-from scheduler.serve.keys.api_key import Rights
-from scheduler.serve.keys.keyring import Keyring
-from scheduler.serve.new_batch import NewBatch
-from scheduler.serve.options import ServeOptions
-from scheduler.serve.places import Places
-from scheduler.serve.records import FileRecord
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.status import Status, Watcher, unread_status
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.run_files import RunError
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics.server_counters import ServerCounters
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.driving.course import Stage
+from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
+from swiftbatch.scheduler.serve.driving.keeper import Keeper
+from swiftbatch.scheduler.serve.driving.standings import Standings
+from swiftbatch.scheduler.serve.files import Files
+from swiftbatch.scheduler.serve.hooks.hooks import Hooks
+from swiftbatch.scheduler.serve.hooks.receivers import Receivers
+from swiftbatch.scheduler.serve.keys.api_key import Rights
+from swiftbatch.scheduler.serve.keys.keyring import Keyring
+from swiftbatch.scheduler.serve.new_batch import NewBatch
+from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.serve.places import Places
+from swiftbatch.scheduler.serve.records import FileRecord
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.status import Status, Watcher, unread_status
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 WINDOW = re.compile(r"([0-9]{1,6})([smhd])")

@@ -9,8 +9,8 @@ import ssl
 import threading
 from collections.abc import Callable
 
-from scheduler.webhooks.message import Message
-from scheduler.webhooks.receiver import Receiver
+from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.receiver import Receiver
 
 AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken later
 

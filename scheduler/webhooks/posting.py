@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jobs.run.records import Progress
-from scheduler.display.display import Display
-from scheduler.display.end_events import RunEnded, WebhookFailed
-from scheduler.display.events import Event, RunOpened
-from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp
-from scheduler.webhooks.message import Message
-from scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
-from scheduler.webhooks.sender import Sender
+from swiftbatch.jobs.run.records import Progress
+from swiftbatch.scheduler.display.display import Display
+from swiftbatch.scheduler.display.end_events import RunEnded, WebhookFailed
+from swiftbatch.scheduler.display.events import Event, RunOpened
+from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp
+from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
+from swiftbatch.scheduler.webhooks.sender import Sender
 
 INTERRUPTED_SECONDS = 5.0  # for the last message, where somebody wants the command to end
 STOPPED = 2  # the exit code of a command that can't go on

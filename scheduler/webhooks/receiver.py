@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
-from jobs.errors import UserError
+from swiftbatch.jobs.errors import UserError
 
 SECRET_VARIABLE = "SWIFTBATCH_WEBHOOK_SECRET"
 PREFIX = "whsec_"

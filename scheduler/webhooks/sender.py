@@ -7,11 +7,10 @@ import time
 from collections import deque
 from functools import partial
 
+from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.post import PostError, RefusedError, post
+from swiftbatch.scheduler.webhooks.receiver import Receiver
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
-
-from scheduler.webhooks.message import Message
-from scheduler.webhooks.post import PostError, RefusedError, post
-from scheduler.webhooks.receiver import Receiver
 
 TRY_SECONDS = 5.0
 MESSAGE_SECONDS = 60.0  # in which a message is tried while the run goes on

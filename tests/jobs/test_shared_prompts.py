@@ -6,11 +6,10 @@ from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from jobs.job import Job, JobRecord
-from jobs.run.job_table import from_parquet, to_parquet
-from jobs.sampling import SamplingParams
-from jobs.shared_prompts import KEY_TOKENS, NOT_SHARED, prompt_keys, shared_prompts
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.job_table import from_parquet, to_parquet
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.shared_prompts import KEY_TOKENS, NOT_SHARED, prompt_keys, shared_prompts
 
 BOOK = list(range(10 * KEY_TOKENS))
 

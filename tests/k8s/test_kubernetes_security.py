@@ -9,10 +9,10 @@ import sys
 
 import pytest
 from packaging.requirements import Requirement
+from swiftbatch.worker.bench.gpu.sizing import MODELS
+from swiftbatch.worker.caches.memory.plan import slot_capacity
 
 from tests.k8s.kubernetes_parts import OVERLAYS, ROOT, Object, one, pods, render
-from worker.memory.plan import slot_capacity
-from worker.memory.sizing import MODELS
 
 WRITABLE = {"/tmp", "/home/swiftbatch"}
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from swiftbatch.metrics import reference
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
+from swiftbatch.metrics.grafana import build
 
-from metrics import reference
-from metrics.counters import EngineCounters
-from metrics.driver_counters import DriverCounters
-from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
-from metrics.grafana import build
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
 from tests.metrics.prometheus_server import binary
 
@@ -29,13 +29,13 @@ def exported_names() -> set[str]:
 
 def test_the_reference_is_not_stale() -> None:
     page = (METRICS / "REFERENCE.md").read_text()
-    assert page == reference.render(), "write it again: python -m metrics.reference"
+    assert page == reference.render(), "write it again: python -m swiftbatch.metrics.reference"
 
 
 @pytest.mark.parametrize("board", build.BOARDS, ids=lambda board: board.name)
 def test_a_dashboard_file_is_not_stale(board: build.Board) -> None:
     page = (METRICS / "grafana" / f"{board.name}.json").read_text()
-    assert page == build.render(board), "write it again: python -m metrics.grafana.build"
+    assert page == build.render(board), "write it again: python -m swiftbatch.metrics.grafana.build"
 
 
 def test_there_is_a_file_for_each_dashboard_and_no_other() -> None:

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
-from metrics import endpoint
-from metrics.counters import EngineCounters
-from metrics.driver_counters import DriverCounters
-from metrics.endpoint import MetricsError, serve
-from metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
+from swiftbatch.metrics import endpoint
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.endpoint import MetricsError, serve
+from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 

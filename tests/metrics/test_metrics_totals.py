@@ -9,25 +9,25 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.retries import NO_RETRIES
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics import discovery
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.endpoint import own_host
+from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
+from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.driver.census import Census
+from swiftbatch.scheduler.driver.endpoint import served_metrics
+from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.work import Orders
 
-from jobs.run.run import Run
-from jobs.storage.retries import NO_RETRIES
-from jobs.storage.store import Store
-from metrics import discovery
-from metrics.counters import EngineCounters
-from metrics.driver_counters import DriverCounters
-from metrics.endpoint import own_host
-from metrics.exporter import DriverCollector, EngineCollector, Labels
-from scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from scheduler.cluster.cluster import Cluster
-from scheduler.driver.census import Census
-from scheduler.driver.endpoint import served_metrics
-from scheduler.driver.fleet import Fleet, Worker
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_context
 from tests.worker.session.session_parts import claimed, record, session, to_the_end, until
-from worker.config import EngineConfig
-from worker.session.work import Orders
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="driver")
 

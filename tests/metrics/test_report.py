@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.run.records import DriverClaim
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run, WorkerStatus
+from swiftbatch.metrics.report.clock import clock, ticks
+from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
+from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, gather
+from swiftbatch.metrics.report.gantt import gantt
+from swiftbatch.metrics.report.page import MAX_JOBS, render
+from swiftbatch.metrics.report.stretches import job_pace, stretches
+from swiftbatch.metrics.report.summary import summary
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.input.reader import Reject
-from jobs.run.records import DriverClaim
-from jobs.run.results import error_line
-from jobs.run.run import Run, WorkerStatus
-from metrics.report.clock import clock, ticks
-from metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
-from metrics.report.facts import EXCERPT_CHARACTERS, gather
-from metrics.report.gantt import gantt
-from metrics.report.page import MAX_JOBS, render
-from metrics.report.stretches import job_pace, stretches
-from metrics.report.summary import summary
 from tests.jobs.run.run_parts import PROGRESS
 from tests.metrics.report_parts import (
     BEGIN,
@@ -275,8 +275,8 @@ def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monk
         finish(run, job, [attempt(1, "w1", BEGIN, timeline(BEGIN, 10.0, 0, 1000))], BEGIN + 10)
     run.write_error(jobs[8].job_id, error_line(jobs[8], "attempts_failed", "given up"))
     assert MAX_JOBS >= 500
-    monkeypatch.setattr("metrics.report.page.MAX_JOBS", 3)
-    monkeypatch.setattr("metrics.report.gantt.MAX_BARS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.page.MAX_JOBS", 3)
+    monkeypatch.setattr("swiftbatch.metrics.report.gantt.MAX_BARS", 5)
     page = page_of(run)
     assert [f'id="job-{number}"' in page for number in (1, 2, 3, 9)] == [True, True, False, True]
     assert "3 of 9 are listed" in page

@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
+from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.worker.session.work import Orders
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
-from jobs.checkpoints.writer import CheckpointWriter
-from jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
 from tests.metrics.report_parts import facts_of, timeline
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
-from worker.session.work import Orders
 
 
 def test_marks_stay_few_and_even_however_long_an_attempt_runs() -> None:

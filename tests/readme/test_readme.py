@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from swiftbatch.metrics.discovery import PATH
 
-from metrics.discovery import PATH
 from tests.readme.command_lines import FENCE, PAGES, ROOT, page, section, spans, table
 
 README = page("README.md")
@@ -42,7 +42,7 @@ def missing_files(text: str) -> list[str]:
 def test_the_files_of_the_map_are_where_it_says() -> None:
     assert missing_files(STRUCTURE) == []
     assert len(re.findall(r"`[\w/]+\.py`", STRUCTURE)) > 40
-    text = "`jobs/`: `job.py`, `worker/engine.py`, `job.py`; `jobs/reader.py`; `jobs/run/` has `run.py`"
+    text = "`jobs/`: `job.py`, `worker/engine/engine.py`, `job.py`; `jobs/reader.py`; `jobs/run/` has `run.py`"
     assert missing_files(text) == ["job.py", "jobs/reader.py"]
 
 

@@ -11,29 +11,29 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
+from swiftbatch.jobs.checkpoints.state_file import encode_state
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
+from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.job import MAX_SLUG
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE
+from swiftbatch.scheduler.driver.takeover import Epoch
+from swiftbatch.worker.caches.room import bytes_per_position
+from swiftbatch.worker.config import CheckpointSettings
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
+from swiftbatch.worker.model.files import EMBEDDED
+from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES
 
-from jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
-from jobs.checkpoints.state_file import encode_state
-from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import TokenLog, encode_log
-from jobs.checkpoints.writer import CheckpointWriter
-from jobs.identity import Identity
-from jobs.job import MAX_SLUG
-from jobs.run.run import Run
-from jobs.storage.store import Store
-from scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE
-from scheduler.driver.takeover import Epoch
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, output_ids, tokens_at
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.metrics.report_parts import timeline
 from tests.readme.command_lines import page, section, table
-from worker.caches.room import bytes_per_position
-from worker.config import CheckpointSettings
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.exactness.doctor import NUM_PROBED_ROWS
-from worker.model.files import EMBEDDED
-from worker.session.checkpointing import MAX_SEGMENT_BYTES
 
 SIZING = page("docs/sizing.md")
 PROSE = " ".join(SIZING.split())

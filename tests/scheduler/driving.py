@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.run.records import WorkerStatus
-from jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run import Run, RunError
 
 DEADLINE_SECONDS = 500
 
@@ -62,7 +62,7 @@ class Driver:
 
 
 def swiftbatch(*args: str) -> list[str]:
-    return [sys.executable, "-m", "scheduler.cli", *args]
+    return [sys.executable, "-m", "swiftbatch.scheduler.cli", *args]
 
 
 def bodies(run: Path) -> dict[str, dict[str, Any]]:

@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.thinking import ThinkingRule
+from swiftbatch.worker.constraints.thought import Markers, Thinking
+from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.drawing.adjustments import penalise
+from swiftbatch.worker.drawing.drawing import masked_by
+from swiftbatch.worker.drawing.rules import Rule
+from swiftbatch.worker.drawing.sampling import TokenSampler, process
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import walk
 
-from jobs.sampling import SamplingParams
 from tests.worker.constraints.words import allowed_behind, grammar
-from worker.adjustments import penalise
-from worker.constraints.base import Rule
-from worker.constraints.thinking import ThinkingRule
-from worker.constraints.thought import Markers, Thinking
-from worker.constraints.tree import Constraints
-from worker.drawing import masked_by
-from worker.sampling import TokenSampler, process
-from worker.sequence import Sequence
-from worker.tree import DraftTree
-from worker.verification import walk
 
 VOCAB = 6
 NUM_TRIALS = 6_500

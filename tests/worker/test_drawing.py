@@ -8,17 +8,17 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
+from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
+from swiftbatch.worker.drawing.sampling import TokenSampler, process
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import Walk
 
-from jobs.run.dtypes import LogprobsMode
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.target.cuda.checked_graph import CheckedGraph
-from worker.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
-from worker.sampling import TokenSampler, process
-from worker.sequence import Sequence
-from worker.target.cuda.drawing import CudaDrawing
-from worker.tree import ROOT, DraftTree
-from worker.verification import Walk
 
 VOCAB = 40
 PENALISED = {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.5, "penalty_window": 6}

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.repetition import RepetitionDetection
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from swiftbatch.worker.constraints.thinking import ThinkingRule
+from swiftbatch.worker.constraints.thought import Thinking
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.repetition import RepetitionDetection
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_repetition import ends_in_a_loop
-from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from worker.constraints.thinking import ThinkingRule
-from worker.constraints.thought import Thinking
-from worker.engine import Engine
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 SCHEMA = {
     "type": "object",

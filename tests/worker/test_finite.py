@@ -13,25 +13,26 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
+from swiftbatch.worker.bench.text import text_tokens
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drawing.finite import NotFiniteError, check_finite
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.health import check_model
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
-from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
-from worker.bench.engine import BenchError
-from worker.bench.long.long import LongBenchOptions, run_long_bench
-from worker.bench.text import text_tokens
-from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter, DraftRequest
-from worker.engine import Engine
-from worker.model.files import ModelError, locate_model
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.finite import NotFiniteError, check_finite, check_model
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
-from worker.tree import ROOT, DraftTree
 
 NAN, INF = float("nan"), float("inf")
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": [40, 41, 42, 43]}

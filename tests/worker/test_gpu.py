@@ -8,22 +8,22 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.gpu_room import slots_wanted
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.exactness.doctor import diagnose
+from swiftbatch.worker.kernels.cuda.graph import CudaGraph
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from worker.config import Computation
-from worker.drafters.catalogue import ENGINES
-from worker.drafters.gpu_room import slots_wanted
-from worker.engine import Engine
-from worker.exactness.doctor import diagnose
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.cuda.graph import CudaGraph
-from worker.target.target import TargetModel
 
 pytestmark = [
     pytest.mark.gpu,

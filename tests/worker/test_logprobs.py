@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
+from swiftbatch.worker.drawing.drawing import TorchDrawing
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 from transformers import AutoModelForCausalLM
 
-from jobs.logprobs import NO_TOKEN, TokenLogprobs
-from jobs.run.dtypes import LogprobsMode
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_exactness import PROMPTS
-from worker.drafters.catalogue import ENGINES, create_drafter
-from worker.drawing import TorchDrawing
-from worker.engine import Engine
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 NUM_TOKENS, NUM_TOP = 40, 3
 RAW: LogprobsMode = "raw_logprobs"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from worker.noise import BLOCK, GumbelNoise, gumbel_block, philox4x32
+from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise, gumbel_block, philox4x32
 
 
 @pytest.mark.parametrize(

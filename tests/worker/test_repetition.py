@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from jobs.repetition import RepetitionDetection, loop_guard
-from worker import repetition
-from worker.repetition import LoopDetector
+from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
+from swiftbatch.worker.engine import repetition
+from swiftbatch.worker.engine.repetition import LoopDetector
 
 GUARD = loop_guard("stop") or RepetitionDetection()
 

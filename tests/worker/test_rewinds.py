@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.repetition import rewind_seed
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.stopping import may_rewind, rewound
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.checkpoints.token_log import Rewind
-from jobs.repetition import rewind_seed
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_exactness import PROMPTS, decode
 from tests.worker.test_repetition import ends_in_a_loop
-from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
-from worker.engine import Engine
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.stopping import may_rewind, rewound
-from worker.target.target import TargetModel
 
 NUM_TOKENS = 64
 LOOP = {"max_pattern_size": 32, "min_count": 2, "action": "rewind", "max_rewinds": 2}

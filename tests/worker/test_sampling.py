@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers.generation import logits_process as reference
-
-from jobs.sampling import SamplingParams
-from worker.adjustments import PenaltyWindow, penalise
-from worker.noise import GumbelNoise
-from worker.sampling import (
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.adjustments import PenaltyWindow, penalise
+from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.drawing.sampling import (
     draw,
     keep_eta,
     keep_min_p,
@@ -21,7 +19,8 @@ from worker.sampling import (
     running_sum,
     running_sum_in_any_order,
 )
-from worker.sequence import Sequence
+from swiftbatch.worker.drawing.sequence import Sequence
+from transformers.generation import logits_process as reference
 
 VOCAB = 500
 

@@ -7,17 +7,17 @@ import math
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.drafters.tokenswift.digit_tree import Sources, digit_tree
+from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
+from swiftbatch.worker.drawing.adjustments import only_allowed, penalise
+from swiftbatch.worker.drawing.sampling import TokenSampler, process
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import walk
 
-from jobs.sampling import SamplingParams
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TEXTS, TREE, VOCAB, gate, ours, plain_steps, rows_of
-from worker.adjustments import only_allowed, penalise
-from worker.constraints.tree import Constraints
-from worker.drafters.tokenswift.digit_tree import Sources, digit_tree
-from worker.drafters.tokenswift.ngram_table import NgramTable
-from worker.sampling import TokenSampler, process
-from worker.sequence import Sequence
-from worker.tree import DraftTree
-from worker.verification import walk
 
 
 def paper_tree() -> DraftTree:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.stopping import StopRule, text_of
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.texts.library_text import LibraryText
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters.catalogue import create_drafter
-from worker.engine import Engine
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.stopping import StopRule, text_of
-from worker.target.target import TargetModel
-from worker.texts.library_text import LibraryText
 
 
 def spell(token_ids: list[int]) -> str:

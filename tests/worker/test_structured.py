@@ -8,18 +8,18 @@ from typing import Any
 
 import jsonschema
 import pytest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.constraints.tree import NOTHING_LEFT
+from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.bench.variants import create_bench_drafter
-from worker.constraints.tree import NOTHING_LEFT
-from worker.drafters.base import DraftRequest
-from worker.engine import Engine
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
 
 PROMPT = "The parish register says of the miller, in JSON: "
 SCHEMA: dict[str, Any] = {

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 from transformers import AutoModelForCausalLM
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters.catalogue import create_drafter
-from worker.engine import Engine
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 NUM_TOKENS = 500
 TIE = 1e-4  # logits closer than this may be ordered either way by rounding

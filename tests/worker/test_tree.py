@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from worker.caches.full import CacheShape, FullKVCache
-from worker.target.tiles import BLOCK, TILE_ROWS, chain_rows, max_tree_depth, pack_tiles, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.target.tiles import chain_rows, max_tree_depth, pack_tiles, tree_rows
 
 SHAPE = CacheShape(2, 1, 4, torch.float32, torch.device("cpu"))
 TREE = DraftTree([10, 11, 12, 13, 14], [-1, -1, 0, 2, 1])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-
-from jobs.errors import UserError
-from worker.caches.full import FullKVCache
-from worker.engine import Engine
-from worker.sequence import Sequence
-from worker.verification import Verification
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.engine.engine import Engine
 
 
 class BenchError(UserError):

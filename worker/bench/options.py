@@ -11,16 +11,15 @@ import numpy as np
 import torch
 import transformers
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
-
-from jobs.frozen import Frozen
-from jobs.run.dtypes import Device, Dtype
-from worker.bench.engine import BenchError
-from worker.caches.room import check_folder
-from worker.config import Computation
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelFiles
-from worker.target.hardware import cpu_capability
-from worker.target.target import TargetModel
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.dtypes import Device, Dtype
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.room import check_folder
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.hardware import cpu_capability
+from swiftbatch.worker.target.target import TargetModel
 
 
 def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,15 +7,14 @@ import os
 from pathlib import Path
 
 import numpy as np
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.engine import BenchEngine, BenchError
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 from transformers import AutoTokenizer
-
-from jobs.sampling import SamplingParams
-from worker.bench.engine import BenchEngine, BenchError
-from worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
-from worker.model.files import ModelFiles
-from worker.sequence import Sequence
-from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
 
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "

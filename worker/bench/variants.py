@@ -6,18 +6,18 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from worker.bench.caches.importance import ImportanceKVCache
-from worker.bench.caches.retrieval import RetrievalKVCache
-from worker.drafters.base import Drafter
-from worker.drafters.catalogue import ENGINES, DrafterFactory
-from worker.drafters.griffin.griffin import GriffinOptions, griffin
-from worker.drafters.recycling.static_recycling import StaticTokenRecyclingDrafter
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.triforce.triforce import TriForceOptions, triforce
-from worker.memory.plan import SlotsWanted
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
+from swiftbatch.worker.drafters.recycling.static_recycling import StaticTokenRecyclingDrafter
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 TOKENSWIFT_PAPER = TokenSwiftOptions(cache=ImportanceKVCache, budget=4096, draft_rounds=1, recycles=False)
 TRIFORCE_PAPER = TriForceOptions(cache=RetrievalKVCache, budget=4096, gammas=(2, 6))

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from worker.caches.copies import Staging
-from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, KVSource
-from worker.caches.room import GB, KVRoomError, TooLongError
-from worker.memory.plan import slot_capacity
+from swiftbatch.worker.caches.copies import Staging
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, KVSource
+from swiftbatch.worker.caches.memory.plan import slot_capacity
+from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
 MoveRows = Callable[[int, int, Sequence[int]], None]
 """(slot, entry of a root, nodes of the accepted path): these move next to the root, as `keep_path` has it."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-
-from worker.caches.entries import Entries
-from worker.caches.full import FullKVCache
-from worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.entries import Entries
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED
 
 PARTS = {"keys": 0, "values": 1}
 

@@ -7,8 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-
-from worker.caches.full import CacheShape, FullKVCache, keep_path
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache, keep_path
 
 
 class Keys(Protocol):

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from worker.caches.huge_pages import ask_for_huge_pages
-from worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
+from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 
 
 @dataclass(frozen=True)

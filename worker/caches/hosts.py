@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-from worker.caches.copies import CudaLane
-from worker.caches.full import CacheShape
-from worker.caches.huge_pages import ask_for_huge_pages
-from worker.caches.room import GB, KVRoomError
+from swiftbatch.worker.caches.copies import CudaLane
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.caches.room import GB, KVRoomError
 
 BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct reads ask for, whatever its size
 

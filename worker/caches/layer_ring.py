@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from worker.caches.copies import Computation, CopyLane, Event
-from worker.caches.full import CacheShape
-from worker.caches.room import RING_LAYERS
+from swiftbatch.worker.caches.copies import Computation, CopyLane, Event
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 NO_LAYER = -1
 

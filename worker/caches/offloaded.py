@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-
-from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from worker.caches.hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from swiftbatch.worker.caches.hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost
 
 
 class OffloadedKVCache(FullKVCache):

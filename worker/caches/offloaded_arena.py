@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-
-from worker.caches.arena import ArenaKVCache, KVArena, SlotLease
-from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from worker.caches.hosts import PinnedMemory
-from worker.caches.layer_ring import LayerRing, Streams, Visit
-from worker.caches.room import MEMORY, KVRoom
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena, SlotLease
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from swiftbatch.worker.caches.hosts import PinnedMemory
+from swiftbatch.worker.caches.layer_ring import LayerRing, Streams, Visit
+from swiftbatch.worker.caches.room import MEMORY, KVRoom
 
 
 class OffloadedArena(KVArena):

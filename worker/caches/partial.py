@@ -8,11 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from worker.sequence import Sequence
-from worker.target.tiles import BLOCK
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.sizes import BLOCK
 
 CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
 NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)

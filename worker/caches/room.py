@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import UserError
+from swiftbatch.jobs.errors import UserError
 
 MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
-RING_LAYERS = 2  # of caches outside a GPU that are on it at a time: one is used while the next comes
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 

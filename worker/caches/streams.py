@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from worker.caches.copies import Event
+from swiftbatch.worker.caches.copies import Event
 
 
 class ComputingStream:

@@ -11,12 +11,11 @@ import math
 
 import numpy as np
 import torch
-
-from worker.caches.chunk_means import ChunkMeans, chunk_scores
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED, PartialCache, Queries, capacity_for
-from worker.sequence import Sequence
+from swiftbatch.worker.caches.chunk_means import ChunkMeans, chunk_scores
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED, PartialCache, Queries, capacity_for
+from swiftbatch.worker.drawing.sequence import Sequence
 
 CHUNK_SIZE = 32
 NUM_RECENT = 256  # newest positions, whole whatever their importance

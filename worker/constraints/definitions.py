@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from jobs.structure import Structure
-from worker.constraints.base import ConstraintError
-from worker.constraints.schemas import kept_schema
+from swiftbatch.jobs.structure import Structure
+from swiftbatch.worker.constraints.schemas import kept_schema
+from swiftbatch.worker.drawing.rules import ConstraintError
 
 # between the parts of JSON: a blank, or a line end and an indent; a model that drifts into blanks would never come back
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from worker.constraints.base import ConstraintError, num_mask_words, tokens_of
-from worker.constraints.definitions import reason_of, unforced
+from swiftbatch.worker.constraints.definitions import reason_of, unforced
+from swiftbatch.worker.drawing.rules import ConstraintError, num_mask_words, tokens_of
 
 if TYPE_CHECKING:
-    from worker.sequence import Sequence
+    from swiftbatch.worker.drawing.sequence import Sequence
 
 # beyond the library's own: a choice among thousands is one row of items, and time is bounded by fuel all the same
 MAX_ROW_ITEMS, MAX_STEP_ITEMS, STEP_FUEL = 20_000, 500_000, 2_000_000

@@ -6,11 +6,10 @@ import functools
 from typing import Any
 
 import numpy as np
-
-from jobs.structure import Structure
-from worker.constraints.base import ConstraintError, allows
-from worker.constraints.definitions import StructureError, definition_of, is_lark, named_tokens, reason_of
-from worker.constraints.grammar import Grammar
+from swiftbatch.jobs.structure import Structure
+from swiftbatch.worker.constraints.definitions import StructureError, definition_of, is_lark, named_tokens, reason_of
+from swiftbatch.worker.constraints.grammar import Grammar
+from swiftbatch.worker.drawing.rules import ConstraintError, allows
 
 CACHED = 256  # grammars
 

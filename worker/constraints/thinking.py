@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from worker.constraints.base import Constraint, ConstraintError, Rule, mask_of
-from worker.constraints.thought import MISSED, Thinking, Thought
+from swiftbatch.worker.constraints.thought import MISSED, Thinking, Thought
+from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
 
 if TYPE_CHECKING:
-    from worker.sequence import Sequence
+    from swiftbatch.worker.drawing.sequence import Sequence
 
 
 @dataclass(frozen=True)

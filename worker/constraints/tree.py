@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from worker.adjustments import bias_pairs, masked_behind
-from worker.constraints.base import Constraint, ConstraintError, allows, mask_of, tokens_of
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
-from worker.verification import GUESSED, Walk
+from swiftbatch.worker.drawing.adjustments import bias_pairs, masked_behind
+from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, allows, mask_of, tokens_of
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import GUESSED, Walk
 
 FEW = 4  # tokens; where no more may come, one of them is drafted, whatever the drafter says
 MAX_GUESSED = 12  # nodes of a tree that are drafted so

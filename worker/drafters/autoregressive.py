@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from worker.drafters.base import Drafter, DraftRequest
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drawing.tree import DraftTree
 
 
 class AutoregressiveDrafter(Drafter):

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
-from worker.caches.full import FullKVCache
-from worker.sequence import Sequence
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
 
 
 @dataclass(frozen=True)

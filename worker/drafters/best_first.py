@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import TypeVar
 
-from worker.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
 Context = TypeVar("Context")
 Expand = Callable[[Context, int], list[tuple[float, int, Context]]]

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-
-from worker.drafters.looks import LookRhythm
-from worker.target.step_costs import StepCosts
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.drafters.looks import LookRhythm
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.target.step_costs import StepCosts
 
 NODE_CHOICES = (0, 1, 3, 5, 7, 11, 15, 23, 31)
 

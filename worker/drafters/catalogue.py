@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-
-from worker.model.files import (
+from swiftbatch.worker.model.files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
     HEADS_FILE,
@@ -24,10 +23,10 @@ from worker.model.files import (
 )
 
 if TYPE_CHECKING:
-    from worker.drafters.base import Drafter
-    from worker.memory.plan import DraftMemoryOf
-    from worker.target.step_costs import Costs
-    from worker.target.target import TargetModel
+    from swiftbatch.worker.caches.memory.plan import DraftMemoryOf
+    from swiftbatch.worker.drafters.base import Drafter
+    from swiftbatch.worker.target.step_costs import Costs
+    from swiftbatch.worker.target.target import TargetModel
 
 FINGERPRINT = "model_fingerprint"  # in the header of a part's file: of the model that it was trained for
 
@@ -130,7 +129,7 @@ class EngineEntry:
 
 def _function(place: str) -> Any:
     module, function = place.split(":")
-    return getattr(importlib.import_module(f"worker.drafters.{module}"), function)
+    return getattr(importlib.import_module(f"{__package__}.{module}"), function)
 
 
 ENGINES = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from worker.caches.room import ITEM_SIZES
-from worker.drafters.catalogue import EngineEntry, engine_entry
-from worker.memory.plan import NUM_ROWS, SlotsWanted
-from worker.memory.sizes import num_parameters, read_sizes
-from worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.sizes import num_parameters, read_sizes
+from swiftbatch.worker.caches.room import ITEM_SIZES
+from swiftbatch.worker.drafters.catalogue import EngineEntry, engine_entry
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.model.files import ModelFiles, locate_model
 
 
 def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from jobs.sampling import SamplingParams
-from worker.sequence import Sequence
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.sequence import Sequence
 
 MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is the temperature
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import numpy as np
-
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
-from worker.drafters.step_clock import StepClock, together
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs, StepCosts
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
+from swiftbatch.worker.drafters.step_clock import StepClock, together
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # steps: to find shares takes a fifth of a short step; those that stay wait

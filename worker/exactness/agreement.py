@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from worker.target.target import TargetModel
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.target.target import TargetModel
 
 NUM_COMPARED_ROWS = 300
 MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1

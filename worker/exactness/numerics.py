@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jobs.run.records import Exactness
+from swiftbatch.jobs.run.records import Exactness
 
 
 def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:

@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 
 import torch
-
-from worker.caches.full import FullKVCache
-from worker.target.target import TargetModel
-from worker.target.tiles import TILE_ROWS, max_tree_depth, tree_rows
-from worker.tree import ROOT, DraftTree
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 
 NUM_SEQUENCES = 3  # contexts that share the forwards
 CONTEXT_GROWTH = 40  # tokens by which each context grows between two trees, at most

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from jobs.run.records import Exactness
+from swiftbatch.jobs.run.records import Exactness
 
 
 def verdict_key(

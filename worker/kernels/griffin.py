@@ -6,18 +6,14 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from swiftbatch.worker.kernels.angles import Rotary
+from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.rows import Rows
+from swiftbatch.worker.kernels.team import ELEMENTS, Team
+from swiftbatch.worker.kernels.weights import LANES, DecoderSizes, LayerWeights, Linear
 from torch import Tensor
-
-from worker.kernels.angles import Rotary
-from worker.kernels.layers import NativeLayers, check_weights, checked
-from worker.kernels.team import ELEMENTS, Team
-from worker.kernels.weights import LANES, DecoderSizes, LayerWeights, Linear
-
-if TYPE_CHECKING:
-    from worker.target.tiles import SequenceRows
 
 SOURCES = ("feature", "token", "fused")  # in the order of `fusion_source` in source/api.h
 ROLES = {  # in the order of `griffin_role` in source/api.h
@@ -95,7 +91,7 @@ class NativeGriffin:
             address = None if bias is None else bias.data_ptr()
             self._library.griffin_load(self._handle, ROLES[role], weight.data_ptr(), address)
 
-    def forward(self, groups: Sequence[SequenceRows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, groups: Sequence[Rows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Predicted and regressed features of all rows, from the features in front of them and their embeddings.
 
         All are `[num_rows, hidden]` of the model's dtype. Keys and values go to their slots. Raises ValueError.

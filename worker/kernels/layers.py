@@ -5,18 +5,14 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from swiftbatch.worker.kernels.angles import AngleTable, Rotary
+from swiftbatch.worker.kernels.rows import CachePlace, CacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.team import ELEMENTS, Team
+from swiftbatch.worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
 from torch import Tensor
-
-from worker.kernels.angles import AngleTable, Rotary
-from worker.kernels.rows import CachePlace, CacheShape, RowTable
-from worker.kernels.team import ELEMENTS, Team
-from worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
-
-if TYPE_CHECKING:
-    from worker.kernels.rows import Rows
 
 LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
     name: 3 + number

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.rows import CachePlace, CacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
+from swiftbatch.worker.kernels.variants import load_library
+from swiftbatch.worker.kernels.weights import HEAD_DIMS, DecoderWeights
 from torch import Tensor
-
-from worker.kernels.layers import NativeLayers, check_weights, checked
-from worker.kernels.rows import CachePlace, CacheShape, RowTable
-from worker.kernels.team import ELEMENTS, Team, shared_team
-from worker.kernels.variants import load_library
-from worker.kernels.weights import HEAD_DIMS, DecoderWeights
-
-if TYPE_CHECKING:
-    from worker.kernels.rows import Rows
 
 EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.rows import Rows
+from swiftbatch.worker.kernels.weights import DecoderWeights, LayerWeights, Linear
 from torch import Tensor
 from torch.nn.functional import silu
-
-from worker.kernels.angles import angles
-from worker.kernels.weights import DecoderWeights, LayerWeights, Linear
-
-if TYPE_CHECKING:
-    from worker.kernels.rows import Rows
 
 
 class ReferenceDecoder:

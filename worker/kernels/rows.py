@@ -6,20 +6,60 @@ import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from swiftbatch.worker.kernels.sizes import BLOCK
 
-if TYPE_CHECKING:
-    from worker.target.partial_rows import PartialRows
-    from worker.target.tiles import SequenceRows
-
-    Rows = SequenceRows | PartialRows
-
-BLOCK = 64
 MOST_POSITIONS = 2**21
+
+
+class ScannedKeys(Protocol):
+    """Keys of a cache that a call finds by their codes, as the kernels take them."""
+
+    @property
+    def address(self) -> int:
+        """Of their description in memory."""
+
+
+class Rows(Protocol):
+    """Consecutive rows of one sequence, behind a cache: what kernels know of them."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """`[num_rows]`"""
+
+    @property
+    def positions(self) -> list[int]:
+        """`[num_rows]`, as the rotary embedding counts them."""
+
+    @property
+    def first_entry(self) -> int:
+        """The cache entry of the first row; the others follow."""
+
+    @property
+    def boundary(self) -> int:
+        """Entries below it are the prefix that all rows see."""
+
+    @property
+    def tail_entries(self) -> np.ndarray:
+        """`[num_rows, BLOCK]` cache entries of the keys from the boundary on that a row sees."""
+
+    @property
+    def tail_lengths(self) -> list[int]:
+        """`[num_rows]`, how many of them are real."""
+
+    @property
+    def biases(self) -> np.ndarray | None:
+        """`[boundary] float32`, added to the prefix's scores; None where all would be 0."""
+
+    @property
+    def scanned(self) -> ScannedKeys | None:
+        """What rows see beside the entries."""
+
+    def __len__(self) -> int: ...
 
 
 class CRowGroup(ctypes.Structure):

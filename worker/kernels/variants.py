@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.errors import UserError
-from worker.kernels import build
-from worker.kernels.build import is_whole, library_path, variants
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.worker.kernels import build
+from swiftbatch.worker.kernels.build import is_whole, library_path, variants
 
 if TYPE_CHECKING:
-    from worker.kernels.choice import CudaKernels
+    from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},

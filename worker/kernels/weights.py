@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from swiftbatch.worker.kernels.angles import Rotary, frequencies_of
 from torch import Tensor, nn
-
-from worker.kernels.angles import Rotary, frequencies_of
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.chat import Message, TemplateOptions
 
 MAX_WORDS = 500  # characters of another program's error
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-
-from worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
-from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
-from worker.model.digests import weight_files
-from worker.model.files import ModelFiles, read_config
-from worker.model.tensors import read_tensors
+from swiftbatch.worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
+from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.tensors import read_tensors
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SWITCHED_WINDOWS = ("qwen2", "qwen3")  # whose window is not in use unless `use_sliding_window` says so

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from worker.model.faults import GENERATION_FILE, INDEX_FILE, weight_names
+from swiftbatch.worker.model.faults import GENERATION_FILE, INDEX_FILE, weight_names
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEXT_FILES = (

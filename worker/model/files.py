@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import UserError
-from worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
-from worker.model.faults import GENERATION_FILE, config_fault, folder_fault, weights_fault
-from worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
+from swiftbatch.worker.model.faults import GENERATION_FILE, config_fault, folder_fault, weights_fault
+from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.files import ModelError
+from swiftbatch.worker.model.span import FULL, MaskFunction, Span, UnsupportedError, span_of
 from transformers import AttentionInterface, AttentionMaskInterface
-
-from worker.model.causal_lm import decoder_of
-from worker.model.files import ModelError
-from worker.model.span import FULL, MaskFunction, Span, UnsupportedError, span_of
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3

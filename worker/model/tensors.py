@@ -14,9 +14,8 @@ from io import RawIOBase
 from typing import Any, cast
 
 import torch
-
-from worker.model.digests import weight_files
-from worker.model.files import ModelError, ModelFiles
+from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.files import ModelError, ModelFiles
 
 DTYPES = {
     "F64": torch.float64,

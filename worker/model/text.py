@@ -8,23 +8,23 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from jobs.chat import Message, TemplateOptions
-from jobs.job import Job
-from jobs.run.dtypes import ThinkingMarkers
-from jobs.sampling import SamplingParams
-from worker.constraints.base import ConstraintError, Rule
-from worker.constraints.grammar_tokenizer import GrammarTokenizer
-from worker.constraints.thinking import ThinkingRule
-from worker.constraints.thought import Markers, Opening, Thinking
-from worker.model.chat_template import ChatTemplate, words_of
-from worker.model.files import ModelError, ModelFiles, eos_token_ids_of, read_config
-from worker.model.thinking import markers_of
-from worker.model.token_length import max_chars_per_token
-from worker.texts.base import OutputText
-from worker.texts.byte_text import ByteText
-from worker.texts.decoder_steps import DecoderSteps, steps_of
-from worker.texts.library_text import LibraryText
-from worker.texts.token_bytes import TokenBytes
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.run.dtypes import ThinkingMarkers
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.grammar_tokenizer import GrammarTokenizer
+from swiftbatch.worker.constraints.thinking import ThinkingRule
+from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking
+from swiftbatch.worker.drawing.rules import ConstraintError, Rule
+from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
+from swiftbatch.worker.model.files import ModelError, ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.model.thinking import markers_of
+from swiftbatch.worker.model.token_length import max_chars_per_token
+from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.byte_text import ByteText
+from swiftbatch.worker.texts.decoder_steps import DecoderSteps, steps_of
+from swiftbatch.worker.texts.library_text import LibraryText
+from swiftbatch.worker.texts.token_bytes import TokenBytes
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says

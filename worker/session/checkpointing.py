@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Items
 
-from jobs.checkpoints.store import CheckpointStore, TokenLog
-from jobs.checkpoints.writer import CheckpointWriter
-from worker.config import EngineConfig
-from worker.engine import Engine
-from worker.sequence import Sequence
-from worker.session.running_job import RunningJob
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.session.running_job import RunningJob
 
 MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
 

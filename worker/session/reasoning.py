@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jobs.run.results import Reasoning
-from worker.constraints.thought import Thinking
-from worker.sequence import Sequence
-from worker.texts.base import OutputText
+from swiftbatch.jobs.run.results import Reasoning
+from swiftbatch.worker.constraints.thought import Thinking
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.texts.base import OutputText
 
 
 def reasoning_of(sequence: Sequence, text: str, thinking: Thinking | None, output_text: OutputText) -> Reasoning | None:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-
-from jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, StateManifest
-from worker.caches.full import FullKVCache
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, StateManifest
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.step_costs import Costs
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.checkpoints.store import AttemptRecord, ResumeRecord
-from jobs.checkpoints.timeline import TimelineRecorder
-from metrics.counters import DRAFT_KINDS
-from worker.caches.full import FullKVCache
-from worker.constraints.thought import Thinking
-from worker.diversity import distinct
-from worker.sequence import Sequence as TokenSequence
-from worker.session.resume import Recovery
-from worker.session.work import Assignment, JobProgress
-from worker.verification import Verification
+from swiftbatch.jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
+from swiftbatch.metrics.counters import DRAFT_KINDS
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.constraints.thought import Thinking
+from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.session.diversity import distinct
+from swiftbatch.worker.session.resume import Recovery
+from swiftbatch.worker.session.work import Assignment, JobProgress
 
 
 @dataclass

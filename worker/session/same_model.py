@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 
-from jobs.run.run import Run, RunError
-from worker.model.digests import digests_of
-from worker.model.files import ModelFiles, OtherModelError, locate_model
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.worker.model.digests import digests_of
+from swiftbatch.worker.model.files import ModelFiles, OtherModelError, locate_model
 
 
 def located_model(model: str, run: Run) -> ModelFiles:

@@ -9,40 +9,39 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.store import CheckpointStore, State
-from jobs.checkpoints.token_log import TokenLog
-from jobs.run.logprobs import shown_logprobs
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from jobs.storage.retries import Retries
-from jobs.storage.store import StoreError
-from metrics.counters import EngineCounters
-from metrics.endpoint import serve
-from metrics.exporter import EngineCollector, Labels, registry_of
-from worker.caches.room import TOO_LONG, TooLongError, check_folder
-from worker.config import EngineConfig
-from worker.constraints.base import CONSTRAINT_REFUSED, ConstraintError
-from worker.drafters.catalogue import create_drafter
-from worker.drafters.gpu_room import slots_wanted
-from worker.engine import Engine
-from worker.exactness.numerics import exactness_of
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.session.checkpointing import Checkpointing
-from worker.session.reasoning import reasoning_of
-from worker.session.resume import Resumer
-from worker.session.running_job import RunningJob
-from worker.session.same_model import located_model, refuse_changed_meanwhile
-from worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from worker.stopping import LENGTH, may_rewind, rewound, text_of
-from worker.target.finite import NOT_FINITE
-from worker.target.loading import resolve_device
-from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, State
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.run.logprobs import shown_logprobs
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.endpoint import serve
+from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.room import TOO_LONG, TooLongError, check_folder
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.gpu_room import slots_wanted
+from swiftbatch.worker.drawing.finite import NOT_FINITE
+from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.stopping import LENGTH, may_rewind, rewound, text_of
+from swiftbatch.worker.exactness.numerics import exactness_of
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.session.checkpointing import Checkpointing
+from swiftbatch.worker.session.reasoning import reasoning_of
+from swiftbatch.worker.session.resume import Resumer
+from swiftbatch.worker.session.running_job import RunningJob
+from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.target.loading import resolve_device
+from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jobs.job import JobRecord
-from metrics.counters import EngineCounters
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.metrics.counters import EngineCounters
 
 
 @dataclass(frozen=True)

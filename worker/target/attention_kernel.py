@@ -6,8 +6,7 @@ import functools
 from typing import Literal
 
 import torch
-
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
 
 KernelName = Literal["flash attention", "attention by definition"]
 

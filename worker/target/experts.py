@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-from worker.target.tiles import TILE_ROWS
 
 EXPERTS_NAME = "swiftbatch_whole_tiles"
 

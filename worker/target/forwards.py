@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-
-from worker.caches.entries import NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCacheFactory
-from worker.target.partial_rows import PartialRows
-from worker.target.tiles import SequenceRows
+from swiftbatch.worker.caches.entries import NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.tiles import SequenceRows
 
 if TYPE_CHECKING:
-    from worker.caches.arena import KVArena
-    from worker.drawing import Drawing
+    from swiftbatch.worker.caches.arena import KVArena
+    from swiftbatch.worker.drawing.drawing import Drawing
 
 MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
 

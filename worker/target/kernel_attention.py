@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
-from worker.kernels.native import native_attention
-from worker.kernels.team import ELEMENTS, Team, shared_team
-from worker.kernels.variants import kernel_numerics, load_library
-from worker.kernels.weights import HEAD_DIMS
-from worker.model.layer_needs import LayerNeeds
-from worker.target.attention import Asked, Attend, ExactRows, attend_in_torch
-from worker.target.attention_kernel import attention_kernel
+from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
+from swiftbatch.worker.kernels.variants import kernel_numerics, load_library
+from swiftbatch.worker.kernels.weights import HEAD_DIMS
+from swiftbatch.worker.model.layer_needs import LayerNeeds
+from swiftbatch.worker.target.attention import Asked, Attend, ExactRows, attend_in_torch
+from swiftbatch.worker.target.attention_kernel import attention_kernel
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:

@@ -6,18 +6,17 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-
-from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from worker.kernels.variants import chosen_variant
-from worker.kernels.weights import DecoderWeights, decoder_weights
-from worker.model.dense import dense_weights
-from worker.model.files import ModelError, ModelFiles, eos_token_ids_of
-from worker.target.forwards import Forwards
-from worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.kernels.variants import chosen_variant
+from swiftbatch.worker.kernels.weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelError, ModelFiles, eos_token_ids_of
+from swiftbatch.worker.target.forwards import Forwards
+from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.target.native_forwards import NativeForwards
 
 if TYPE_CHECKING:
-    from worker.memory.plan import SlotsWanted
-    from worker.target.transformers_forwards import TransformersForwards
+    from swiftbatch.worker.caches.memory.plan import SlotsWanted
+    from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -46,7 +45,7 @@ def load_forwards(
     others were chosen than would run.
     """
     if slots is not None:
-        from worker.target.cuda.loading import load_cuda_forwards
+        from swiftbatch.worker.target.cuda.loading import load_cuda_forwards
 
         if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels):
             return on_gpu
@@ -68,10 +67,9 @@ def load_transformers(
 
     Raises ModelError for one that is not whole or needs what we can't give.
     """
+    from swiftbatch.worker.model.weights import load_causal_lm
+    from swiftbatch.worker.target.transformers_forwards import TransformersForwards
     from transformers.utils.logging import disable_progress_bar  # seconds, that most models do without
-
-    from worker.model.weights import load_causal_lm
-    from worker.target.transformers_forwards import TransformersForwards
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log holds no bars

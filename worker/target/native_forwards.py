@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import torch
-
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCacheFactory
-from worker.drawing import Drawing, create_drawing
-from worker.kernels.chains import Drawn, draw_chains
-from worker.kernels.native import NativeDecoder
-from worker.kernels.sampling import NativeSampler
-from worker.kernels.variants import numerics_of
-from worker.kernels.weights import DecoderWeights
-from worker.target.forwards import MOST_READ
-from worker.target.partial_rows import PartialRows
-from worker.target.tiles import SequenceRows, known_rows, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
+from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.variants import numerics_of
+from swiftbatch.worker.kernels.weights import DecoderWeights
+from swiftbatch.worker.target.chains import Drawn, draw_chains
+from swiftbatch.worker.target.forwards import MOST_READ
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows
 
 
 class NativeForwards:
@@ -57,7 +56,7 @@ class NativeForwards:
         return hidden, logits
 
     def draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:
-        """As `worker.kernels.chains` has it: what as many calls of `check` and draws give, nearly."""
+        """As `worker.target.chains` has it: what as many calls of `check` and draws give, nearly."""
         return draw_chains(self._decoder, groups, samplers, num_rounds)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:

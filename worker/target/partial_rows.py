@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from worker.caches.partial import PartialCache, Scanned
-from worker.target.tiles import BLOCK, tails
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.partial import PartialCache, Scanned
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.target.tiles import tails
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.span import Span
+from swiftbatch.worker.target.tiles import SequenceRows, tail_mask
 from torch.nn.functional import pad
-
-from worker.model.span import Span
-from worker.target.tiles import BLOCK, SequenceRows, tail_mask
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from worker.caches.full import MAX_TREE_NODES, FullKVCache
-from worker.target.cuda.clock import clock_of
-from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK, TILE_ROWS, SequenceRows, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.target.cuda.clock import clock_of
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)

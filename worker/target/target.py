@@ -7,21 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from worker.caches.full import FullKVCache
-from worker.caches.offloaded import OffloadedKVCache
-from worker.caches.room import MEMORY, KVRoom, place_of_caches
-from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from worker.model.files import ModelFiles
-from worker.target.finite import check_model
-from worker.target.forwards import Forwards
-from worker.target.loading import DTYPES, load_forwards, load_transformers, resolve_device
-from worker.target.tiles import SequenceRows
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.caches.room import MEMORY, KVRoom, place_of_caches
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.forwards import Forwards
+from swiftbatch.worker.target.health import check_model
+from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers, resolve_device
+from swiftbatch.worker.target.tiles import SequenceRows
 
 if TYPE_CHECKING:
-    from worker.memory.plan import SlotsWanted
-    from worker.target.partial_rows import PartialRows
-    from worker.target.transformers_forwards import TransformersForwards
+    from swiftbatch.worker.caches.memory.plan import SlotsWanted
+    from swiftbatch.worker.target.partial_rows import PartialRows
+    from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class TargetModel:
         Where this one's caches lie in slots, it has as many, and one more to be measured in. Raises ModelError.
         """
         if self.forwards.arena is not None:
-            from worker.target.cuda.loading import forwards_beside
+            from swiftbatch.worker.target.cuda.loading import forwards_beside
 
             if forwards := forwards_beside(self.forwards, files, longest_job, self.forwards.arena.num_slots + 1):
                 target = TargetModel(forwards, files)
@@ -86,7 +85,7 @@ class TargetModel:
     @functools.cached_property
     def transformers(self) -> TransformersForwards:
         """The model of `transformers` and its forwards: GRIFFIN and trainings use what the kernels do not have."""
-        from worker.target.transformers_forwards import TransformersForwards
+        from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
         if isinstance(self.forwards, TransformersForwards):
             return self.forwards

@@ -13,13 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-
-from worker.caches.full import FullKVCache
-from worker.tree import ROOT, DraftTree
-
-TILE_ROWS = 32
-MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in some shapes, with other bits
-BLOCK = 64  # positions between two boundaries
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK, MIN_ROWS, TILE_ROWS
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCacheFactory
-from worker.drawing import Drawing, create_drawing
-from worker.model.causal_lm import Head, decoder_of
-from worker.model.files import ModelFiles
-from worker.model.layer_needs import observe_layers
-from worker.target.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
-from worker.target.experts import EXPERTS_NAME
-from worker.target.hardware import hardware_of
-from worker.target.kernel_attention import attends_of, attention_numerics
-from worker.target.partial_attention import PartialAttention
-from worker.target.partial_rows import PartialRows
-from worker.target.tiles import TILE_ROWS, SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.model.causal_lm import Head, decoder_of
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.layer_needs import observe_layers
+from swiftbatch.worker.target.attention import ATTENTION_NAME, ExactRows, QueryTap, RowGroup
+from swiftbatch.worker.target.experts import EXPERTS_NAME
+from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.kernel_attention import attends_of, attention_numerics
+from swiftbatch.worker.target.partial_attention import PartialAttention
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.texts.decoder_steps import DecoderSteps
-from worker.texts.token_bytes import TokenBytes
-from worker.texts.utf8 import settled_characters
+from swiftbatch.worker.texts.decoder_steps import DecoderSteps
+from swiftbatch.worker.texts.token_bytes import TokenBytes
+from swiftbatch.worker.texts.utf8 import settled_characters
 
 
 class ByteStream:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.texts.byte_stream import ByteStream
-from worker.texts.decoder_steps import DecoderSteps
-from worker.texts.stop_strings import StreamSearch
-from worker.texts.token_bytes import TokenBytes
-from worker.texts.utf8 import continues, settled_characters
+from swiftbatch.worker.texts.byte_stream import ByteStream
+from swiftbatch.worker.texts.decoder_steps import DecoderSteps
+from swiftbatch.worker.texts.stop_strings import StreamSearch
+from swiftbatch.worker.texts.token_bytes import TokenBytes
+from swiftbatch.worker.texts.utf8 import continues, settled_characters
 
 
 class ByteText:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from worker.texts.stop_strings import PrefixSearch
+from swiftbatch.worker.texts.stop_strings import PrefixSearch
 
 BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker.texts.decoder_steps import DecoderSteps
+from swiftbatch.worker.texts.decoder_steps import DecoderSteps
 
 
 class TokenBytes(dict[int, bytes]):

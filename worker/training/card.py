@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
-from worker.training import part_cards
-from worker.training.target.evaluate import NEAR
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.training import part_cards
+from swiftbatch.worker.training.target.evaluate import NEAR
 
 CARD = "MODEL_CARD.md"
 

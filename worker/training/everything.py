@@ -6,19 +6,19 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
-from worker.training import defaults
-from worker.training.card import write_card
-from worker.training.draft.recipe import DraftRecipe, draft_recipe
-from worker.training.draft.training import train_draft
-from worker.training.griffin.features import FOLDER as FEATURES
-from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from worker.training.griffin.training import train_griffin
-from worker.training.heads.recipe import HeadRecipe
-from worker.training.heads.training import train_heads
-from worker.training.hold import held
-from worker.training.target.recipe import TargetRecipe
-from worker.training.target.training import train_target
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.training import defaults
+from swiftbatch.worker.training.card import write_card
+from swiftbatch.worker.training.draft.recipe import DraftRecipe, draft_recipe
+from swiftbatch.worker.training.draft.training import train_draft
+from swiftbatch.worker.training.griffin.features import FOLDER as FEATURES
+from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.griffin.training import train_griffin
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.training.heads.training import train_heads
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.target.recipe import TargetRecipe
+from swiftbatch.worker.training.target.training import train_target
 
 EMBEDDED_HEADS = HeadRecipe(num_own_texts=512)
 

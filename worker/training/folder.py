@@ -11,9 +11,8 @@ from typing import IO, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-
-from worker.model.files import ModelError
-from worker.training.feature_file import differing
+from swiftbatch.worker.model.files import ModelError
+from swiftbatch.worker.training.feature_file import differing
 
 
 class Stateful(Protocol):

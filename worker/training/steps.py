@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from worker.target.finite import check_loss
+from swiftbatch.worker.model.files import ModelError
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":  # whose sums have one
         yield
         return
-    from worker.target.cuda.loading import hold_products_steady  # needs Triton, which a processor has not
+    from swiftbatch.worker.target.cuda.loading import hold_products_steady  # needs Triton, which a processor has not
 
     hold_products_steady()
     was = torch.are_deterministic_algorithms_enabled()
@@ -129,3 +129,12 @@ def run_steps(
             progress.update(task, advance=1, loss=done.loss, description=done.kind)
             passed = round(time.monotonic() - start, 2)
             yield StepRecord(step + 1, done.kind, done.num_tokens, done.loss, passed)
+
+
+def check_loss(step: int, loss: float) -> None:
+    """Raise ModelError for a step of a training whose loss is no number: its weights would be none either."""
+    if not math.isfinite(loss):
+        raise ModelError(
+            f"the loss of training step {step} is {loss}, expected a number: the model's logits are not finite behind "
+            "some tokens of the texts; its weights are damaged, or outgrow the dtype"
+        )

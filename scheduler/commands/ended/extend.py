@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from scheduler.commands.launch_options import ENGINE, launch_options, make_settings
-from scheduler.commands.launching import end, launch_shown
-from scheduler.commands.options.grouping import GroupedCommand, options_of
-from scheduler.commands.options.numbers import WholeNumber
-from scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.launching import end, launch_shown
+from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
+from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.webhook import shown
 
 if TYPE_CHECKING:
-    from scheduler.display.display import Display
-    from scheduler.runs.extension import Extension
+    from swiftbatch.scheduler.display.display import Display
+    from swiftbatch.scheduler.runs.extension import Extension
 
 
 @click.command(cls=GroupedCommand)
@@ -46,14 +45,14 @@ def extend(
     Example:
       swiftbatch extend my-run --max-tokens 600 story-7
     """
-    from jobs.run.run import Run
-    from scheduler.driver.hold import Hold
-    from scheduler.driver.takeover import refuse_if_taken
-    from scheduler.runs.cancellation import find_jobs
-    from scheduler.runs.extension import extend_jobs
-    from scheduler.runs.manifest import refuse_changed_model
-    from scheduler.runs.submission import kv_room
-    from worker.model.files import locate_model
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.driver.hold import Hold
+    from swiftbatch.scheduler.driver.takeover import refuse_if_taken
+    from swiftbatch.scheduler.runs.cancellation import find_jobs
+    from swiftbatch.scheduler.runs.extension import extend_jobs
+    from swiftbatch.scheduler.runs.manifest import refuse_changed_model
+    from swiftbatch.scheduler.runs.submission import kv_room
+    from swiftbatch.worker.model.files import locate_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
@@ -71,7 +70,7 @@ def extend(
 
 
 def _tell(display: Display, extension: Extension, max_tokens: int) -> None:
-    from scheduler.display.job_events import JobNotExtended, JobsExtended, JobsLongAlready
+    from swiftbatch.scheduler.display.job_events import JobNotExtended, JobsExtended, JobsLongAlready
 
     num_refused = len(extension.refused)
     for number, (name, reason) in enumerate(extension.refused, start=1):

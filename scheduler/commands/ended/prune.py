@@ -16,8 +16,8 @@ def prune(run_uri: str, state: bool, logs: bool) -> None:
     Example:
       swiftbatch prune my-run --state
     """
-    from jobs.run.run import Run
-    from scheduler.runs.kept import prune
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.runs.kept import prune
 
     is_all = not (state or logs)
     click.echo(prune(Run.open(run_uri), logs=logs or is_all, state=state or is_all))

@@ -8,16 +8,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
-from scheduler.commands.options.grouping import GroupedCommand
-from scheduler.commands.submit import run_option, submit
-from scheduler.display.summary import printable
-from scheduler.process.interruption import INTERRUPTED
-from scheduler.process.streams import Lines
+from swiftbatch.scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
+from swiftbatch.scheduler.commands.options.grouping import GroupedCommand
+from swiftbatch.scheduler.commands.submit import run_option, submit
+from swiftbatch.scheduler.display.summary import printable
+from swiftbatch.scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.process.streams import Lines
 
 if TYPE_CHECKING:
-    from jobs.storage.store import Store
+    from swiftbatch.jobs.storage.store import Store
 
 MARK = "job-file.json"
 
@@ -47,9 +46,9 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     Example:
       swiftbatch nightly s3://bucket/inbox --runs s3://bucket/runs --workers 2
     """
-    from jobs.storage.store import Store
-    from scheduler.runs.folder_hold import hold
-    from scheduler.runs.job_files import job_files
+    from swiftbatch.jobs.storage.store import Store
+    from swiftbatch.scheduler.runs.folder_hold import hold
+    from swiftbatch.scheduler.runs.job_files import job_files
 
     inbox_store, runs = Store(inbox), Store(runs_uri)
     _check_folders(inbox_store, runs)
@@ -82,12 +81,12 @@ def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
     """Run one job file, and mark it as done unless it was left unfinished; the exit code."""
-    from jobs.input.input_file import InputFileError
-    from jobs.input.json_lines import dump_line
-    from jobs.input.places import joined
-    from jobs.run.run import RunError
-    from jobs.storage.store import Store
-    from scheduler.runs.submission import StrictError
+    from swiftbatch.jobs.input.input_file import InputFileError
+    from swiftbatch.jobs.input.json_lines import dump_line
+    from swiftbatch.jobs.input.places import joined
+    from swiftbatch.jobs.run.run import RunError
+    from swiftbatch.jobs.storage.store import Store
+    from swiftbatch.scheduler.runs.submission import StrictError
 
     run_uri = joined(runs_uri, path)
     Lines(sys.stderr).write(f"job file {printable(path)}")
@@ -110,8 +109,8 @@ def _has_passed(deadline: float | None) -> bool:
 
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
     """The files that were not run yet as they are, with their digests. Files on a disk that fail go to `skipped`."""
-    from jobs.storage.store import StoreError
-    from scheduler.runs.job_files import digest_of
+    from swiftbatch.jobs.storage.store import StoreError
+    from swiftbatch.scheduler.runs.job_files import digest_of
 
     digests = {}
     for path in paths:
@@ -129,7 +128,7 @@ def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str
 
 def _done_digest(runs: Store, path: str) -> str | None:
     """The digest of the bytes that were run; None without a mark, or with a damaged one: to look again does no harm."""
-    from jobs.run.run_files import RunError, read_object
+    from swiftbatch.jobs.run.run_files import RunError, read_object
 
     try:
         return (read_object(runs, f"{path}/{MARK}") or {}).get("sha256")

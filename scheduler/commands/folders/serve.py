@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-
-from scheduler.commands.options.grouping import GroupedCommand
-from scheduler.commands.options.serving import said_options, serving_options
-from scheduler.commands.resume import resume
-from scheduler.commands.submit import run_option, submit
-from scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.commands.options.grouping import GroupedCommand
+from swiftbatch.scheduler.commands.options.serving import said_options, serving_options
+from swiftbatch.scheduler.commands.resume import resume
+from swiftbatch.scheduler.commands.submit import run_option, submit
+from swiftbatch.scheduler.process.interruption import INTERRUPTED
 
 OF_THE_SERVER = {  # of `submit`: what a batch says itself, or the server for each
     *("jobs", "run_uri", "columns", "shards", "strict", "endpoint", "may_take_over"),
@@ -51,8 +50,8 @@ def serve(
             f"--metrics-port {context.params['metrics_port']} with --max-running {options['max_running']}: expected "
             "--metrics-port 0, a free port for each driver; the server's /sd says which they are"
         )
-    from jobs.storage.store import Store
-    from scheduler.serve.api.server import serve
+    from swiftbatch.jobs.storage.store import Store
+    from swiftbatch.scheduler.serve.api.server import serve
 
     try:
         serve(Store(runs_uri), said_options(options), _driver_options(context), if_busy == "wait", click.echo)
@@ -65,7 +64,7 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 def _driver_options(context: click.Context) -> Any:
     """The words that every driver gets."""
-    from scheduler.serve.driving.driver_command import DriverOptions
+    from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
 
     of_start = {option.name for option in resume.params}
     words: dict[bool, list[str]] = {False: [], True: []}

@@ -6,10 +6,9 @@ import time
 from typing import Any
 
 import click
-
-from scheduler.commands.options.grouping import options_of
-from scheduler.commands.options.numbers import Number, WholeNumber
-from scheduler.limits.deadline import parse_deadline
+from swiftbatch.scheduler.commands.options.grouping import options_of
+from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
+from swiftbatch.scheduler.limits.deadline import parse_deadline
 
 MAX_HOURS = 1_000_000_000
 

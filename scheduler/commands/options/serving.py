@@ -7,11 +7,10 @@ import functools
 from typing import Any
 
 import click
-
-from scheduler.commands.options.grouping import Command, options_of
-from scheduler.commands.options.numbers import WholeNumber
-from scheduler.commands.options.webhook import receiver_of
-from scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.commands.options.grouping import Command, options_of
+from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.webhook import receiver_of
+from swiftbatch.scheduler.serve.options import ServeOptions
 
 server_option = options_of("The server")
 
@@ -20,7 +19,7 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
     """Print a new key's line, for the file, and on standard error its secret, which is kept nowhere."""
     if name is None or context.resilient_parsing:
         return
-    from scheduler.serve.keys.api_key import KeyLineError, make_key
+    from swiftbatch.scheduler.serve.keys.api_key import KeyLineError, make_key
 
     try:
         secret, line = make_key(name)

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from scheduler.commands.options.grouping import options_of
-from scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.grouping import options_of
+from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 
 if TYPE_CHECKING:
-    from scheduler.display.display import Display, OutputMode
-    from scheduler.webhooks.receiver import Receiver
+    from swiftbatch.scheduler.display.display import Display, OutputMode
+    from swiftbatch.scheduler.webhooks.receiver import Receiver
 
 
 def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str | Receiver | None) -> Receiver | None:
     if value is None:
         return None
-    from scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
+    from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
 
     try:
         return Receiver.parse(value, os.environ.get(SECRET_VARIABLE)) if isinstance(value, str) else value
@@ -61,13 +60,13 @@ def shown(options: dict[str, Any]) -> contextlib.AbstractContextManager[Display]
 
 @contextlib.contextmanager
 def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Iterator[Display]:
-    from scheduler.display.display import open_display
+    from swiftbatch.scheduler.display.display import open_display
 
     with open_display(mode) as display:
         if receiver is None:
             yield display
             return
-        from scheduler.webhooks.posting import posting
+        from swiftbatch.scheduler.webhooks.posting import posting
 
         with posting(display, receiver, with_jobs) as posting_display:
             yield posting_display

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jobs.run.run import Run
-from jobs.shards.packing import MAX_BYTES
-from jobs.shards.settings import shard_settings
-from jobs.shards.shards import Shards, WrittenShard
-from scheduler.display.display import Display
-from scheduler.display.end_events import ShardWritten
-from scheduler.driver.takeover import Epoch
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.shards.packing import MAX_BYTES
+from swiftbatch.jobs.shards.settings import shard_settings
+from swiftbatch.jobs.shards.shards import Shards, WrittenShard
+from swiftbatch.scheduler.display.display import Display
+from swiftbatch.scheduler.display.end_events import ShardWritten
+from swiftbatch.scheduler.driver.takeover import Epoch
 
 TOKENS_PER_LOOK = MAX_BYTES // 4  # about as many as a shard has bytes for; how large results are is seen at the look
 

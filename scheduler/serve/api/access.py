@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Depends, Request
-
-from scheduler.serve.service import Service
+from swiftbatch.scheduler.serve.service import Service
 
 
 def service_of(request: Request) -> Service:

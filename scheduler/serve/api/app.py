@@ -7,22 +7,21 @@ import logging
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-
-from jobs.errors import UserError
-from scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
-from scheduler.serve.api.access import service_of
-from scheduler.serve.api.body_limit import BodyLimit
-from scheduler.serve.api.counting import Counting
-from scheduler.serve.api.gate import Gate
-from scheduler.serve.api.objects import error_response
-from scheduler.serve.api.polls import Polls
-from scheduler.serve.bounds.crowd import Crowd
-from scheduler.serve.bounds.shutdown import Shutdown
-from scheduler.serve.page import asset_routes, login_routes, page_routes
-from scheduler.serve.page.paths import UPLOAD_PATH
-from scheduler.serve.page.sessions import Sessions
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.service import Service
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
+from swiftbatch.scheduler.serve.api.access import service_of
+from swiftbatch.scheduler.serve.api.body_limit import BodyLimit
+from swiftbatch.scheduler.serve.api.counting import Counting
+from swiftbatch.scheduler.serve.api.gate import Gate
+from swiftbatch.scheduler.serve.api.objects import error_response
+from swiftbatch.scheduler.serve.api.polls import Polls
+from swiftbatch.scheduler.serve.bounds.crowd import Crowd
+from swiftbatch.scheduler.serve.bounds.shutdown import Shutdown
+from swiftbatch.scheduler.serve.page import asset_routes, login_routes, page_routes
+from swiftbatch.scheduler.serve.page.paths import UPLOAD_PATH
+from swiftbatch.scheduler.serve.page.sessions import Sessions
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.service import Service
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
 

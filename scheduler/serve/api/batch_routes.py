@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
-
-from scheduler.serve.api.access import Owner, Served
-from scheduler.serve.api.objects import Object, batch_object, page_object
-from scheduler.serve.new_batch import NewBatch
+from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.new_batch import NewBatch
 
 MAX_PAGE = 100
 PAGE = 20  # where the client says nothing

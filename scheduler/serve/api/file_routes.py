@@ -10,13 +10,12 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
-
-from scheduler.serve.api.access import Owner, Served
-from scheduler.serve.api.objects import Object, file_object, page_object
-from scheduler.serve.pages import Order
-from scheduler.serve.records import FileRecord
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.service import Service
+from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.objects import Object, file_object, page_object
+from swiftbatch.scheduler.serve.pages import Order
+from swiftbatch.scheduler.serve.records import FileRecord
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.service import Service
 
 MAX_FILENAME = 255
 MAX_PAGE = 10_000

@@ -7,15 +7,14 @@ from itertools import chain
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from metrics import discovery
-from scheduler.serve.api.hosts import is_cross_site, is_of_loopback
-from scheduler.serve.bounds.refusing import refuse
-from scheduler.serve.keys.api_key import ApiKey
-from scheduler.serve.keys.keyring import Keyring
-from scheduler.serve.page.paths import is_of_page
-from scheduler.serve.page.sessions import Sessions
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.metrics import discovery
+from swiftbatch.scheduler.serve.api.hosts import is_cross_site, is_of_loopback
+from swiftbatch.scheduler.serve.bounds.refusing import refuse
+from swiftbatch.scheduler.serve.keys.api_key import ApiKey
+from swiftbatch.scheduler.serve.keys.keyring import Keyring
+from swiftbatch.scheduler.serve.page.paths import is_of_page
+from swiftbatch.scheduler.serve.page.sessions import Sessions
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # they say nothing but that the server is there
 METRICS_PATHS = frozenset({"/metrics", discovery.PATH})  # they tell of everybody's batches

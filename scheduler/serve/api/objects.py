@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
-
-from scheduler.serve.batches import Batch
-from scheduler.serve.records import FileRecord, LineProblem
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.status import Status
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.records import FileRecord, LineProblem
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.status import Status
 
 Object = dict[str, Any]
 

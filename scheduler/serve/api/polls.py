@@ -6,13 +6,12 @@ import re
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from scheduler.serve.api.batch_routes import PAGE
-from scheduler.serve.api.objects import Object, batch_object, page_object
-from scheduler.serve.api.watching_routes import progress_object
-from scheduler.serve.batches import Batch
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.service import Service
+from swiftbatch.scheduler.serve.api.batch_routes import PAGE
+from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.api.watching_routes import progress_object
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.service import Service
 
 LIST = "/v1/batches"
 BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")

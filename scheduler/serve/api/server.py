@@ -7,17 +7,16 @@ from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
-
-from jobs.errors import UserError
-from jobs.storage.store import Store
-from scheduler.runs.folder_hold import hold
-from scheduler.serve.api.app import make_app
-from scheduler.serve.api.gate import MOST_HEADER_BYTES
-from scheduler.serve.api.hosts import is_loopback
-from scheduler.serve.bounds.connection import Connection
-from scheduler.serve.driving.driver_command import DriverOptions
-from scheduler.serve.options import ServeOptions
-from scheduler.serve.service import Service
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.folder_hold import hold
+from swiftbatch.scheduler.serve.api.app import make_app
+from swiftbatch.scheduler.serve.api.gate import MOST_HEADER_BYTES
+from swiftbatch.scheduler.serve.api.hosts import is_loopback
+from swiftbatch.scheduler.serve.bounds.connection import Connection
+from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
+from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.serve.service import Service
 
 BACKLOG = 512
 MAX_CONNECTIONS = 1000

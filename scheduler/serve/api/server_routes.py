@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-
-from metrics import discovery
-from metrics.exporter import ServerCollector, registry_of
-from scheduler.serve.api.access import Served
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.metrics import discovery
+from swiftbatch.metrics.exporter import ServerCollector, registry_of
+from swiftbatch.scheduler.serve.api.access import Served
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 router = APIRouter()
 

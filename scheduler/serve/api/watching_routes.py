@@ -10,21 +10,20 @@ from contextlib import suppress
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
-
-from jobs.run.records import Progress
-from jobs.run.run import Run
-from jobs.run.run_files import RunError
-from metrics.report.facts import gather
-from metrics.report.page import render
-from scheduler.driver.heartbeat import current_progress
-from scheduler.driver.takeover import claims
-from scheduler.serve.api.access import Owner, Served
-from scheduler.serve.api.objects import Object, batch_object
-from scheduler.serve.batches import Batch
-from scheduler.serve.partial import partial_texts
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.service import Service
-from scheduler.serve.status import Status, is_submitted
+from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_files import RunError
+from swiftbatch.metrics.report.facts import gather
+from swiftbatch.metrics.report.page import render
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.takeover import claims
+from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.objects import Object, batch_object
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.partial import partial_texts
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.service import Service
+from swiftbatch.scheduler.serve.status import Status, is_submitted
 
 EVENT_SECONDS = 0.5  # between two looks for events
 SIGN_SECONDS = 15.0  # between two signs that the connection is alive

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from scheduler.serve.bounds.refusing import refuse
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.bounds.refusing import refuse
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 MOST_REQUESTS = 250  # of one key
 MOST_UPLOADS = 8  # of one key

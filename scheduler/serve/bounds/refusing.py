@@ -6,9 +6,8 @@ import asyncio
 from contextlib import suppress
 
 from starlette.types import Receive, Scope, Send
-
-from scheduler.serve.api.objects import error_response
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.api.objects import error_response
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 MOST_BYTES, MOST_SECONDS = 2**20, 2.0  # of the body, which are read for nothing
 

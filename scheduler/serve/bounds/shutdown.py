@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from scheduler.serve.api.objects import error_response
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.api.objects import error_response
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 ENDING = "the server ended before this request was done: look what became of it once it is there again"
 

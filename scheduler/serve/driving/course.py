@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.serve.batches import Batch
-from scheduler.serve.driving.driver_process import DriverProcess
-from scheduler.serve.driving.usage import Usage
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
+from swiftbatch.scheduler.serve.driving.usage import Usage
 
 Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
 

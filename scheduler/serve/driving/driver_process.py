@@ -15,9 +15,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
-from jobs.processes import environment_of_code, module_command
-from jobs.storage.store import Store
-from scheduler.process.parent import BAD_INPUT
+from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.process.parent import BAD_INPUT
 
 MAX_EVENTS = 1000  # that are kept for who looks later
 MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it
@@ -32,7 +32,7 @@ class DriverProcess:
     """A driver at work. To be made by a thread that lives as long as the server: the driver ends with that thread."""
 
     def __init__(self, arguments: Sequence[str], run: Store, first_number: int = 0) -> None:
-        command = module_command("scheduler.bound_driver", str(os.getpid()), *arguments)
+        command = module_command("swiftbatch.scheduler.bound_driver", str(os.getpid()), *arguments)
         self.events: deque[Told] = deque(maxlen=MAX_EVENTS)
         self.metrics_address: str | None = None
         self.has_begun = False  # its jobs; before that it starts Ray

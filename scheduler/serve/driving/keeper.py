@@ -9,18 +9,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from jobs.errors import UserError
-from jobs.storage.store import StoreError
-from scheduler.process.streams import Lines
-from scheduler.serve.batches import Batch, Batches
-from scheduler.serve.driving.course import Course, Stage
-from scheduler.serve.driving.driver_command import DriverOptions, driver_arguments
-from scheduler.serve.driving.driver_process import DriverProcess
-from scheduler.serve.driving.queue import next_batch
-from scheduler.serve.driving.standings import Standings
-from scheduler.serve.driving.usage import usage_so_far
-from scheduler.serve.ending import ask_to_cancel, settle
-from scheduler.serve.files import Files
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.driving.course import Course, Stage
+from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions, driver_arguments
+from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
+from swiftbatch.scheduler.serve.driving.queue import next_batch
+from swiftbatch.scheduler.serve.driving.standings import Standings
+from swiftbatch.scheduler.serve.driving.usage import usage_so_far
+from swiftbatch.scheduler.serve.ending import ask_to_cancel, settle
+from swiftbatch.scheduler.serve.files import Files
 
 LOOK_SECONDS = 0.1
 HOLD_SECONDS = 5.0  # between two looks at whether the runs are still this server's

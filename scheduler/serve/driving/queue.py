@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.batches import Batch
 
 MAX_EXPIRED = 1  # beside the others: they are read to name their lines, and run nothing
 

@@ -6,11 +6,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from scheduler.serve.batches import Batch
-from scheduler.serve.driving.course import Course
-from scheduler.serve.driving.queue import Standing
-from scheduler.serve.driving.usage import DAY, Usage, standing_of, usage_of_ended
-from scheduler.serve.keys.api_key import Rights
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.driving.course import Course
+from swiftbatch.scheduler.serve.driving.queue import Standing
+from swiftbatch.scheduler.serve.driving.usage import DAY, Usage, standing_of, usage_of_ended
+from swiftbatch.scheduler.serve.keys.api_key import Rights
 
 FRESH_SECONDS = 1.0  # however often it is asked meanwhile
 

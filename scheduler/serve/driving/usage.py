@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import exp2, log
 
-from jobs.run.run import Run
-from scheduler.serve.batches import Batch
-from scheduler.serve.driving.queue import Standing
-from scheduler.serve.keys.api_key import Rights
-from scheduler.serve.status import is_submitted
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.driving.queue import Standing
+from swiftbatch.scheduler.serve.keys.api_key import Rights
+from swiftbatch.scheduler.serve.status import is_submitted
 
 DAY = 86400.0
 HALF_LIFE = 3600.0  # in which tokens come to weigh half as much between owners

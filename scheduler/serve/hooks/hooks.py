@@ -9,15 +9,15 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from jobs.storage.store import Store, StoreError
-from scheduler.process.streams import Lines
-from scheduler.serve.batches import Batch, Batches
-from scheduler.serve.hooks.lanes import Item, Lane
-from scheduler.serve.hooks.outstanding import OutstandingMessages, Target
-from scheduler.serve.hooks.receivers import Receivers
-from scheduler.webhooks.message import Message
-from scheduler.webhooks.post import PostError
-from scheduler.webhooks.receiver import ReceiverError
+from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.hooks.lanes import Item, Lane
+from swiftbatch.scheduler.serve.hooks.outstanding import OutstandingMessages, Target
+from swiftbatch.scheduler.serve.hooks.receivers import Receivers
+from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.post import PostError
+from swiftbatch.scheduler.webhooks.receiver import ReceiverError
 
 TRY_SECONDS = 10.0
 LOOK_SECONDS = 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jobs.errors import UserError
-from scheduler.serve.hooks.addresses import Reach
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.serve.hooks.addresses import Reach
 
 NAME = re.compile(r"(\*\.)?[A-Za-z0-9._:-]{1,253}")
 ALLOWED: tuple[Reach, ...] = ("private", "loopback")

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from scheduler.serve.batches import Batch
-from scheduler.serve.hooks.outstanding import Target
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.hooks.outstanding import Target
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 3600.0
 

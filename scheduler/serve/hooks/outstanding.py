@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jobs.frozen import Frozen
-from jobs.run.run_files import RunError, pretty, read_model
-from jobs.storage.store import Store
-from scheduler.serve.ids import is_batch_id
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.ids import is_batch_id
 
 WEBHOOKS, SUFFIX = "webhooks", ".json"
 

@@ -6,14 +6,14 @@ import ipaddress
 import os
 from functools import partial
 
-from scheduler.serve.batches import Batch
-from scheduler.serve.hooks.addresses import dial, reach
-from scheduler.serve.hooks.hosts import WebhookHosts
-from scheduler.serve.hooks.outstanding import Target
-from scheduler.serve.refusals import RefusedError
-from scheduler.webhooks.message import Message
-from scheduler.webhooks.post import post
-from scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.hooks.addresses import dial, reach
+from swiftbatch.scheduler.serve.hooks.hosts import WebhookHosts
+from swiftbatch.scheduler.serve.hooks.outstanding import Target
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.post import post
+from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
 
 
 class Receivers:

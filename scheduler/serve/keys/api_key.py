@@ -7,10 +7,9 @@ import secrets
 from typing import Annotated
 
 from pydantic import Field, ValidationError
-
-from jobs.errors import UserError
-from jobs.frozen import Frozen
-from jobs.input.reasons import reasons
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.input.reasons import reasons
 
 PREFIX = "sb_"
 NUM_SECRET_BYTES = 32

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jobs.errors import UserError
-from scheduler.serve.keys.api_key import ApiKey, KeyLineError, Rights, digest_of, parse_line
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.serve.keys.api_key import ApiKey, KeyLineError, Rights, digest_of, parse_line
 
 LOOK_SECONDS = 1.0  # between two looks at whether the file has changed
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
-
-from scheduler.serve.page.page_route import PageRoute
-from scheduler.serve.page.paths import ASSETS
-from scheduler.serve.page.rendering import FOLDER
+from swiftbatch.scheduler.serve.page.page_route import PageRoute
+from swiftbatch.scheduler.serve.page.paths import ASSETS
+from swiftbatch.scheduler.serve.page.rendering import FOLDER
 
 router = APIRouter(route_class=PageRoute)
 

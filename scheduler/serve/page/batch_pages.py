@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Response
-
-from jobs.errors import UserError
-from jobs.run.records import Progress
-from jobs.run.run import Run
-from scheduler.serve.batches import Batch
-from scheduler.serve.page.figures import figures_of
-from scheduler.serve.page.job_rows import JobPage, Problem, file_problems, job_page, run_problems
-from scheduler.serve.page.rendering import page_response
-from scheduler.serve.page.visitor import Visitor
-from scheduler.serve.partial import partial_texts
-from scheduler.serve.service import Service
-from scheduler.serve.status import is_submitted
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.page.figures import figures_of
+from swiftbatch.scheduler.serve.page.job_rows import JobPage, Problem, file_problems, job_page, run_problems
+from swiftbatch.scheduler.serve.page.rendering import page_response
+from swiftbatch.scheduler.serve.page.visitor import Visitor
+from swiftbatch.scheduler.serve.partial import partial_texts
+from swiftbatch.scheduler.serve.service import Service
+from swiftbatch.scheduler.serve.status import is_submitted
 
 SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
 NUM_BATCHES = 50  # of a page

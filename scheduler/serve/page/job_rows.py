@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from jobs.run.job_names import JobName
-from jobs.run.records import Progress
-from jobs.run.run import Run
-from jobs.run.run_files import NUM_READERS
-from scheduler.driver.backlog import CANCELLED, num_completion_tokens
-from scheduler.runs.expiry import EXPIRED
-from scheduler.serve.partial import names_of
+from swiftbatch.jobs.run.job_names import JobName
+from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
+from swiftbatch.scheduler.runs.expiry import EXPIRED
+from swiftbatch.scheduler.serve.partial import names_of
 
 NUM_JOBS = 50  # of a page
 NUM_PROBLEMS = 100

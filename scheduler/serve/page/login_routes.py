@@ -5,12 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse
-
-from scheduler.serve.api.access import Served
-from scheduler.serve.page.page_route import PageRoute
-from scheduler.serve.page.rendering import page_response
-from scheduler.serve.page.sessions import new_session_id
-from scheduler.serve.page.visitor import AnyVisitor, Visitor, check_form, sessions_of
+from swiftbatch.scheduler.serve.api.access import Served
+from swiftbatch.scheduler.serve.page.page_route import PageRoute
+from swiftbatch.scheduler.serve.page.rendering import page_response
+from swiftbatch.scheduler.serve.page.sessions import new_session_id
+from swiftbatch.scheduler.serve.page.visitor import AnyVisitor, Visitor, check_form, sessions_of
 
 MOST_FIELDS, MOST_FIELD_BYTES = 4, 2**12
 WRONG_KEY = "this key is not known here: it may have been replaced"

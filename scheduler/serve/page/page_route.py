@@ -10,11 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-
-from jobs.errors import UserError
-from scheduler.serve.api.access import service_of
-from scheduler.serve.page.rendering import page_response
-from scheduler.serve.page.visitor import LoginNeededError, keep_session
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.serve.api.access import service_of
+from swiftbatch.scheduler.serve.page.rendering import page_response
+from swiftbatch.scheduler.serve.page.visitor import LoginNeededError, keep_session
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

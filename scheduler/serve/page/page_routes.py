@@ -10,18 +10,17 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.datastructures import FormData, UploadFile
-
-from jobs.errors import UserError
-from jobs.storage.store import StoreError
-from scheduler.serve.api import batch_routes, file_routes
-from scheduler.serve.api.access import Served
-from scheduler.serve.api.watching_routes import report_response
-from scheduler.serve.ids import Delivery, delivered_file_id
-from scheduler.serve.page.batch_pages import batch_page, list_page
-from scheduler.serve.page.page_route import PageRoute
-from scheduler.serve.page.visitor import KnownVisitor, Visitor, check_form
-from scheduler.serve.refusals import RefusedError
-from scheduler.serve.service import Service
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.serve.api import batch_routes, file_routes
+from swiftbatch.scheduler.serve.api.access import Served
+from swiftbatch.scheduler.serve.api.watching_routes import report_response
+from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id
+from swiftbatch.scheduler.serve.page.batch_pages import batch_page, list_page
+from swiftbatch.scheduler.serve.page.page_route import PageRoute
+from swiftbatch.scheduler.serve.page.visitor import KnownVisitor, Visitor, check_form
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.service import Service
 
 MOST_FIELDS, MOST_FIELD_BYTES = 10, 2**14  # of a form
 SAID = ("endpoint", "window", "metadata", "priority", "webhook")

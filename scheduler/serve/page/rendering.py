@@ -9,10 +9,9 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from metrics.report.clock import date
-from metrics.report.html_text import in_html
-from scheduler.display.summary import counted, duration, printable
+from swiftbatch.metrics.report.clock import date
+from swiftbatch.metrics.report.html_text import in_html
+from swiftbatch.scheduler.display.summary import counted, duration, printable
 
 FOLDER = Path(__file__).parent
 LONGEST_NAME = 120  # characters that are shown of a batch's name

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scheduler.serve.keys.keyring import Keyring
+from swiftbatch.scheduler.serve.keys.keyring import Keyring
 
 COOKIE = "swiftbatch_session"
 SESSION_SECONDS = 12 * 3600

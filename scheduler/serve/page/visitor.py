@@ -7,10 +7,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 from starlette.datastructures import FormData
-
-from scheduler.serve.api.access import Owner, Served
-from scheduler.serve.page.sessions import COOKIE, SESSION_SECONDS, Sessions, is_session_id, new_session_id
-from scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.page.sessions import COOKIE, SESSION_SECONDS, Sessions, is_session_id, new_session_id
+from swiftbatch.scheduler.serve.refusals import RefusedError
 
 TOKEN = "form_token"
 STALE_FORM = "this form was not sent by this page, or is older than the session: load the page again, then send it"

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from jobs.checkpoints.store import CheckpointStore, Segment, SegmentEntry, StateManifest
-from jobs.checkpoints.token_log import TokenIds
-from jobs.identity import Identity
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, Segment, SegmentEntry, StateManifest
+from swiftbatch.jobs.checkpoints.token_log import TokenIds
+from swiftbatch.jobs.identity import Identity
 
 JOB = "job-0123456789abcdef"
 FINGERPRINT = "fp_0123456789abcdef"

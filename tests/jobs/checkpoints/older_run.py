@@ -7,7 +7,7 @@ import io
 import lzma
 import tarfile
 
-from jobs.storage.store import Store
+from swiftbatch.jobs.storage.store import Store
 
 # two attempts: 5 tokens with log-probabilities and segments up to 5 and 8; 9 tokens after a rewind, one up to 12
 FILES = """

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.segments import Segment, decode_segment, encode_segment
 
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.segments import Segment, decode_segment, encode_segment
 from tests import ROOT
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, segment_of
 
@@ -79,8 +79,8 @@ PEAK = """
 import sys
 from pathlib import Path
 import numpy as np
-from jobs.checkpoints.store import CheckpointStore, Segment
-from jobs.storage.store import Store
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, Segment
+from swiftbatch.jobs.storage.store import Store
 
 def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles
+from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans, decode_span, encode_span
+from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.storage.store import Store
 
-from jobs.checkpoints.checked_files import CheckedFiles
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.logprob_files import LogprobFiles
-from jobs.checkpoints.logprob_spans import WrittenSpans, decode_span, encode_span
-from jobs.checkpoints.pending import PendingCheckpoint
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
-from jobs.logprobs import TokenLogprobs
-from jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB
 
 NUM_TOP = 2

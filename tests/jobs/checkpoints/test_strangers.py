@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
+from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.timeline import Timeline
+from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
+from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.storage.store import Store
 
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.logprob_spans import WrittenSpans
-from jobs.checkpoints.refusals import DamagedFileError
-from jobs.checkpoints.store import CheckpointStore, ResumeRecord
-from jobs.checkpoints.timeline import Timeline
-from jobs.checkpoints.token_log import Rewind, TokenLog
-from jobs.identity import Identity
-from jobs.logprobs import TokenLogprobs
-from jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,
     IDENTITY,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jobs.input.job_line import JobLine
-from jobs.input.reader import Reject, read_jobs
-from jobs.job import Job
+from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.reader import Reject, read_jobs
+from swiftbatch.jobs.job import Job
 
 GOOD = {"custom_id": "good", "prompt": "Once", "max_tokens": 5}
 CHAT = {"custom_id": "talk", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}

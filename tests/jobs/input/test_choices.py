@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.job import Job
+from swiftbatch.jobs.job import Job
+
 from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
 
 FIRST_SEEDS = [

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.input_file import InputFileError
+from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, read_jobs
+from swiftbatch.scheduler.runs.job_files import read_job_files
 
-from jobs.input.columns import Columns
-from jobs.input.input_file import InputFileError
-from jobs.input.reader import MAX_LINE_BYTES, read_jobs
-from scheduler.runs.job_files import read_job_files
 from tests import ROOT
 from tests.jobs.input.job_lines import CHAT, GOOD
 
@@ -85,7 +85,7 @@ def test_standard_input_and_a_named_pipe_are_read(
 
 
 def test_what_a_shell_puts_in_place_of_a_file_is_read() -> None:
-    program = "import sys; from jobs.input.reader import read_jobs; print(len(read_jobs(sys.argv[1], 1)[0]))"
+    program = "import sys; from swiftbatch.jobs.input.reader import read_jobs; print(len(read_jobs(sys.argv[1], 1)[0]))"
     script = f'"{sys.executable}" -c "$0" - < "$1" && "{sys.executable}" -c "$0" <(cat "$1")'
     demo = str(ROOT / "k8s/overlays/cpu-demo/demo-jobs/jobs.jsonl")
     done = subprocess.run(

@@ -15,13 +15,13 @@ from fsspec.registry import _registry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.columns import ColumnError, Columns
+from swiftbatch.jobs.input.places import found_files
+from swiftbatch.jobs.input.reader import JobReader
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.job_files import read_job_files
 
-from jobs.errors import UserError
-from jobs.input.columns import ColumnError, Columns
-from jobs.input.places import found_files
-from jobs.input.reader import JobReader
-from jobs.storage.store import Store
-from scheduler.runs.job_files import read_job_files
 from tests.jobs.input.job_lines import GOOD
 
 
@@ -199,7 +199,7 @@ def test_a_copy_that_has_no_room_is_refused_in_one_line(hub: Hub, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     hub.pipe("/datasets/org/name/x.jsonl", b"{}")
-    monkeypatch.setattr("jobs.input.places.copy_foreign", full)
+    monkeypatch.setattr("swiftbatch.jobs.input.places.copy_foreign", full)
     line = refused("hf://datasets/org/name/x.jsonl")
     assert line.endswith("x.jsonl to a temporary file: No space left on device; make room there")
 

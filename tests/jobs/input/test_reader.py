@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFileError, read_jobs
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run import job_table
 
-from jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFileError, read_jobs
-from jobs.job import Job, JobRecord
-from jobs.run import job_table
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 
 
@@ -69,7 +69,7 @@ def test_a_duplicate_custom_id_is_a_reject_that_names_the_first_line(tmp_path: P
 def test_a_file_of_bad_lines_without_end_is_refused_at_some_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.input.reader.MAX_REJECTS", 3)
+    monkeypatch.setattr("swiftbatch.jobs.input.reader.MAX_REJECTS", 3)
     assert len(read(tmp_path, *[b"x"] * 3)[1]) == 3
     with pytest.raises(InputFileError, match=r"no job file: found over 3 bad lines, the first is line 1: not JSON"):
         read(tmp_path, *[b"x"] * 4, GOOD)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.job import Job, JobRecord
-from jobs.run.run import Progress, RunManifest, WorkerStatus
-from jobs.sampling import SamplingParams
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.run import Progress, RunManifest, WorkerStatus
+from swiftbatch.jobs.sampling import SamplingParams
 
 MANIFEST = RunManifest(
     run_id="run-1",

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.records import DriverClaim
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, claims
 
-from jobs.input.reader import Reject
-from jobs.job import JobRecord
-from jobs.run.records import DriverClaim
-from jobs.run.run import Run
-from scheduler.cli import main
-from scheduler.driver.backlog import load_queue
-from scheduler.driver.heartbeat import current_progress
-from scheduler.driver.hold import Hold
-from scheduler.driver.takeover import Epoch, RunTakenError, claims
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record
 
 CONTENTS = {

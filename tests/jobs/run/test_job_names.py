@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from jobs.job import JobRecord
-from jobs.run.job_names import job_names
-from jobs.run.run import Run
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_names import job_names
+from swiftbatch.jobs.run.run import Run
+
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
 

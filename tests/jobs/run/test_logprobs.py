@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-
-from jobs.chat import Message
-from jobs.input.json_lines import dump_line
-from jobs.job import Job, JobRecord
-from jobs.logprobs import NO_TOKEN, TokenLogprobs
-from jobs.run.logprobs import UNLIKELY, shown_logprobs
-from jobs.run.results import success_line
-from jobs.sampling import SamplingParams
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
+from swiftbatch.jobs.run.logprobs import UNLIKELY, shown_logprobs
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.sampling import SamplingParams
 
 END = "</s>"
 BYTES = [b"Hi", b" there", b"\xe2", b"\x80\x93", "na\u00efve".encode(), b"\xff", b"Hi", END.encode(), b""]

@@ -8,11 +8,10 @@ import struct
 from pathlib import Path
 
 import numpy as np
-
-from jobs.input.json_lines import dump_line
-from jobs.job import Job, JobRecord
-from jobs.run.results import Reasoning, error_line, success_line
-from jobs.sampling import SamplingParams
+from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
+from swiftbatch.jobs.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=5, seed=1)
 COMPLETION = Job(custom_id="a", url="/v1/completions", prompt="Once", sampling=SAMPLING)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.storage.store import StoreError
 
-from jobs.chat import Message
-from jobs.input.reader import Reject
-from jobs.job import Job, JobRecord
-from jobs.run.run import Run, RunError
-from jobs.sampling import SamplingParams
-from jobs.storage.store import StoreError
 from tests import ROOT
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record
 
@@ -308,7 +308,8 @@ def test_opening_a_local_run_takes_no_heavy_import(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     run.write_progress(PROGRESS)
     program = (
-        "import sys; from jobs.run.run import Run; run = Run.open(sys.argv[1]); run.progress(); run.ended()[0]\n"
+        "import sys; from swiftbatch.jobs.run.run import Run\n"
+        "run = Run.open(sys.argv[1]); run.progress(); run.ended()[0]\n"
         "print({'pyarrow', 'numpy', 'torch', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program, run.store.uri]

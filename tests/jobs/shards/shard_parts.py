@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pyarrow import parquet
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
+from swiftbatch.jobs.shards.shards import DATA, Shards
+from swiftbatch.jobs.storage.store import Store
 
-from jobs.job import Job, JobRecord
-from jobs.run.results import error_line
-from jobs.run.run import Run
-from jobs.sampling import SamplingParams
-from jobs.shards.settings import ShardSettings, ask_for_shards
-from jobs.shards.shards import DATA, Shards
-from jobs.storage.store import Store
 from tests.jobs.run.run_parts import FINISHED, MANIFEST
 
 Rows = list[dict[str, Any]]

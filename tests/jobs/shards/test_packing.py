@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from jobs.shards.packing import SizedLine, packed
-from jobs.shards.plans import PlannedLine
+from swiftbatch.jobs.shards.packing import SizedLine, packed
+from swiftbatch.jobs.shards.plans import PlannedLine
 
 SIZES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=30)
 

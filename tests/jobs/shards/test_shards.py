@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_files import RunError
+from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
+from swiftbatch.jobs.shards.shard_file import arrow_schema
+from swiftbatch.jobs.shards.shards import DATA, Shards
+from swiftbatch.jobs.storage.store import StoreError
 
-from jobs.run.run import Run
-from jobs.run.run_files import RunError
-from jobs.shards.settings import ShardSettings, ask_for_shards
-from jobs.shards.shard_file import arrow_schema
-from jobs.shards.shards import DATA, Shards
-from jobs.storage.store import StoreError
 from tests.jobs.run.run_parts import FINISHED
 from tests.jobs.shards.shard_parts import (
     all_rows,
@@ -233,7 +233,9 @@ def test_a_full_disk_for_temporary_files_is_one_line_and_the_next_try_goes_on(
     finish(run, *run.jobs())
     shards = shards_of(run)
     with monkeypatch.context() as patch:
-        patch.setattr("jobs.shards.shards.write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(
+            "swiftbatch.jobs.shards.shards.write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
         with pytest.raises(StoreError, match=r"in a temporary file: .*No space left; make room there"):
             shards.catch_up(is_end=True)
     with monkeypatch.context() as patch:  # the plan is written, the shard is not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from jobs.storage.store import Store, StoreError
+from swiftbatch.jobs.storage.store import Store, StoreError
 
 
 class GatedStore(Store):

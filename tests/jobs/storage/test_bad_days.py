@@ -11,11 +11,11 @@ from tempfile import TemporaryFile
 from typing import BinaryIO
 
 import pytest
+from swiftbatch.jobs.storage import object_stores
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import Store, StoreError
 from tenacity import wait_random_exponential
 
-from jobs.storage import object_stores
-from jobs.storage.retries import Retries
-from jobs.storage.store import Store, StoreError
 from tests import ROOT
 from tests.jobs.storage.fault_proxy import FaultProxy
 
@@ -29,7 +29,7 @@ def counted(seconds: float) -> tuple[Retries, list[None]]:
 def test_with_503s_and_resets_nothing_is_lost_and_every_retry_is_counted(
     s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.storage.retries.PAUSE", wait_random_exponential(multiplier=0.01, max=0.1))
+    monkeypatch.setattr("swiftbatch.jobs.storage.retries.PAUSE", wait_random_exponential(multiplier=0.01, max=0.1))
     retries, made = counted(120)
     store = Store(s3_store.uri, retries)
     s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}
@@ -121,8 +121,8 @@ def test_a_command_that_only_reads_still_gets_over_one_503(s3_store: Store, s3_p
 def test_a_process_whose_store_is_dark_comes_to_its_end(s3_store: Store, s3_proxy: FaultProxy) -> None:
     program = (
         "import sys, threading, time\n"
-        "from jobs.storage import object_stores; object_stores.ANSWER_SECONDS = 1.0\n"
-        "from jobs.storage.retries import Retries; from jobs.storage.store import Store\n"
+        "from swiftbatch.jobs.storage import object_stores; object_stores.ANSWER_SECONDS = 1.0\n"
+        "from swiftbatch.jobs.storage.retries import Retries; from swiftbatch.jobs.storage.store import Store\n"
         "store = Store(sys.argv[1], Retries(1000))\n"
         "write = lambda: store.write('file', bytes(25_000_000))\n"
         "threading.Thread(target=write, daemon=True).start()\n"

@@ -9,15 +9,15 @@ from urllib.parse import quote
 
 import pytest
 from click.testing import CliRunner
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.local_folder import LocalFolder
+from swiftbatch.jobs.storage.retries import NO_RETRIES
+from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.jobs.storage.uris import hidden_credentials, shown_uri
+from swiftbatch.scheduler.cli import main
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.results import error_line
-from jobs.run.run import Run
-from jobs.storage.local_folder import LocalFolder
-from jobs.storage.retries import NO_RETRIES
-from jobs.storage.store import Store, StoreError
-from jobs.storage.uris import hidden_credentials, shown_uri
-from scheduler.cli import main
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record
 from tests.jobs.storage.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -40,7 +40,8 @@ def test_credentials_are_not_shown(uri: str) -> None:
 
 def test_an_object_store_that_does_not_answer_is_one_line_without_credentials() -> None:
     program = (
-        "import sys; from jobs.storage.retries import NO_RETRIES; from jobs.storage.store import Store, StoreError\n"
+        "import sys; from swiftbatch.jobs.storage.retries import NO_RETRIES\n"
+        "from swiftbatch.jobs.storage.store import Store, StoreError\n"
         "try: Store(sys.argv[1], NO_RETRIES).write('a', b'x')\n"
         "except StoreError as error: print(error)"
     )

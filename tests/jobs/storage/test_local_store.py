@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.storage.store import Store, StoreError
 
-from jobs.storage.store import Store, StoreError
 from tests import ROOT
 
 
@@ -44,7 +44,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> 
 
 WRITER = """
 import sys
-from jobs.storage.store import Store
+from swiftbatch.jobs.storage.store import Store
 store = Store(sys.argv[1])
 while True:
     for letter in b"abc":
@@ -112,8 +112,8 @@ def test_a_new_file_is_written_where_hard_links_are_not_to_be_had(
 
 FULL_DISK = """
 import os, sys, threading
-from jobs.storage.retries import Retries
-from jobs.storage.store import Store, StoreError
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import Store, StoreError
 store = Store(sys.argv[1])
 store.write("first", b"1" * 600_000)
 store.write("second", b"old")

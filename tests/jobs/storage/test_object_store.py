@@ -14,10 +14,10 @@ from uuid import uuid4
 
 import pytest
 from pyarrow import fs
+from swiftbatch.jobs.storage.object_stores import CHECKSUMS, open_place
+from swiftbatch.jobs.storage.retries import NO_RETRIES
+from swiftbatch.jobs.storage.store import Store, StoreError
 
-from jobs.storage.object_stores import CHECKSUMS, open_place
-from jobs.storage.retries import NO_RETRIES
-from jobs.storage.store import Store, StoreError
 from tests import ROOT
 from tests.jobs.storage.fault_proxy import Fault, FaultProxy
 
@@ -77,7 +77,10 @@ def test_an_interrupt_in_the_middle_of_a_write_publishes_no_part_of_it(s3_store:
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_old_file(s3_store: Store, s3_proxy: FaultProxy) -> None:
-    program = "import sys; from jobs.storage.store import Store; Store(sys.argv[1]).write('file', bytes(65_000_000))"
+    program = (
+        "import sys; from swiftbatch.jobs.storage.store import Store\n"
+        "Store(sys.argv[1]).write('file', bytes(65_000_000))"
+    )
     s3_store.write("file", b"old")
     writer: list[int] = []
 
@@ -114,7 +117,7 @@ def test_a_big_file_is_not_held_in_memory_twice_on_a_slow_line(s3_store: Store, 
     program = (
         "import re, sys\n"
         "from pathlib import Path\n"
-        "from jobs.storage.store import Store\n"
+        "from swiftbatch.jobs.storage.store import Store\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) * 1024\n"
         "store, data = Store(sys.argv[1]), memoryview(b'x' * 120_000_000)\n"
         "store.write('warm', data[:1000])\n"

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from jobs.storage.store import Store, StoreError
+from swiftbatch.jobs.storage.store import Store, StoreError
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -10,19 +10,19 @@ from random import Random
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.chaos.comparison import RunOutput, compare
+from swiftbatch.scheduler.chaos.disturbed_run import Kill
+from swiftbatch.scheduler.chaos.plan import KINDS, plan_kills
+from swiftbatch.scheduler.chaos.report import ChaosReport
 
-from jobs.run.run import Run
-from scheduler.chaos.comparison import RunOutput, compare
-from scheduler.chaos.disturbed_run import Kill
-from scheduler.chaos.plan import KINDS, plan_kills
-from scheduler.chaos.report import ChaosReport
 from tests.jobs.run.run_parts import MANIFEST
 
 DEADLINE_SECONDS = 1750
 
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scheduler.cli", "chaos", *args]
+    command = [sys.executable, "-m", "swiftbatch.scheduler.cli", "chaos", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+from swiftbatch.scheduler.cluster import watch as cluster_watch
+from swiftbatch.scheduler.cluster.watch import ClusterLostError, ClusterWatch
 
-from scheduler.cluster import watch as cluster_watch
-from scheduler.cluster.watch import ClusterLostError, ClusterWatch
 from tests.simulated_clock import SimulatedClock
 
 
@@ -134,8 +134,8 @@ def test_the_death_of_the_drivers_own_node_is_a_loss(head: FakeHead) -> None:
 def test_behind_a_lost_cluster_ray_says_nothing_more() -> None:
     program = """
 import os, sys
-from scheduler.cluster.cluster import connect
-from scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.cluster.cluster import connect
+from swiftbatch.scheduler.cluster.watch import ClusterLostError
 try:
     with connect(None, 1):
         raise ClusterLostError("the head is gone")

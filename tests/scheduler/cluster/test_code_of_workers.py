@@ -9,42 +9,41 @@ import sys
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cluster import bootstrap
+from swiftbatch.scheduler.cluster.bootstrap import PACKAGE, ROOMS, OtherCodeError, own_code
+from swiftbatch.scheduler.cluster.last_words import last_words
 
-from jobs.processes import environment_of_code, module_command
-from jobs.run.run import Run
-from scheduler.cluster import bootstrap
-from scheduler.cluster.bootstrap import ROOMS, OtherCodeError, own_code
-from scheduler.cluster.last_words import last_words
 from tests import ROOT
 
 LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3, "ignore_eos": True}
 IN_A_WORKER = """
 import json, os, sys
-from scheduler.cluster import bootstrap
+from swiftbatch.scheduler.cluster import bootstrap
 place, folder, digest, is_sent = sys.argv[1:]
-for room in bootstrap.ROOMS:
-    for name in [name for name in sys.modules if name.partition(".")[0] == room]:
-        del sys.modules[name]
+for name in [name for name in sys.modules if name.partition(".")[0] == bootstrap.PACKAGE]:
+    del sys.modules[name]
 sys.path.insert(0, place)
 code = bootstrap.Code(folder, digest, (place,), is_sent == "sent")
 try:
     bootstrap.use_code_of_driver(code)
-    import worker.tree
-    print(json.dumps(worker.tree.__file__))
+    import swiftbatch.worker.drawing.tree
+    print(json.dumps(swiftbatch.worker.drawing.tree.__file__))
 except bootstrap.OtherCodeError as error:
     print(json.dumps(f"refused: {error}"))
 """
 
 
 def checkout(folder: Path) -> Path:
-    for room in ROOMS:
+    for room in (PACKAGE, *ROOMS):
         shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
     return folder
 
 
 def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
     """Tell what a worker imports, or why it refuses, with `place` in front of its path as Ray puts it there."""
-    command = [sys.executable, "-P", "-c", IN_A_WORKER, str(place), str(folder), digest, how]
+    command = [sys.executable, "-P", "-c", IN_A_WORKER, str(place), str(folder / PACKAGE), digest, how]
     ran = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=True)
     return str(json.loads(ran.stdout))
 
@@ -63,7 +62,7 @@ def users_folder(tmp_path: Path) -> Path:
 
 def test_a_run_is_not_disturbed_by_files_of_the_same_names_where_the_command_is_given(users_folder: Path) -> None:
     ran = subprocess.run(
-        module_command("scheduler.cli", "submit", "jobs.jsonl", "--run", "run"),
+        module_command("swiftbatch.scheduler.cli", "submit", "jobs.jsonl", "--run", "run"),
         env=environment_of_code(),
         cwd=users_folder,
         capture_output=True,
@@ -77,42 +76,42 @@ def test_a_run_is_not_disturbed_by_files_of_the_same_names_where_the_command_is_
 def test_another_checkout_in_the_current_folder_is_passed_over(how: str, tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
     code = own_code(is_sent=False)
-    assert in_a_worker(other, ROOT, code.digest, how) == str(ROOT / "worker" / "tree.py")
+    assert in_a_worker(other, ROOT, code.digest, how) == str(ROOT / "worker" / "drawing" / "tree.py")
 
 
 def test_other_code_is_refused_in_a_line_that_names_both_places(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
-    with (other / "worker" / "tree.py").open("a") as file:
+    with (other / "worker" / "drawing" / "tree.py").open("a") as file:
         file.write("# changed\n")
     code = own_code(is_sent=False)
     line = in_a_worker(tmp_path, other, code.digest, "here")
     assert line.startswith("refused: ")
     assert "\n" not in line
-    assert f"found {other} with digest" in line
-    assert f"expected that of {other} with digest {code.digest[:12]}" in line
+    assert f"found {other / PACKAGE} with digest" in line
+    assert f"expected that of {other / PACKAGE} with digest {code.digest[:12]}" in line
 
 
 def test_kernels_belong_to_the_code(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
-    rooms, kernels = [other / room for room in ROOMS], other / "worker" / "kernels"
-    digests = [bootstrap.digest_of(rooms)]
+    package, kernels = other / PACKAGE, other / "worker" / "kernels"
+    digests = [bootstrap.digest_of(package)]
     (kernels / "source" / "new.h").write_text("int new;")
-    digests.append(bootstrap.digest_of(rooms))
+    digests.append(bootstrap.digest_of(package))
     (kernels / "lib").mkdir(exist_ok=True)
     (kernels / "lib" / "kernels-new.so").write_bytes(b"compiled")
-    digests.append(bootstrap.digest_of(rooms))
+    digests.append(bootstrap.digest_of(package))
     assert len(set(digests)) == 3
     (kernels / "lib" / "tmp1").mkdir()  # of a compiler at work
     (kernels / "lib" / "tmp1" / "kernels.c").write_text("half of it")
-    assert bootstrap.digest_of(rooms) == digests[-1]
+    assert bootstrap.digest_of(package) == digests[-1]
 
 
-def test_rooms_that_are_nowhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the current folder has folders of their names, which are packages of nobody."""
-    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda room: None)
+def test_a_package_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = own_code(is_sent=True)
+    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda package: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(OtherCodeError, match="found no jobs, no metrics, no scheduler, no worker with digest"):
-        bootstrap.use_code_of_driver(own_code(is_sent=True))
+    with pytest.raises(OtherCodeError, match="found no swiftbatch, expected that of"):
+        bootstrap.use_code_of_driver(code)
 
 
 def test_the_last_words_of_a_worker_that_died_while_it_started(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from scheduler.cluster import cluster, embedded_ray
-from scheduler.cluster.cluster import ClusterError, connect
-from scheduler.cluster.embedded_ray import EmbeddedRay
+from swiftbatch.scheduler.cluster import cluster, embedded_ray
+from swiftbatch.scheduler.cluster.cluster import ClusterError, connect
+from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_a_limit_on_the_length_of_files_is_told_before_ray_starts(monkeypatch: p
 
 LOST_LISTENER = """
 import threading
-from scheduler.cluster.cluster import _silence_ray
+from swiftbatch.scheduler.cluster.cluster import _silence_ray
 
 def listen() -> None:
     raise ConnectionError("recvmsg: Connection reset by peer")

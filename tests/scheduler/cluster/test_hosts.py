@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.scheduler.chaos.local_cluster import Node, cluster_environment
+from swiftbatch.scheduler.demo.prompts import PROMPTS
 
-from jobs.run.records import WorkerStatus
-from scheduler.chaos.local_cluster import Node, cluster_environment
-from scheduler.demo.prompts import PROMPTS
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, is_alive, outputs, swiftbatch
 
 pytestmark = [
@@ -144,7 +144,7 @@ def undisturbed(jobs_file: str, tmp_path_factory: pytest.TempPathFactory) -> dic
 def start(hosts: Hosts, number: int, *args: str) -> list[str]:
     """A command of ours on a host."""
     options = ["--workers", "2", "--checkpoint-seconds", "0.5", "--address", f"{hosts.address(0)}:{PORT}"]
-    return hosts.command(number, "scheduler.cli", *args, *options)
+    return hosts.command(number, "swiftbatch.scheduler.cli", *args, *options)
 
 
 def test_a_worker_host_that_is_cut_off_and_comes_back_changes_nothing(

@@ -9,10 +9,9 @@ from pathlib import Path
 import click
 import numpy as np
 from click.testing import CliRunner, Result
-
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from scheduler.cli import main
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
 
 
 def invoke(*args: str) -> Result:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.runs.settings import Settings
-from scheduler.runs.submission import Submission, submission
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.runs.submission import Submission, submission
 
 
 def submit_file(path: str, run_uri: str, is_strict: bool = False, **said: object) -> Submission:

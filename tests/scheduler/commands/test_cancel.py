@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 
-from jobs.run.run import Run
-from scheduler.driver.heartbeat import current_progress
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.job import JobRecord
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from scheduler.driver.backlog import load_queue
-from scheduler.driver.heartbeat import current_progress
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 
 @pytest.fixture

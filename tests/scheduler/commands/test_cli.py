@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
 
-from jobs.run.run import Run
-from scheduler.cli import main
 from tests import ROOT
 from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, refusal
 
@@ -62,7 +62,7 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         "-X",
         "importtime",
         "-m",
-        "scheduler.cli",
+        "swiftbatch.scheduler.cli",
         *(run.store.uri if a == "RUN" else a for a in args),
     ]
     process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -131,7 +131,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], problem: str) 
 
 def test_a_standard_output_that_takes_nothing_is_told_in_one_line_or_closed_on_purpose(run: Run) -> None:
     finish(run, "a", "text of a")
-    script = f"""swiftbatch() {{ "{sys.executable}" -m scheduler.cli "$@"; echo "$?" >&3; }}
+    script = f"""swiftbatch() {{ "{sys.executable}" -m swiftbatch.scheduler.cli "$@"; echo "$?" >&3; }}
         exec 3>&1 4>&2
         swiftbatch status "$1" > /dev/full
         swiftbatch results "$1" > /dev/full

@@ -8,27 +8,27 @@ from typing import Any
 import click
 import pytest
 from pydantic import BaseModel
+from swiftbatch.scheduler.chaos.options import ChaosOptions
+from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.worker.bench.agreement.agreement import AgreementOptions
+from swiftbatch.worker.bench.auto.auto import AutoBenchOptions
+from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
+from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions
+from swiftbatch.worker.bench.fields.fields import FieldBenchOptions
+from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+from swiftbatch.worker.bench.griffin.ablation import GriffinAblationOptions
+from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
+from swiftbatch.worker.bench.long.long import LongBenchOptions
+from swiftbatch.worker.bench.tokenswift.ablation import AblationOptions
+from swiftbatch.worker.bench.triforce.ablation import PromptAblationOptions
+from swiftbatch.worker.config import CheckpointSettings, Computation
+from swiftbatch.worker.training.draft.recipe import DraftRecipe
+from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
 
-from scheduler.chaos.options import ChaosOptions
-from scheduler.limits.limits import Limits
-from scheduler.runs.settings import Settings
-from scheduler.serve.options import ServeOptions
 from tests.scheduler.commands.command_parts import COMMANDS
-from worker.bench.agreement.agreement import AgreementOptions
-from worker.bench.auto.auto import AutoBenchOptions
-from worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
-from worker.bench.decode.decode import DecodeBenchOptions
-from worker.bench.fields.fields import FieldBenchOptions
-from worker.bench.gpu.options import GPUBenchOptions
-from worker.bench.griffin.ablation import GriffinAblationOptions
-from worker.bench.kernels.kernels import KernelBenchOptions
-from worker.bench.long.long import LongBenchOptions
-from worker.bench.tokenswift.ablation import AblationOptions
-from worker.bench.triforce.ablation import PromptAblationOptions
-from worker.config import CheckpointSettings, Computation
-from worker.training.draft.recipe import DraftRecipe
-from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from worker.training.heads.recipe import HeadRecipe
 
 
 def defaults(*models: type) -> dict[str, Any]:

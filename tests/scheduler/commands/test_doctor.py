@@ -10,23 +10,23 @@ from typing import NoReturn
 import pytest
 import torch
 from click.testing import CliRunner
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.exactness.first_run import first_run
+from swiftbatch.worker.exactness.first_run.findings import Check, Finding
+from swiftbatch.worker.exactness.first_run.first_run import FirstRun, run_checks
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target import loading
+from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 import tests.worker.interpreter  # noqa: F401
-from jobs.errors import UserError
-from jobs.run.dtypes import LinearName
-from jobs.run.records import Exactness
-from scheduler.cli import main
 from tests.worker.exactness.first_run.small_parts import small_parts
-from worker.config import Computation
-from worker.exactness.first_run import first_run
-from worker.exactness.first_run.findings import Check, Finding
-from worker.exactness.first_run.first_run import FirstRun, run_checks
-from worker.exactness.first_run.parts import Parts
-from worker.exactness.verdicts import known_verdict, verdict_key
-from worker.kernels.choice import CudaKernels
-from worker.model.files import ModelFiles, locate_model
-from worker.target import loading
-from worker.target.hardware import hardware_of
 
 
 def check(name: str, passed: bool) -> Check:
@@ -114,6 +114,6 @@ def test_a_model_that_the_kernels_do_not_know_is_left_to_the_probe(
     def probe(config: Computation) -> NoReturn:
         raise UserError(f"{config.device} is probed")
 
-    monkeypatch.setattr("worker.exactness.doctor.diagnose", probe)
+    monkeypatch.setattr("swiftbatch.worker.exactness.doctor.diagnose", probe)
     result = CliRunner().invoke(main, ["doctor", "--device", "cuda"])
     assert (result.exit_code, result.stderr) == (2, "swiftbatch: cuda is probed\n")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from jobs.run.records import WorkerStatus
-from jobs.run.run import Run
+from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run import Run
 
 NUM_TOKENS = 3000
 JOBS: list[dict[str, Any]] = [
@@ -42,7 +41,7 @@ DEADLINE_SECONDS = 240
 
 
 def swiftbatch(*args: str) -> list[str]:
-    return [sys.executable, "-m", "scheduler.cli", *args]
+    return [sys.executable, "-m", "swiftbatch.scheduler.cli", *args]
 
 
 def run_command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.runs import launch
 
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import TokenLog
-from jobs.run.results import error_line
-from jobs.run.run import Run
-from scheduler.driver.hold import Hold
-from scheduler.driver.job_queue import JobQueue
-from scheduler.runs import launch
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import finish

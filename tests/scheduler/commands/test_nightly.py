@@ -17,14 +17,14 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.commands.folders import nightly as nightly_command
+from swiftbatch.scheduler.runs.folder_hold import file_of
+from swiftbatch.scheduler.runs.job_files import job_files
 
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from jobs.storage.store import Store
-from scheduler.cli import main
-from scheduler.commands.folders import nightly as nightly_command
-from scheduler.runs.folder_hold import file_of
-from scheduler.runs.job_files import job_files
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 

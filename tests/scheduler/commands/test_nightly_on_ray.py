@@ -6,8 +6,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from jobs.run.run import Run
-from scheduler.chaos.local_cluster import local_cluster
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.chaos.local_cluster import local_cluster
+
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
 JOB = {"custom_id": "x", "prompt": "the quick brown fox", "max_tokens": 8}

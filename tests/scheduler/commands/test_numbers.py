@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 import pytest
 from click.testing import CliRunner
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.commands.launch_options import CountOrAuto
+from swiftbatch.scheduler.commands.options.limits import Deadline
+from swiftbatch.scheduler.commands.options.numbers import InOurDigits
 
-from scheduler.cli import main
-from scheduler.commands.launch_options import CountOrAuto
-from scheduler.commands.options.limits import Deadline
-from scheduler.commands.options.numbers import InOurDigits
 from tests.scheduler.commands.command_parts import COMMANDS
 
 OF_CLICK = (click.IntRange, click.FloatRange, type(click.INT), type(click.FLOAT))
@@ -46,7 +46,7 @@ def test_digits_of_other_scripts_are_refused(words: tuple[str, ...]) -> None:
 
 
 def test_an_address_of_a_cluster_has_such_a_port() -> None:
-    from scheduler.cluster.cluster import ClusterError, connect
+    from swiftbatch.scheduler.cluster.cluster import ClusterError, connect
 
     with (
         pytest.raises(ClusterError, match="expected HOST:PORT of a running Ray cluster"),

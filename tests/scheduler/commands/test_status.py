@@ -7,9 +7,10 @@ import os
 import socket
 import time
 
-from jobs.run.run import Run, WorkerStatus
-from scheduler.driver.backlog import count_jobs
-from scheduler.driver.heartbeat import current_progress
+from swiftbatch.jobs.run.run import Run, WorkerStatus
+from swiftbatch.scheduler.driver.backlog import count_jobs
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+
 from tests.scheduler.commands.command_parts import finish, invoke
 
 

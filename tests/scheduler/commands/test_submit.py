@@ -7,17 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.exactness.doctor import diagnose
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.run.run import Run
 from tests import ROOT
 from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from worker.config import Computation
-from worker.drafters.catalogue import ENGINES
-from worker.exactness.doctor import diagnose
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 
 def test_bad_job_files_are_refused_in_one_line(tmp_path: Path, tiny_model: Path) -> None:

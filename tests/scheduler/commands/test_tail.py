@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.runs.tailing import TAKEN_BACK, follow_text
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.checkpoints.token_log import Rewind
-from jobs.run.run import Run
-from scheduler.driver.heartbeat import current_progress
-from scheduler.runs.tailing import TAKEN_BACK, follow_text
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 
 def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finished_one(

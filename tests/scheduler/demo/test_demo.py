@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.input.reader import read_jobs
-from jobs.run.run import WorkerStatus
-from scheduler.demo.__main__ import NUM_TOKENS, Kill, kill_lines, prepare
-from scheduler.runs.job_records import make_records
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
+from swiftbatch.jobs.input.reader import read_jobs
+from swiftbatch.jobs.run.run import WorkerStatus
+from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, Kill, kill_lines, prepare
+from swiftbatch.scheduler.runs.job_records import make_records
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
 
 
 def test_the_demos_jobs_are_all_taken_and_long(tmp_path: Path, embedded_files: ModelFiles) -> None:

@@ -9,17 +9,17 @@ import pty
 import time
 
 import pytest
+from swiftbatch.jobs.run.run import Progress
+from swiftbatch.scheduler.display import event_reference
+from swiftbatch.scheduler.display.display import JsonDisplay, PlainDisplay, QuietDisplay
+from swiftbatch.scheduler.display.end_events import RunEnded
+from swiftbatch.scheduler.display.events import DriverAwaited, LineRejected, RunOpened, WorkerLost, WorkerReady
+from swiftbatch.scheduler.display.job_events import JobCancelled, JobGivenUp, JobPutBack
+from swiftbatch.scheduler.display.live import LiveDisplay
+from swiftbatch.scheduler.display.summary import checkpoint_age, harmless, printable, summary_line
+from swiftbatch.scheduler.driver.speed import RATE_SECONDS, Speed
+from swiftbatch.scheduler.process.streams import Lines
 
-from jobs.run.run import Progress
-from scheduler.display import event_reference
-from scheduler.display.display import JsonDisplay, PlainDisplay, QuietDisplay
-from scheduler.display.end_events import RunEnded
-from scheduler.display.events import DriverAwaited, LineRejected, RunOpened, WorkerLost, WorkerReady
-from scheduler.display.job_events import JobCancelled, JobGivenUp, JobPutBack
-from scheduler.display.live import LiveDisplay
-from scheduler.display.summary import checkpoint_age, harmless, printable, summary_line
-from scheduler.driver.speed import RATE_SECONDS, Speed
-from scheduler.process.streams import Lines
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker
 
 OUTPUTS = ("r/output.jsonl", "r/output.parquet")
@@ -168,7 +168,7 @@ def test_a_terminal_that_is_closed_shows_nothing_more_and_stops_nothing() -> Non
 
 def test_the_page_about_events_is_as_the_code_says() -> None:
     assert event_reference.PATH.read_text(encoding="utf-8") == event_reference.reference(), (
-        "write it again with: python -m scheduler.display.event_reference"
+        "write it again with: python -m swiftbatch.scheduler.display.event_reference"
     )
     assert all(
         kind.__doc__ and "`" + kind.kind() + "`" in event_reference.reference() for kind in event_reference.kinds()

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver.driver import Driver
+from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
 
-from jobs.job import JobRecord
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from scheduler.cli import main
-from scheduler.cluster import remote
-from scheduler.cluster.actors import WorkerInfo
-from scheduler.driver.driver import Driver
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
 from tests.work_counts import Work, counted_calls
-from worker.session.work import JobProgress, Orders, WorkReport
 
 NUM_WORKERS, NUM_SLOTS = 4, 4
 WINDOW = 50  # slices: the quietest so many tell what a job costs, others have a heartbeat

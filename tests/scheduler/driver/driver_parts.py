@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.run import Progress, Run, RunManifest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.actors import WorkerSpec
+from swiftbatch.scheduler.cluster.cluster import Cluster, connect
+from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.driver import Driver
+from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.limits.limits import Limits, Spending
+from swiftbatch.worker.config import EngineConfig
 
-from jobs.job import Job, JobRecord
-from jobs.run.run import Progress, Run, RunManifest
-from jobs.sampling import SamplingParams
-from metrics.driver_counters import DriverCounters
-from scheduler.cluster.actors import WorkerSpec
-from scheduler.cluster.cluster import Cluster, connect
-from scheduler.display.events import Event
-from scheduler.driver.backlog import load_queue
-from scheduler.driver.context import Context
-from scheduler.driver.driver import Driver
-from scheduler.driver.fleet import Fleet
-from scheduler.driver.hold import Hold
-from scheduler.driver.job_queue import JobQueue
-from scheduler.limits.limits import Limits, Spending
 from tests import ROOT
-from worker.config import EngineConfig
 
 NO_LIMITS = Limits()
 COUNTING = "tests.worker.session.counting_session"  # a session that counts instead of decoding

@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.output_line import line_id
+from swiftbatch.jobs.run.run import Progress
+from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.driver import DriverError
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.worker.model.files import ModelError
 
-from jobs.run.output_line import line_id
-from jobs.run.run import Progress
-from jobs.shards.settings import ShardSettings, ask_for_shards
-from metrics.driver_counters import DriverCounters
-from scheduler.cluster.cluster import Cluster
-from scheduler.driver.backlog import load_queue
-from scheduler.driver.driver import DriverError
-from scheduler.driver.heartbeat import current_progress
 from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
@@ -29,7 +30,6 @@ from tests.scheduler.driver.driver_parts import (
     result_metrics,
     token_hash,
 )
-from worker.model.files import ModelError
 
 
 def test_all_jobs_finish_and_leave_no_checkpoint(tmp_path: Path, cluster: Cluster) -> None:

@@ -7,29 +7,29 @@ import time
 from pathlib import Path
 
 import pytest
-
-from jobs.input.reader import Reject
-from jobs.run.run import Run
-from metrics.counters import EngineCounters
-from metrics.driver_counters import DriverCounters
-from scheduler.cluster.actors import WorkerSpec
-from scheduler.cluster.cluster import Cluster
-from scheduler.driver.census import Census
-from scheduler.driver.fleet import Fleet, Worker
-from scheduler.driver.heartbeat import (
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.actors import WorkerSpec
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.driver.census import Census
+from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+from swiftbatch.scheduler.driver.heartbeat import (
     AT_REST,
     BEAT_SECONDS,
     BEAT_SECONDS_OBJECT_STORE,
     STALE_SECONDS,
     current_progress,
 )
-from scheduler.driver.hold import Hold
-from scheduler.driver.job_queue import JobQueue
-from scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.worker.config import EngineConfig
+
 from tests.jobs.run.run_parts import make_record
 from tests.scheduler.driver.driver_parts import make_context, make_run
 from tests.simulated_clock import SimulatedClock
-from worker.config import EngineConfig
 
 
 def make_fleet(run: Run) -> Fleet:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from jobs.job import Job, JobRecord
-from jobs.sampling import SamplingParams
-from scheduler.driver.job_queue import JobQueue
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.driver.job_queue import JobQueue
 
 
 def record(custom_id: str, max_tokens: int, line_number: int = 1) -> JobRecord:

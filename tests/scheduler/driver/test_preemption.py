@@ -15,13 +15,15 @@ from typing import Any, cast
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError
+from swiftbatch.jobs.run.run import Progress
+from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
+from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster.actors import WorkerSpec
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.work import Orders
 
-from jobs.run.run import Progress
-from metrics.driver_counters import DRIVER_METRICS, DriverCounters
-from scheduler.cluster import remote
-from scheduler.cluster.actors import WorkerSpec
-from scheduler.cluster.cluster import Cluster
-from scheduler.driver.fleet import Fleet
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     make_driver,
@@ -30,8 +32,6 @@ from tests.scheduler.driver.driver_parts import (
     token_hash,
 )
 from tests.scheduler.driving import is_alive
-from worker.config import EngineConfig
-from worker.session.work import Orders
 
 
 def test_a_worker_that_gets_sigterm_hands_its_jobs_back_whole_and_unblamed(tmp_path: Path, cluster: Cluster) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.shared_prompts import SharedPrompt, prompt_keys
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.dispatch import Dispatcher
+from swiftbatch.scheduler.driver.fleet import Worker
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.worker.session.work import Orders
 
-from jobs.run.run import Run
-from jobs.shared_prompts import SharedPrompt, prompt_keys
-from scheduler.driver.backlog import load_queue
-from scheduler.driver.dispatch import Dispatcher
-from scheduler.driver.fleet import Worker
-from scheduler.driver.job_queue import JobQueue
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.driver.driver_parts import make_context
 from tests.scheduler.driver.test_job_queue import record, take
-from worker.session.work import Orders
 
 
 def queue_of(*jobs: tuple[str, int, int | None]) -> JobQueue:

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from jobs.job import Job, JobRecord
-from jobs.sampling import SamplingParams
-from scheduler.cluster.actors import WorkerInfo
-from scheduler.driver.fleet import Worker
-from scheduler.driver.slots import MEMORY_SHARE, Slots
-from worker.memory.plan import MOST_SLOTS
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver.fleet import Worker
+from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 
 def worker(num_free_positions: int, node: str = "node") -> Worker:

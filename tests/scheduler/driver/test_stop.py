@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.storage.local_folder import LocalFolder
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.driver.backlog import load_queue
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.run import Progress, Run
-from jobs.storage.local_folder import LocalFolder
-from jobs.storage.store import StoreError
-from metrics.driver_counters import DriverCounters
-from scheduler.cluster.cluster import Cluster
-from scheduler.cluster.watch import ClusterLostError
-from scheduler.driver.backlog import load_queue
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,

@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.records import DriverClaim
+from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.run_files import read_model
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 
-from jobs.run.records import DriverClaim
-from jobs.run.run import Progress, Run
-from jobs.run.run_files import read_model
-from metrics.driver_counters import DriverCounters
-from scheduler.cluster.cluster import Cluster
-from scheduler.driver.heartbeat import current_progress
-from scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
-from scheduler.runs.cancellation import cancel_jobs
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,

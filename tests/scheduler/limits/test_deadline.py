@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
-
-from scheduler.limits.deadline import parse_deadline
+from swiftbatch.scheduler.limits.deadline import parse_deadline
 
 
 @pytest.fixture(autouse=True)

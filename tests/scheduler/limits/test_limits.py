@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.limits.limits import Limits, Spending
+from swiftbatch.scheduler.limits.limits import Limits, Spending
+
 from tests.jobs.run.run_parts import PROGRESS
 
 

@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-
-from scheduler import __main__ as command_process
-from scheduler.process import interruption
-from scheduler.process.interruption import call_interruptibly, held, interrupt_on_signals
+from swiftbatch.scheduler import __main__ as command_process
+from swiftbatch.scheduler.process import interruption
+from swiftbatch.scheduler.process.interruption import call_interruptibly, held, interrupt_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +111,7 @@ def test_handlers_that_a_call_sets_below_python_go_with_it() -> None:
 
 RESETS = """
 import ctypes, os, pathlib, re, signal, sys, threading, time
-from scheduler.process.interruption import call_interruptibly, interrupt_on_signals
+from swiftbatch.scheduler.process.interruption import call_interruptibly, interrupt_on_signals
 
 def has_handler():
     [caught] = re.findall(r"SigCgt:\\s+(\\w+)", pathlib.Path("/proc/self/status").read_text())
@@ -145,7 +144,7 @@ def test_an_interruption_that_python_has_wrapped_is_told_as_one(
     def command() -> None:
         raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
 
-    monkeypatch.setattr("scheduler.cli.main", command)
+    monkeypatch.setattr("swiftbatch.scheduler.cli.main", command)
     monkeypatch.setattr(command_process, "_end_interrupted", lambda: None)
     command_process.main()
     assert capsys.readouterr().err == "interrupted\n"
@@ -153,7 +152,7 @@ def test_an_interruption_that_python_has_wrapped_is_told_as_one(
 
 STUCK = """
 import signal, time
-from scheduler.process import interruption
+from swiftbatch.scheduler.process import interruption
 interruption.SAME_SECONDS = -1.0
 interruption.interrupt_on_signals()
 try:
@@ -172,7 +171,7 @@ def test_a_process_that_takes_no_notice_is_ended_by_the_next_signal() -> None:
 
 WAITING = """
 import sys, threading
-from scheduler.process.interruption import call_interruptibly
+from swiftbatch.scheduler.process.interruption import call_interruptibly
 call_interruptibly(lambda: print("begun", flush=True) or sys.stdin.readline() and None, threading.Event())
 """
 
@@ -192,7 +191,7 @@ def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
 
 DROPS = """
 import signal, sys, time
-from scheduler.process.interruption import interrupt_on_signals
+from swiftbatch.scheduler.process.interruption import interrupt_on_signals
 
 class Dropping:
     def __del__(self):

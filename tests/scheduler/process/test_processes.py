@@ -9,19 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.records import ProcessKey
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.driver.heartbeat import process_liveness
+from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.process.identity import is_gone, own_key
 
-from jobs.run.records import ProcessKey
-from jobs.run.run import Run
-from jobs.storage.store import Store
-from scheduler.driver.heartbeat import process_liveness
-from scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
-from scheduler.process.identity import is_gone, own_key
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
 
 HERE = os.uname().nodename
 CLAIM = (
-    "import sys, time; from jobs.run.run import Run; from scheduler.driver.hold import Hold\n"
+    "import sys, time; from swiftbatch.jobs.run.run import Run; from swiftbatch.scheduler.driver.hold import Hold\n"
     "hold = Hold(Run.open(sys.argv[1])); print('held', flush=True); time.sleep(float(sys.argv[2]))"
 )
 UNSHARED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.run import Progress, Run, RunError
+from swiftbatch.scheduler.driver.heartbeat import current_progress
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.run import Progress, Run, RunError
-from scheduler.driver.heartbeat import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import make_run
@@ -119,8 +119,8 @@ def test_a_command_that_was_started_without_streams_does_its_work(tmp_path: Path
 
 FIRST_FREE = """
 import os, sys, types
-from scheduler.__main__ import main
-sys.modules["scheduler.cli"] = types.SimpleNamespace(main=lambda: sys.exit(os.open(os.devnull, os.O_RDONLY)))
+from swiftbatch.scheduler.__main__ import main
+sys.modules["swiftbatch.scheduler.cli"] = types.SimpleNamespace(main=lambda: sys.exit(os.open(os.devnull, os.O_RDONLY)))
 main()
 """
 

@@ -6,16 +6,16 @@ from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.runs.extension import Extension, extend_jobs
+from swiftbatch.worker.model.files import locate_model
 
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.token_log import TokenLog
-from jobs.job import JobRecord
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from scheduler.driver.hold import Hold
-from scheduler.runs.extension import Extension, extend_jobs
 from tests.worker.session.session_parts import claimed, session, to_the_end
-from worker.model.files import locate_model
 
 
 def extend(run: Run, model: Path, max_tokens: int, custom_ids: Collection[str] = ()) -> Extension:

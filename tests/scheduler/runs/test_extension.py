@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.input.job_line import JobLine
-from jobs.job import JobRecord
-from jobs.run.run import Run
 from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import REWINDING
-from worker.drafters.catalogue import ENGINES
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 FIRST, LONGER = 90, 200
 DRAWN = {
@@ -77,7 +77,7 @@ def test_with_every_engine_also_killed_midway_the_tokens_are_those_of_one_run(
 def test_a_kept_state_is_loaded_and_not_computed_again(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.target.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
+    monkeypatch.setattr("swiftbatch.worker.target.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
     run_all(run, tiny_model, keep_state=True, checkpoint="tokens")
     [longer] = extend(run, tiny_model, LONGER).records
     assert run.store.list(f"checkpoints/{job(FIRST).job_id}") == []

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.run_files import pretty, read_model
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.folder_hold import FolderHeldError, Hold, Holder, file_of, hold
 
-from jobs.run.run_files import pretty, read_model
-from jobs.storage.store import Store
-from scheduler.runs.folder_hold import FolderHeldError, Hold, Holder, file_of, hold
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 
 FILE = file_of("nightly")
@@ -50,7 +50,7 @@ def test_one_that_was_overtaken_while_it_slept_stops_before_its_next_file(tmp_pa
 
 
 def test_the_hold_is_renewed_and_lets_go_of_what_another_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.runs.folder_hold.BEAT_SECONDS_OBJECT_STORE", 0.05)
+    monkeypatch.setattr("swiftbatch.scheduler.runs.folder_hold.BEAT_SECONDS_OBJECT_STORE", 0.05)
     store = Store(str(tmp_path / "runs"))
     held = Hold(store, "nightly")
     first = read_model(store, FILE, Holder)

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-from jobs.storage.store import Store
-from scheduler.runs.job_files import digest_of
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.runs.job_files import digest_of
 
 
 def test_a_files_digest_needs_no_room_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

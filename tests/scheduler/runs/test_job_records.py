@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.shared_prompts import prompt_keys
+from swiftbatch.scheduler.driver.backlog import write_cancelled
+from swiftbatch.scheduler.runs.manifest import computation_of
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.model import thinking
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.repetition import RepetitionDetection, loop_guard
-from jobs.run.run import Run, RunError
-from jobs.shared_prompts import prompt_keys
-from scheduler.driver.backlog import write_cancelled
-from scheduler.runs.manifest import computation_of
-from scheduler.runs.settings import Settings
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
-from worker.model import thinking
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 NUM_POSITIONS = 4096  # of the tiny model
 FOX = "the quick brown fox"

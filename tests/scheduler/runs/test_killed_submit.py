@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from swiftbatch.jobs.run.priorities import priorities_of
+from swiftbatch.jobs.run.run import MANIFEST, Run
+from swiftbatch.jobs.storage.object_folder import ObjectFolder
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.driver import takeover
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.process.identity import own_key
+from swiftbatch.scheduler.runs import job_records, launch, submission
+from swiftbatch.scheduler.runs.settings import Settings
 
-from jobs.run.priorities import priorities_of
-from jobs.run.run import MANIFEST, Run
-from jobs.storage.object_folder import ObjectFolder
-from jobs.storage.store import Store
-from scheduler.cli import main
-from scheduler.driver import takeover
-from scheduler.driver.hold import Hold
-from scheduler.driver.job_queue import JobQueue
-from scheduler.process.identity import own_key
-from scheduler.runs import job_records, launch, submission
-from scheduler.runs.settings import Settings
 from tests.jobs.run.run_parts import FINISHED
 
 Files = dict[str, bytes]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.commands.launch_options import make_settings
+from swiftbatch.scheduler.driver.driver import DriverError
+from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.runs import launch
+from swiftbatch.scheduler.runs.settings import Settings
 
-from jobs.run.run import Run
-from jobs.storage.store import StoreError
-from scheduler.cli import main
-from scheduler.cluster.watch import ClusterLostError
-from scheduler.commands.launch_options import make_settings
-from scheduler.driver.driver import DriverError
-from scheduler.driver.heartbeat import current_progress
-from scheduler.runs import launch
-from scheduler.runs.settings import Settings
 from tests.scheduler.driver.driver_parts import make_run
 
 

@@ -9,27 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.exactness.doctor import diagnose
+from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.kernels.variants import OVERRIDE, chosen_numerics
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.target import kernel_choice as choice
+from swiftbatch.worker.target.hardware import hardware_of, has_cuda
+from swiftbatch.worker.target.kernel_choice import CudaKernels
 
-from jobs.run.records import Exactness
-from jobs.run.run import Run, RunError
-from scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
-from scheduler.runs.settings import Settings
 from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.config import Computation
-from worker.exactness.doctor import diagnose
-from worker.exactness.verdicts import keep_verdict, verdict_key
-from worker.kernels import choice
-from worker.kernels.choice import CudaKernels
-from worker.kernels.variants import OVERRIDE, chosen_numerics
-from worker.model.files import ModelError, locate_model
-from worker.target.hardware import hardware_of, has_cuda
 
 PROGRAM = """
 import sys
-from scheduler.runs.manifest import kept_or_new_manifest, with_model
-from scheduler.runs.settings import Settings
-from worker.model.files import locate_model
+from swiftbatch.scheduler.runs.manifest import kept_or_new_manifest, with_model
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.model.files import locate_model
 
 manifest = kept_or_new_manifest(sys.argv[1] + "/absent", Settings(said={"device": "auto"}))
 print(with_model(manifest, locate_model("embedded")).device, "torch" in sys.modules)
@@ -99,5 +99,5 @@ def test_a_verdict_is_known_to_runs_on_the_same_kernels_alone(
     assert exactness() == "not probed"
     verdict = diagnose(Computation(**said), num_rows=64).verdict
     assert exactness() == verdict
-    monkeypatch.setattr("worker.kernels.variants.NUMERICS_VERSION", 0)
+    monkeypatch.setattr("swiftbatch.worker.kernels.variants.NUMERICS_VERSION", 0)
     assert exactness() == "not probed"

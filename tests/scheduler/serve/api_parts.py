@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
-
-from jobs.storage.store import Store
-from scheduler.serve.api.app import make_app
-from scheduler.serve.driving.driver_command import DriverOptions
-from scheduler.serve.options import ServeOptions
-from scheduler.serve.service import Service
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.api.app import make_app
+from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
+from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.serve.service import Service
 
 
 def service_on(folder: Path, **options: Any) -> Service:

@@ -15,22 +15,22 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.api.app import make_app
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
+from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.serve.service import Service
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.input.reader import Reject
-from jobs.job import JobRecord
-from jobs.run.results import error_line
-from jobs.run.run import Run
-from jobs.storage.store import Store
-from scheduler.serve.api.app import make_app
-from scheduler.serve.batches import Batch
-from scheduler.serve.driving.driver_command import DriverOptions
-from scheduler.serve.options import ServeOptions
-from scheduler.serve.service import Service
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.metrics.report_parts import finish, record
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 SO_FAR = "\n</bdi><script>alert(2)</script> said she"
 ORIGIN = "http://127.0.0.1:8080"

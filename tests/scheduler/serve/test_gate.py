@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
-
-from scheduler.serve.api.gate import Gate
-from scheduler.serve.keys.api_key import make_key
-from scheduler.serve.keys.keyring import Keyring
-from scheduler.serve.page.sessions import Sessions
+from swiftbatch.scheduler.serve.api.gate import Gate
+from swiftbatch.scheduler.serve.keys.api_key import make_key
+from swiftbatch.scheduler.serve.keys.keyring import Keyring
+from swiftbatch.scheduler.serve.page.sessions import Sessions
 
 SECRET, LINE = make_key("alice")
 SCRAPER, SCRAPER_LINE = make_key("prometheus")

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import openai
 import pytest
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.files import Files
+from swiftbatch.scheduler.serve.hooks import addresses, hooks, lanes
+from swiftbatch.scheduler.serve.hooks.addresses import reach
+from swiftbatch.scheduler.serve.hooks.hooks import Hooks
+from swiftbatch.scheduler.serve.hooks.hosts import WebhookHosts, WebhookHostsError
+from swiftbatch.scheduler.serve.hooks.receivers import Receivers
+from swiftbatch.scheduler.serve.records import Counts, Ended
+from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver
 
-from jobs.storage.store import Store
-from scheduler.serve.batches import Batch, Batches
-from scheduler.serve.files import Files
-from scheduler.serve.hooks import addresses, hooks, lanes
-from scheduler.serve.hooks.addresses import reach
-from scheduler.serve.hooks.hooks import Hooks
-from scheduler.serve.hooks.hosts import WebhookHosts, WebhookHostsError
-from scheduler.serve.hooks.receivers import Receivers
-from scheduler.serve.records import Counts, Ended
-from scheduler.serve.refusals import RefusedError
-from scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver
 from tests.scheduler.serve.server_parts import wait_until
 from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, status
 

@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.serve.partial import partial_texts
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.run import Run
-from scheduler.serve.partial import partial_texts
 from tests.jobs.run.run_parts import MANIFEST
 from tests.metrics.report_parts import record
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 FACES = "\U0001f642\U0001f643"
 

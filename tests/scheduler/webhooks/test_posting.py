@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.display.end_events import RunEnded
+from swiftbatch.scheduler.display.events import RunOpened
+from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
+from swiftbatch.scheduler.webhooks import sender as sending
+from swiftbatch.scheduler.webhooks.posting import INTERRUPTED_SECONDS, posting
+from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 
-from jobs.errors import UserError
-from jobs.run.run import Run
-from scheduler.cli import main
-from scheduler.commands.options.webhook import shown
-from scheduler.display.end_events import RunEnded
-from scheduler.display.events import RunOpened
-from scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
-from scheduler.webhooks import sender as sending
-from scheduler.webhooks.posting import INTERRUPTED_SECONDS, posting
-from scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 from tests.scheduler.webhooks.receivers import SECRET, receiver, status
 

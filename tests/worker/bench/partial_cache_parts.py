@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-
-from jobs.sampling import SamplingParams
-from worker.bench.caches.importance import ImportanceKVCache
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED
-from worker.sequence import Sequence
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.drawing.sequence import Sequence
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 BUDGET = 40

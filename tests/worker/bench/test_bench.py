@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode.contestants import EngineContestant
+from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, read_tokens, run_decode_bench
+from swiftbatch.worker.bench.decode.records import render
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.text import read_text
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.bench.decode.contestants import EngineContestant
-from worker.bench.decode.decode import DecodeBenchOptions, read_tokens, run_decode_bench
-from worker.bench.decode.records import render
-from worker.bench.engine import BenchError
-from worker.bench.text import read_text
-from worker.drafters.catalogue import create_drafter
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 ENGINES = ("autoregressive", "suffix", "token-recycling")
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
-
-from scheduler.cli import main
-from worker.bench.caches.catalogue import PARTIAL_CACHES
-from worker.bench.caches.importance import ImportanceKVCache
-from worker.bench.engine import BenchError
-from worker.bench.long.records import Figures, LongRecord, LongResult
-from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
-from worker.bench.tokenswift.catalogue import ABLATIONS
-from worker.bench.tokenswift.tables import LAYOUTS, MEASURES, render
-from worker.drafters.tokenswift.heads import save_heads
-from worker.model.files import PARTS_FOLDER, locate_model
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.long.records import Figures, LongRecord, LongResult
+from swiftbatch.worker.bench.tokenswift.ablation import AblationOptions, run_ablation
+from swiftbatch.worker.bench.tokenswift.catalogue import ABLATIONS
+from swiftbatch.worker.bench.tokenswift.tables import LAYOUTS, MEASURES, render
+from swiftbatch.worker.drafters.tokenswift.heads import save_heads
+from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 
 LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
 

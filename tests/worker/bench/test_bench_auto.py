@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rich.console import Group
+from swiftbatch.worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
+from swiftbatch.worker.bench.auto.records import AutoRecord, render
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.caches.room import KVRoomError
 
 from tests.worker.bench.bench_parts import words
-from worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
-from worker.bench.auto.records import AutoRecord, render
-from worker.bench.engine import BenchError
-from worker.caches.full import CacheShape
-from worker.caches.offloaded import OffloadedKVCache
-from worker.caches.room import KVRoomError
 
 
 @pytest.fixture

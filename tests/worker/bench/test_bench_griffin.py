@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.griffin import ablation as griffin_ablation
+from swiftbatch.worker.bench.griffin.ablation import OPTIONS, GriffinAblationOptions, run_griffin_ablation
+from swiftbatch.worker.bench.griffin.catalogue import TEMPERATURES
+from swiftbatch.worker.bench.griffin.figures import GriffinFigures
+from swiftbatch.worker.bench.text import encode, read_text
+from swiftbatch.worker.bench.variants import GRIFFIN_PAPER
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
 
-from scheduler.cli import main
 from tests.worker.bench.bench_parts import words
-from worker.bench.engine import BenchError
-from worker.bench.griffin import ablation as griffin_ablation
-from worker.bench.griffin.ablation import OPTIONS, GriffinAblationOptions, run_griffin_ablation
-from worker.bench.griffin.catalogue import TEMPERATURES
-from worker.bench.griffin.figures import GriffinFigures
-from worker.bench.text import encode, read_text
-from worker.bench.variants import GRIFFIN_PAPER
-from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.griffin.griffin import GriffinOptions
-from worker.model.files import ModelError, locate_model
-from worker.sequence import Sequence
-from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.heads.recipe import HeadRecipe
-from worker.tree import DraftTree
-from worker.verification import Verification
 
 PREFILL, NUM_TOKENS = 70, 12
 SENTENCE = "the quick brown fox jumps over the lazy dog. "

@@ -10,17 +10,17 @@ import pytest
 import torch
 from matplotlib.image import imread
 from pydantic import ValidationError
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.kernels import roof
+from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
+from swiftbatch.worker.bench.kernels.records import KernelResult, render
+from swiftbatch.worker.bench.kernels.roof import Roof
+from swiftbatch.worker.kernels import build
+from swiftbatch.worker.kernels.variants import OVERRIDE, load_library
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.bench.bench_parts import words
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.bench.engine import BenchError
-from worker.bench.kernels import roof
-from worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
-from worker.bench.kernels.records import KernelResult, render
-from worker.bench.kernels.roof import Roof
-from worker.kernels import build
-from worker.kernels.variants import OVERRIDE, load_library
 
 
 def make_options(model: Path, **changes: object) -> KernelBenchOptions:

@@ -14,24 +14,24 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rich.console import Console
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
+from swiftbatch.worker.bench.long.plain_windows import PlainWindows, integral
+from swiftbatch.worker.bench.long.records import LongResult
+from swiftbatch.worker.bench.long.table import render
+from swiftbatch.worker.bench.text import text_tokens
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.tokenswift.heads import save_heads
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.simulated_clock import SimulatedClock
-from worker.bench.decode.decode import read_tokens
-from worker.bench.engine import BenchError
-from worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
-from worker.bench.long.plain_windows import PlainWindows, integral
-from worker.bench.long.records import LongResult
-from worker.bench.long.table import render
-from worker.bench.text import text_tokens
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.tokenswift.heads import save_heads
-from worker.engine import Engine
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.tree import ROOT, DraftTree
 
 NUM_TOKENS = 200
 PREFILL = 40

@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode import decode
+from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.long import long
+from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
+from swiftbatch.worker.bench.options import BenchOptions
+from swiftbatch.worker.bench.tokenswift import ablation
+from swiftbatch.worker.bench.tokenswift.ablation import AblationOptions, run_ablation
+from swiftbatch.worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
+from swiftbatch.worker.bench.variants import bench_slots
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.target import TargetModel
 
 import tests.worker.interpreter  # noqa: F401
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.bench.decode import decode
-from worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
-from worker.bench.long import long
-from worker.bench.long.long import LongBenchOptions, run_long_bench
-from worker.bench.options import BenchOptions
-from worker.bench.tokenswift import ablation
-from worker.bench.tokenswift.ablation import AblationOptions, run_ablation
-from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
-from worker.bench.variants import bench_slots
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelFiles
-from worker.target.target import TargetModel
 
 TEXT = "the lazy fox jumps over the dog. " * 80
 

@@ -11,22 +11,22 @@ import matplotlib.image
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
+from swiftbatch.worker.bench.text import encode
+from swiftbatch.worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
+from swiftbatch.worker.bench.triforce.arm_drafters import triforce_options
+from swiftbatch.worker.bench.triforce.catalogue import PROMPT_TABLES, Prompts, PromptTable
+from swiftbatch.worker.bench.triforce.generation import PromptFigures
+from swiftbatch.worker.bench.triforce.prompts import NEEDLE, make_prompts
+from swiftbatch.worker.bench.triforce.tables import MEASURES, Results, arm_name, render
+from swiftbatch.worker.bench.variants import TRIFORCE_PAPER
+from swiftbatch.worker.caches.summary import SummaryKVCache
+from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions
+from swiftbatch.worker.model.files import locate_model
 
-from scheduler.cli import main
 from tests.worker.bench.bench_parts import words
-from worker.bench.caches.catalogue import PARTIAL_CACHES
-from worker.bench.caches.retrieval import RetrievalKVCache
-from worker.bench.text import encode
-from worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
-from worker.bench.triforce.arm_drafters import triforce_options
-from worker.bench.triforce.catalogue import PROMPT_TABLES, Prompts, PromptTable
-from worker.bench.triforce.generation import PromptFigures
-from worker.bench.triforce.prompts import NEEDLE, make_prompts
-from worker.bench.triforce.tables import MEASURES, Results, arm_name, render
-from worker.bench.variants import TRIFORCE_PAPER
-from worker.caches.summary import SummaryKVCache
-from worker.drafters.triforce.triforce import TriForceOptions
-from worker.model.files import locate_model
 
 PREFILL = 300
 NUM_TOKENS = 40

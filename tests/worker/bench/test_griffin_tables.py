@@ -9,29 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.bench.griffin.catalogue import GRIFFIN_TABLES, Variant
+from swiftbatch.worker.bench.griffin.figures import GriffinFigures, predicted_speedup
+from swiftbatch.worker.bench.griffin.tables import ArmKey, Results, render
+from swiftbatch.worker.bench.griffin.variants import Training, recipe_of
+from swiftbatch.worker.bench.triforce.arms import PromptArms, num_plain_tokens
+from swiftbatch.worker.bench.triforce.prompts import Prompt, read_prompt
+from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.griffin.accuracy import AccuracyRecord
+from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from transformers import AutoConfig
 
 from tests.simulated_clock import SimulatedClock
 from tests.worker.bench.bench_parts import words
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.training.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
-from worker.bench.griffin.catalogue import GRIFFIN_TABLES, Variant
-from worker.bench.griffin.figures import GriffinFigures, predicted_speedup
-from worker.bench.griffin.tables import ArmKey, Results, render
-from worker.bench.griffin.variants import Training, recipe_of
-from worker.bench.triforce.arms import PromptArms, num_plain_tokens
-from worker.bench.triforce.prompts import Prompt, read_prompt
-from worker.bench.variants import create_bench_drafter
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.griffin.griffin import GriffinDrafter
-from worker.drafters.griffin.model import GriffinModel
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.training.griffin.accuracy import AccuracyRecord
-from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from worker.tree import DraftTree
 
 PREFILL = 70
 

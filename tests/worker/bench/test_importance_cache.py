@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache, importance
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED
 
 from tests.worker.bench.partial_cache_parts import (
     BUDGET,
@@ -16,9 +19,6 @@ from tests.worker.bench.partial_cache_parts import (
     random_cache,
     text,
 )
-from worker.bench.caches.importance import ImportanceKVCache, importance
-from worker.caches.full import FullKVCache
-from worker.caches.partial import NUM_PINNED
 
 
 @pytest.fixture

@@ -13,26 +13,26 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.triforce.arm_drafters import new_drafter
+from swiftbatch.worker.bench.triforce.arms import PromptArms
+from swiftbatch.worker.bench.triforce.catalogue import TOP_P, Arm, Plan
+from swiftbatch.worker.bench.triforce.generation import PromptFigures
+from swiftbatch.worker.bench.triforce.prompts import Prompt, ReadPrompt, read_prompt
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.triforce.triforce import hierarchy
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.bench.engine import BenchError
-from worker.bench.triforce.arm_drafters import new_drafter
-from worker.bench.triforce.arms import PromptArms
-from worker.bench.triforce.catalogue import TOP_P, Arm, Plan
-from worker.bench.triforce.generation import PromptFigures
-from worker.bench.triforce.prompts import Prompt, ReadPrompt, read_prompt
-from worker.caches.full import FullKVCache
-from worker.caches.offloaded import OffloadedKVCache
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.triforce.triforce import hierarchy
-from worker.engine import Engine
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
 
 PREFILL = 300
 NUM_TOKENS = 40

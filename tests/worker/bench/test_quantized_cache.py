@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swiftbatch.worker.bench.caches.quantized import GROUP, QuantizedKVCache, rounded
+from swiftbatch.worker.caches.full import FullKVCache
 
 from tests.worker.bench.partial_cache_parts import PROMPT, SHAPE, queries, random_cache, text
-from worker.bench.caches.quantized import GROUP, QuantizedKVCache, rounded
-from worker.caches.full import FullKVCache
 
 
 def followed(full: FullKVCache, num_bits: int, *lengths: int) -> QuantizedKVCache:

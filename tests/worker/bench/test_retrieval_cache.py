@@ -6,6 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED
 
 from tests.worker.bench.partial_cache_parts import (
     BUDGET,
@@ -17,11 +22,6 @@ from tests.worker.bench.partial_cache_parts import (
     random_cache,
     text,
 )
-from worker.bench.caches import retrieval as retrieval_cache
-from worker.bench.caches.importance import ImportanceKVCache
-from worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
-from worker.caches.full import FullKVCache
-from worker.caches.partial import NUM_PINNED
 
 CHUNK = 4
 STRIDE = 12

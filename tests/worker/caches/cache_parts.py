@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from worker.caches import hosts as cache_hosts
-from worker.caches import offloaded as offloaded_cache
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCache, Queries
+from swiftbatch.worker.caches import hosts as cache_hosts
+from swiftbatch.worker.caches import offloaded as offloaded_cache
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCache, Queries
 
 BLOCK = 64  # positions, so that short texts are read in blocks as well
 MAX_LENGTH = 1000

@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.kernels.sizes import BLOCK
 
 from tests.worker.caches.cache_parts import held, rows_of, shape, write
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.caches.full import MAX_TREE_NODES, FullKVCache
-from worker.caches.room import KVRoomError
-from worker.target.tiles import BLOCK
 
 LENGTH = 500
 SENTINEL = 7.0

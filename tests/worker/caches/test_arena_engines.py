@@ -6,17 +6,17 @@ import time
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.loading import load_transformers
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.drafters.catalogue import create_drafter
-from worker.engine import Engine
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.loading import load_transformers
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
 
 NUM_SLOTS, MAX_TOKENS = 2, 40
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "

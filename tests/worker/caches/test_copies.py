@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.caches.copies import CudaLane, Staging
 
 from tests.worker.caches.lazy_stream import LazyStream
-from worker.caches.copies import CudaLane, Staging
 
 SIZE = (3, 2, 2, 50, 8)  # a slot's rows
 PIECE = 7 * 3 * 2 * 2 * 8 * 2  # bytes of seven positions: fifty are eight pieces, the last one shorter

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.runs import launch
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.runs.submission import Submission, submission
+from swiftbatch.worker.caches import room
+from swiftbatch.worker.caches.room import (
+    MEMORY,
+    KVRoom,
+    KVRoomError,
+    bytes_per_position,
+    check_folder,
+    place_of_caches,
+)
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.job import JobRecord
-from jobs.run.run import Run
-from jobs.sampling import SamplingParams
-from scheduler.cli import main
-from scheduler.runs import launch
-from scheduler.runs.settings import Settings
-from scheduler.runs.submission import Submission, submission
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
-from worker.caches import room
-from worker.caches.room import MEMORY, KVRoom, KVRoomError, bytes_per_position, check_folder, place_of_caches
-from worker.model.files import locate_model
-from worker.target.target import TargetModel
 
 HUGE = 2**31 - 1  # tokens
 

@@ -12,24 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
+from swiftbatch.worker.caches import hosts as cache_hosts
+from swiftbatch.worker.caches import offloaded as offloaded_cache
+from swiftbatch.worker.caches.hosts import FileHost
+from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.step_costs import StepCosts, measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.simulated_clock import SimulatedClock
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, shape, use_small_blocks, write
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
-from worker.bench.memory import peak_bytes, reset_peak
-from worker.caches import hosts as cache_hosts
-from worker.caches import offloaded as offloaded_cache
-from worker.caches.hosts import FileHost
-from worker.caches.offloaded import OffloadedKVCache
-from worker.caches.room import KVRoomError
-from worker.drafters.catalogue import create_drafter
-from worker.engine import Engine
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.step_costs import StepCosts, measure_step_costs
-from worker.target.target import TargetModel
 
 SETTINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.1}}
 ENGINES = ["autoregressive", "token-recycling", "tokenswift"]

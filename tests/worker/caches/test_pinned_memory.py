@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from worker.caches.hosts import PinnedMemory
-from worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.hosts import PinnedMemory
+from swiftbatch.worker.caches.room import KVRoomError
 
 GPU = torch.device("cuda")
 SIZE = 100_003

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.caches.copies import Staging
+from swiftbatch.worker.caches.streams import ComputingStream, HostStream
 
 from tests.worker.caches.lazy_stream import LazyStream
-from worker.caches.copies import Staging
-from worker.caches.streams import ComputingStream, HostStream
 
 SIZE = (2, 2, 10, 8)
 

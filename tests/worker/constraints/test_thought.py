@@ -6,15 +6,15 @@ import random
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.thinking import ThinkingConstraint, ThinkingRule
+from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking, Thought
+from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, mask_of, tokens_of
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
-from jobs.sampling import SamplingParams
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
-from worker.constraints.base import Constraint, ConstraintError, mask_of, tokens_of
-from worker.constraints.thinking import ThinkingConstraint, ThinkingRule
-from worker.constraints.thought import Markers, Opening, Thinking, Thought
-from worker.constraints.tree import Constraints
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
 
 PAIRS = (((0,), (1,)), ((0, 0, 1), (0, 1, 0, 1)), ((0, 1), (1, 1)), ((2, 0), (0, 2, 0)))
 TEXTS = {"abc", "abd", "abcda", "da", "dab", "cccc"}

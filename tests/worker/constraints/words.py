@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
-
-from jobs.structure import structure_of
-from worker.constraints.base import mask_of
-from worker.constraints.definitions import definition_of
-from worker.constraints.grammar import Grammar
+from swiftbatch.jobs.structure import structure_of
+from swiftbatch.worker.constraints.definitions import definition_of
+from swiftbatch.worker.constraints.grammar import Grammar
+from swiftbatch.worker.drawing.rules import mask_of
 
 WORDS = ("a", "b", "c", "d", "ab", "bc", "da")
 END = len(WORDS)

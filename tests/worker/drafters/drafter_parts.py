@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-
-from worker.drafters.base import Drafter, DraftRequest
-from worker.sequence import Sequence
-from worker.target.step_costs import StepCosts
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.target.step_costs import StepCosts
 
 
 def free_rows() -> StepCosts:

@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.griffin.features import regressed_place
+from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows
+from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.rows import GriffinRows, NativeRows, TiledRows
+from swiftbatch.worker.drafters.griffin.torch_ranking import SPREAD
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import random_tree
-from worker.caches.full import FullKVCache
-from worker.drafters.griffin.features import regressed_place
-from worker.drafters.griffin.level import Candidates, DraftRows
-from worker.drafters.griffin.model import GriffinConfig, GriffinModel
-from worker.drafters.griffin.rows import GriffinRows, NativeRows, TiledRows
-from worker.drafters.griffin.torch_ranking import SPREAD
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
-from worker.target.tiles import tree_rows
 
 GREEDY = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
 NUM_CANDIDATES = 10

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from jobs.sampling import SamplingParams
-from tests.worker.drafters.drafter_parts import free_rows, proposed
-from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.caches.partial import NUM_PINNED
-from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.drafters.auto import auto as auto_module
-from worker.drafters.auto.auto import AutoDrafter, auto
-from worker.drafters.auto.plan import (
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
+from swiftbatch.worker.drafters.auto import auto as auto_module
+from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
+from swiftbatch.worker.drafters.auto.plan import (
     NO_ROUNDS,
     PRIOR_ALIKE,
     STEPS_TO_KNOW,
@@ -22,15 +18,19 @@ from worker.drafters.auto.plan import (
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
-from worker.drafters.budget import NODE_CHOICES
-from worker.drafters.catalogue import create_drafter
-from worker.drafters.two_level.chain import Round
-from worker.drafters.two_level.chain_tree import ChainTree
-from worker.engine import Engine
-from worker.sequence import Sequence
-from worker.target.step_costs import ROW_COUNTS, StepCosts
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.budget import NODE_CHOICES
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.two_level.chain import Round
+from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.target.target import TargetModel
+
+from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = needs_kernels
 LENGTHS = (64, 8192, 100_000)

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
+from swiftbatch.worker.drafters.looks import PROMISING, LookRhythm
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target import step_costs
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
-from worker.drafters.looks import PROMISING, LookRhythm
-from worker.drafters.shared_budget import BudgetedDrafter, best_shares
-from worker.engine import Engine
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target import step_costs
-from worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
-from worker.target.target import TargetModel
-from worker.target.tiles import TILE_ROWS
-from worker.tree import DraftTree
-from worker.verification import Verification
 
 FREE_ROWS = free_rows()
 CHEAP_ROWS = StepCosts((64, 8192), 0.001 * np.array([[0.9, 0.92, 0.95, 1.0, 1.05, 1.1]] * 2))

@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
+from swiftbatch.worker.drafters.triforce.proposer import DraftModelProposer
+from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
+from swiftbatch.worker.drawing.drawing import create_drawing
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError, locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.simulated_clock import SimulatedClock
-from worker.drafters.catalogue import ENGINES
-from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
-from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.two_level.chain import Chain, RoundPlan
-from worker.drawing import create_drawing
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError, locate_model
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK
-from worker.tree import ROOT, DraftTree
 
 VOCAB = 289  # of the tiny model
 PARAMS = SamplingParams(max_tokens=2000, temperature=1.0, seed=3, repetition_penalty=1.2)

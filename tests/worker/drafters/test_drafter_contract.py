@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import TOP_K, Verification, walk
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
-from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from worker.drafters.base import Drafter
-from worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
-from worker.model.files import ModelError, locate_model
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.target.tiles import max_tree_depth, tree_rows
-from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K, Verification, walk
 
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
 GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)

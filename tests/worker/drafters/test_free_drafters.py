@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.drafters.base import Drafter, ReadRows
+from swiftbatch.worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
+from swiftbatch.worker.drafters.recycling.static_tree import static_tree
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import TOP_K, Verification
 
-from jobs.sampling import SamplingParams
 from tests.work_counts import num_lines
 from tests.worker.drafters.drafter_parts import free_rows, proposed
-from worker.bench.variants import create_bench_drafter
-from worker.drafters.base import Drafter, ReadRows
-from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
-from worker.drafters.recycling.static_tree import static_tree
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K, Verification
 
 VOCAB = 64
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import GRIFFIN_PAPER
+from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drafters.griffin.features import regressed_place
+from swiftbatch.worker.drafters.griffin.forwards import GriffinForwards, Level
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
+from swiftbatch.worker.drafters.griffin.window import entry_of, window_start
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import (
     WAYS,
@@ -20,15 +29,6 @@ from tests.worker.drafters.griffin_parts import (
     random_tokens,
     read_sequence,
 )
-from worker.bench.variants import GRIFFIN_PAPER
-from worker.drafters.base import DraftRequest
-from worker.drafters.griffin.features import regressed_place
-from worker.drafters.griffin.forwards import GriffinForwards, Level
-from worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
-from worker.drafters.griffin.window import entry_of, window_start
-from worker.engine import Engine
-from worker.target.target import TargetModel
-from worker.tree import ROOT, DraftTree
 
 PARAMS = SamplingParams(max_tokens=600, temperature=1.0, seed=5, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)

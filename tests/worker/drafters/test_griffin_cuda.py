@@ -12,29 +12,29 @@ from types import FunctionType
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.griffin.cuda_rows import CudaRows, cuda_rows
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
+from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows
+from swiftbatch.worker.drafters.griffin.memory import _stacked_numbers
+from swiftbatch.worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.rows import TiledRows, features_of, rows_of
+from swiftbatch.worker.drafters.griffin.torch_ranking import SPREAD
+from swiftbatch.worker.drafters.griffin.weights import load_griffin
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.kernels.cuda.upload import Download, Upload
+from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
+from swiftbatch.worker.target.cuda.loading import drafts_of
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import pack_tiles
 
 import tests.worker.interpreter  # noqa: F401
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.griffin_parts import GREEDY, noisy_draft_model, random_rows, regressed
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.drafters.catalogue import ENGINES
-from worker.drafters.griffin.cuda_rows import CudaRows, cuda_rows
-from worker.drafters.griffin.griffin import GriffinOptions
-from worker.drafters.griffin.level import Candidates, DraftRows
-from worker.drafters.griffin.memory import _stacked_numbers
-from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
-from worker.drafters.griffin.rows import TiledRows, features_of, rows_of
-from worker.drafters.griffin.torch_ranking import SPREAD
-from worker.drafters.griffin.weights import load_griffin
-from worker.memory.plan import SlotsWanted
-from worker.memory.sizes import read_sizes
-from worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
-from worker.sampling import TokenSampler
-from worker.target.cuda.loading import drafts_of
-from worker.target.cuda.upload import Download, Upload
-from worker.target.target import TargetModel
-from worker.target.tiles import pack_tiles
 
 NUM_CANDIDATES = 5
 NUM_SLOTS = 3

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.drafters.griffin.features import NUM_PLACES, Features
+from swiftbatch.worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig
+from swiftbatch.worker.drafters.griffin.rows import NativeRows, TiledRows, rows_of
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.target.loading import load_transformers
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin_parts import (
     WAYS,
@@ -23,14 +31,6 @@ from tests.worker.drafters.griffin_parts import (
     regressed,
 )
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.bench.variants import create_bench_drafter
-from worker.drafters.griffin.features import NUM_PLACES, Features
-from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig
-from worker.drafters.griffin.rows import NativeRows, TiledRows, rows_of
-from worker.engine import Engine
-from worker.sequence import Sequence
-from worker.target.loading import load_transformers
-from worker.target.target import TargetModel
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.05}
 

@@ -7,16 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
-
-from jobs.sampling import SamplingParams
-from worker.caches.full import CacheShape, FullKVCache
-from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, TreePrices
-from worker.drafters.griffin.torch_ranking import TorchRoom
-from worker.drafters.griffin.tree import GrowingTree
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
-from worker.target.step_costs import ROW_COUNTS, StepCosts
-from worker.tree import DraftTree
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, TreePrices
+from swiftbatch.worker.drafters.griffin.torch_ranking import TorchRoom
+from swiftbatch.worker.drafters.griffin.tree import GrowingTree
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
 VOCAB = 8
 PARAMS = SamplingParams(max_tokens=100, temperature=1.0, seed=3)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
-from worker.drafters.tokenswift.tokenswift import whole_trees
-from worker.drafters.two_level.chain import Round
-from worker.drafters.two_level.chain_tree import ChainTree
-from worker.drafters.two_level.plan import PRIOR_CHAIN_ACCEPTANCE, FixedPlanner, MeasuredPlanner
-from worker.target.step_costs import ROW_COUNTS, StepCosts
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
+from swiftbatch.worker.drafters.tokenswift.tokenswift import whole_trees
+from swiftbatch.worker.drafters.two_level.chain import Round
+from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.drafters.two_level.plan import PRIOR_CHAIN_ACCEPTANCE, FixedPlanner, MeasuredPlanner
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
 BUDGET = 2048
 LENGTHS = (64, 8192, 49_152)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-
-from worker.drafters.step_clock import (
+from swiftbatch.worker.drafters.step_clock import (
     FEWEST,
     LOOK_EVERY,
     LOOK_SOON,

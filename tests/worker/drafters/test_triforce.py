@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
+from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows, proposed
-from worker.bench.caches import retrieval as retrieval_cache
-from worker.bench.caches.catalogue import PARTIAL_CACHES
-from worker.drafters.base import Drafter
-from worker.drafters.catalogue import create_drafter
-from worker.drafters.triforce.triforce import TriForceOptions, triforce
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.engine import Engine
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 PROMPT = "the quick brown fox jumps over the lazy dog. the lazy fox jumps over the brown dog. " * 3
 SAMPLERS = {

@@ -10,31 +10,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.variants import TOKENSWIFT_PAPER
+from swiftbatch.worker.caches import summary as summary_cache
+from swiftbatch.worker.caches.entries import Entries
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.plan import FixedPlanner
+from swiftbatch.worker.drawing.drawing import create_drawing
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelError
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import RowOutputs, TargetModel
 
-from jobs.sampling import SamplingParams
 from tests import ROOT
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.bench.caches.catalogue import PARTIAL_CACHES
-from worker.bench.variants import TOKENSWIFT_PAPER
-from worker.caches import summary as summary_cache
-from worker.caches.entries import Entries
-from worker.caches.full import CacheShape
-from worker.caches.room import KVRoomError
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.catalogue import create_drafter
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.two_level.chain import Chain, RoundPlan
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import FixedPlanner
-from worker.drawing import create_drawing
-from worker.engine import Engine
-from worker.model.files import ModelError
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.target import RowOutputs, TargetModel
-from worker.tree import DraftTree
 
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
 SAMPLERS = {
@@ -274,15 +274,15 @@ def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
 
 ENGINE_RUN = """
 import sys
-from jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.caches import summary
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.triforce.triforce import TriForceOptions, triforce
-from worker.engine import Engine
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
+from swiftbatch.worker.caches import summary
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.target import TargetModel
 
 summary.NUM_RECENT, summary.PERIOD = 48, 32
 target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")

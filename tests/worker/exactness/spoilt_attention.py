@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from swiftbatch.worker.target.attention import ATTENTION_NAME, attend_in_groups
 from transformers import AttentionInterface
-
-from worker.target.attention import ATTENTION_NAME, attend_in_groups
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
@@ -35,8 +34,8 @@ def rows_that_depend_on_neighbours() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from scheduler.cli import main
-    from worker.exactness.doctor import diagnose
+    from swiftbatch.scheduler.cli import main
+    from swiftbatch.worker.exactness.doctor import diagnose
 
     diagnose.__defaults__ = (60,)  # rows, since nearly each one differs
     with rows_that_depend_on_neighbours():

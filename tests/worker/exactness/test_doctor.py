@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.exactness.doctor import Diagnosis, diagnose
+from swiftbatch.worker.exactness.verdicts import known_verdict
+from swiftbatch.worker.kernels.variants import NO_KERNELS, OVERRIDE
 
 from tests import ROOT
-from worker.config import EngineConfig
-from worker.exactness.doctor import Diagnosis, diagnose
-from worker.exactness.verdicts import known_verdict
-from worker.kernels.variants import NO_KERNELS, OVERRIDE
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_where_the_kernels_come_from_is_said(tiny_model: Path, monkeypatch: pyte
     assert "torch leaves them out" in diagnosis.model_copy(update={"instruction_set": None}).summary()
 
 
-COMMAND = ("-m", "scheduler.cli")
+COMMAND = ("-m", "swiftbatch.scheduler.cli")
 ON_SPOILT_ATTENTION = (str(Path(__file__).parent / "spoilt_attention.py"),)
 
 

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.angles import Rotary, default_frequencies
+from swiftbatch.worker.kernels.griffin import GriffinWeights
+from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.variants import runnable_variants
+from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
+from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from torch import Tensor
 
 from tests.worker.caches.cache_parts import everything_of
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.caches.scan.keys import ScannedKeys
-from worker.kernels.angles import Rotary, default_frequencies
-from worker.kernels.griffin import GriffinWeights
-from worker.kernels.native import NativeDecoder
-from worker.kernels.variants import runnable_variants
-from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
-from worker.target.partial_rows import PartialRows, partial_rows
-from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from worker.tree import ROOT, DraftTree
 
 VARIANTS = runnable_variants()
 F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]

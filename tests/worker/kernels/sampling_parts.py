@@ -1,4 +1,4 @@
-"""Rows and parameters of all kinds, and what worker/sampling.py draws from them."""
+"""Rows and parameters of all kinds, and what worker/drawing/sampling.py draws from them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.adjustments import penalise
+from swiftbatch.worker.drawing.native_calls import kernels
+from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise
+from swiftbatch.worker.drawing.rules import mask_of
+from swiftbatch.worker.drawing.sampling import draw
+from swiftbatch.worker.kernels.variants import OVERRIDE
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import VARIANTS
-from worker.adjustments import penalise
-from worker.constraints.base import mask_of
-from worker.kernels.sampling_calls import kernels
-from worker.kernels.variants import OVERRIDE
-from worker.noise import BLOCK, GumbelNoise
-from worker.sampling import draw
 
 INF = float("inf")
 VALUES: dict[str, list[float]] = {
@@ -97,7 +97,7 @@ def any_counts(chance: random.Random, vocab_size: int) -> np.ndarray:
 
 
 class Reference:
-    """Draws as worker/sampling.py does, at positions that share their noise."""
+    """Draws as worker/drawing/sampling.py does, at positions that share their noise."""
 
     def __init__(self, vocab_size: int) -> None:
         self._noise = {seed: GumbelNoise(seed, vocab_size) for seed in SEEDS}

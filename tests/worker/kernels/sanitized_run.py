@@ -14,9 +14,22 @@ from typing import get_args
 
 import numpy as np
 import torch
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
+from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.caches.scan import keys
+from swiftbatch.worker.drawing import native as sampling
+from swiftbatch.worker.drawing import native_calls as sampling_calls
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels import causal, native
+from swiftbatch.worker.kernels.griffin import NativeGriffin
+from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import open_library
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
-from jobs.run.dtypes import LogprobsMode
-from jobs.sampling import MAX_TOP_LOGPROBS
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     Shape,
@@ -28,17 +41,6 @@ from tests.worker.kernels.kernel_parts import (
     scanned_noise,
 )
 from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
-from worker.caches.full import MAX_TREE_NODES
-from worker.caches.scan import keys
-from worker.kernels import causal, native, sampling, sampling_calls
-from worker.kernels.griffin import NativeGriffin
-from worker.kernels.native import NativeDecoder, native_attention
-from worker.kernels.team import Team
-from worker.kernels.variants import open_library
-from worker.sequence import Sequence
-from worker.target.partial_rows import PartialRows
-from worker.target.tiles import SequenceRows, tree_rows
-from worker.verification import TOP_K
 
 NUM_ROUNDS = 6
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
+from swiftbatch.worker.drawing.drawing import Drawing
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target import chains
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.caches.partial import PartialCache
-from worker.drafters.two_level.chain import Chain, RoundPlan
-from worker.drawing import Drawing
-from worker.kernels import chains
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
 
 pytestmark = needs_kernels
 NUM_ROUNDS, LENGTHS = 12, (100, 37)

@@ -6,16 +6,16 @@ import importlib.metadata
 
 import pytest
 import torch
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.model.files import ModelError, ModelFiles
+from swiftbatch.worker.target import kernel_choice as choice
+from swiftbatch.worker.target.cuda import loading as cuda_loading
+from swiftbatch.worker.target.kernel_choice import CudaKernels
+from swiftbatch.worker.target.loading import load_forwards
+from swiftbatch.worker.target.target import TargetModel
 
 from tests.worker.kernels.cuda import flash_stub
-from worker.config import EngineConfig
-from worker.kernels import choice
-from worker.kernels.choice import CudaKernels
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelError, ModelFiles
-from worker.target.cuda import loading as cuda_loading
-from worker.target.loading import load_forwards
-from worker.target.target import TargetModel
 
 FLASH = CudaKernels(attention="flash")
 CPU = torch.device("cpu")

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.worker.kernels import native as native_module
+from swiftbatch.worker.kernels.build import compile_library, find_compiler
+from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.variants import open_library
+from swiftbatch.worker.target.tiles import tree_rows
 
 from tests.worker.kernels.emulation import EMULATED, FLAGS_OF_EMULATION, OTHER
 from tests.worker.kernels.kernel_parts import (
@@ -23,11 +28,6 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     whole,
 )
-from worker.kernels import native as native_module
-from worker.kernels.build import compile_library, find_compiler
-from worker.kernels.native import NativeDecoder
-from worker.kernels.variants import open_library
-from worker.target.tiles import tree_rows
 
 pytestmark = pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16")
 WIDE = Shape(hidden=512, intermediate=1504, vocab=1000, group=8)  # enough for helpers

@@ -7,17 +7,17 @@ import random
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.drawing import NativeDrawing, TorchDrawing
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Walk
 
-from jobs.logprobs import NO_TOKEN, TokenLogprobs
-from jobs.run.dtypes import LogprobsMode
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.sampling_parts import INF, any_row, in_every_variant
 from tests.worker.kernels.test_sampling_walk import VOCAB, any_rows, any_tree, sequences
-from worker.drawing import NativeDrawing, TorchDrawing
-from worker.sequence import Sequence
-from worker.tree import DraftTree
-from worker.verification import Walk
 
 pytestmark = needs_kernels
 

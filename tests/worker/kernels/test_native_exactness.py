@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swiftbatch.worker.drawing.tree import ROOT
+from swiftbatch.worker.target.tiles import tree_rows
 
 from tests.worker.kernels.kernel_parts import (
     BF16,
@@ -30,8 +32,6 @@ from tests.worker.kernels.kernel_parts import (
     random_tree,
     whole,
 )
-from worker.target.tiles import tree_rows
-from worker.tree import ROOT
 
 pytestmark = needs_kernels
 

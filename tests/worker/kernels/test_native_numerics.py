@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.reference import ReferenceDecoder, reference_attention
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import load_library
+from swiftbatch.worker.kernels.weights import decoder_weights
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -33,12 +39,6 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     whole,
 )
-from worker.caches.full import CacheShape, FullKVCache
-from worker.kernels.native import NativeDecoder, native_attention
-from worker.kernels.reference import ReferenceDecoder, reference_attention
-from worker.kernels.team import Team
-from worker.kernels.variants import load_library
-from worker.kernels.weights import decoder_weights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 120,

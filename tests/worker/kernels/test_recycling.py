@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.recycling import recycler
+from swiftbatch.worker.drafters.recycling.native import MOST_NODES, NativeRecycling
+from swiftbatch.worker.drafters.recycling.recycler import NativeRecycler, PythonRecycler, Recycler, create_recycler
+from swiftbatch.worker.drafters.recycling.tables import RecyclingTables
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import TOP_K
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.drafters.recycling import recycler
-from worker.drafters.recycling.recycler import NativeRecycler, PythonRecycler, Recycler, create_recycler
-from worker.drafters.recycling.tables import RecyclingTables
-from worker.kernels.recycling import MOST_NODES, NativeRecycling
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K
 
 pytestmark = needs_kernels
 

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import load_library
+from swiftbatch.worker.kernels.weights import DecoderSizes, Linear
+from swiftbatch.worker.target.tiles import SequenceRows
 from torch import Tensor
 
 from tests.worker.kernels.kernel_parts import (
@@ -23,11 +28,6 @@ from tests.worker.kernels.kernel_parts import (
     random_partial_rows,
     random_weights,
 )
-from worker.kernels.native import NativeDecoder, native_attention
-from worker.kernels.team import Team
-from worker.kernels.variants import load_library
-from worker.kernels.weights import DecoderSizes, Linear
-from worker.target.tiles import SequenceRows
 
 pytestmark = needs_kernels
 SHAPE = SHAPES[0]

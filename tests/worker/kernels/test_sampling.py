@@ -1,4 +1,4 @@
-"""Kernels draw the tokens that worker/sampling.py draws, in every instruction set that this machine runs."""
+"""Kernels draw the tokens that worker/drawing/sampling.py draws, in every instruction set that this machine runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing import native as sampling
+from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise, gumbel_block
+from swiftbatch.worker.drawing.sampling import draw
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts
-from worker.kernels import sampling
-from worker.noise import BLOCK, GumbelNoise, gumbel_block
-from worker.sampling import draw
 
 pytestmark = needs_kernels
 

@@ -1,4 +1,4 @@
-"""Trees are walked as worker/verification.py walks them, and candidates are those of worker/engine.py."""
+"""Trees are walked as `drawing/verification.py` walks them, and candidates are those of `engine/engine.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import random
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing import native as sampling
+from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
+from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.sampling_parts import (
     INF,
@@ -19,13 +26,6 @@ from tests.worker.kernels.sampling_parts import (
     any_words,
     in_every_variant,
 )
-from worker.drawing import UNLIKELY, TorchDrawing
-from worker.kernels import sampling
-from worker.kernels.sampling import NativeSampler
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K, Walk, walk
 
 pytestmark = needs_kernels
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from swiftbatch.worker.kernels.build import compile_library
 
 from tests import ROOT
 from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.kernels.build import compile_library
 
 OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
 IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []

@@ -8,6 +8,8 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from swiftbatch.worker.kernels.team import Team, shared_team
+from swiftbatch.worker.kernels.variants import load_library
 
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
@@ -18,8 +20,6 @@ from tests.worker.kernels.kernel_parts import (
     random_cache,
     random_partial_rows,
 )
-from worker.kernels.team import Team, shared_team
-from worker.kernels.variants import load_library
 
 pytestmark = needs_kernels
 

@@ -6,10 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from swiftbatch.worker.kernels import build, variants
+from swiftbatch.worker.kernels.variants import (
+    OVERRIDE,
+    KernelError,
+    chosen_variant,
+    load_library,
+    open_library,
+    runnable_variants,
+)
 
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.kernels import build, variants
-from worker.kernels.variants import OVERRIDE, KernelError, chosen_variant, load_library, open_library, runnable_variants
 
 
 @needs_kernels
@@ -50,7 +57,7 @@ def test_where_nothing_was_compiled_nothing_is_chosen(tmp_path: Path, monkeypatc
 
 def test_the_libraries_are_those_of_the_source() -> None:
     stale = set(build.stale_variants()) & set(VARIANTS)
-    assert not stale, "worker/kernels/source has changed: run make, or python -m worker.kernels.build"
+    assert not stale, "worker/kernels/source has changed: run make, or python -m swiftbatch.worker.kernels.build"
 
 
 def test_a_library_is_stale_once_the_source_changes_and_gone_where_that_does_not_compile(
@@ -157,7 +164,7 @@ def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.Mo
     """As AMX in a sandbox: the next set serves, where a worker could not start before."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
-    monkeypatch.setattr("worker.kernels.variants.ASKING", (fastest,))
-    monkeypatch.setattr("worker.kernels.variants._is_allowed", lambda _variant: False)
+    monkeypatch.setattr("swiftbatch.worker.kernels.variants.ASKING", (fastest,))
+    monkeypatch.setattr("swiftbatch.worker.kernels.variants._is_allowed", lambda _variant: False)
     assert runnable_variants() == others
     assert chosen_variant() == (others[0] if others else None)

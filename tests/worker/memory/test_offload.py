@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from worker.caches.full import CacheShape
-from worker.caches.layer_ring import LayerRing, Streams
-from worker.caches.room import KVRoomError
-from worker.caches.streams import HostStream
-from worker.memory.offload import HOST_SHARE, plan_offload
-from worker.memory.plan import MOST_SLOTS, DraftMemory, slot_capacity
-from worker.memory.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
+from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.layer_ring import LayerRing, Streams
+from swiftbatch.worker.caches.memory.offload import HOST_SHARE, plan_offload
+from swiftbatch.worker.caches.memory.plan import DraftMemory, slot_capacity
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.streams import HostStream
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
 A100 = gpu_memory(GPUS["A100 80 GB"], GPU_BYTES - CONTEXT_BYTES)

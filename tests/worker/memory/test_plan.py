@@ -10,17 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from jobs.sampling import SamplingParams
-from tests import ROOT
-from worker.caches.arena import KVArena
-from worker.caches.full import MAX_TREE_NODES, CacheShape
-from worker.caches.room import KVRoomError
-from worker.caches.summary import SummaryKVCache, summary_positions
-from worker.kernels.cuda.table import TableLayout
-from worker.memory.plan import (
-    MOST_SLOTS,
-    NUM_ROWS,
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.memory.plan import (
     DraftMemory,
     GPUMemory,
     draft_model_memory,
@@ -28,12 +22,16 @@ from worker.memory.plan import (
     plan_memory,
     slot_capacity,
 )
-from worker.memory.sizes import ModelSizes, read_sizes
-from worker.memory.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK
+from swiftbatch.worker.caches.memory.sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.summary import SummaryKVCache, summary_positions
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.table import TableLayout
+from swiftbatch.worker.kernels.sizes import BLOCK, MOST_SLOTS, NUM_ROWS
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+
+from tests import ROOT
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
 A100 = gpu_memory(GPUS["A100 80 GB"], GPU_BYTES - CONTEXT_BYTES)
@@ -186,7 +184,10 @@ def test_what_is_read_from_a_folder_is_what_is_loaded(tiny_model: Path) -> None:
 
 
 def test_the_plan_is_made_without_torch() -> None:
-    program = "import sys, worker.memory.plan, worker.memory.sizes; print('torch' in sys.modules)"
+    program = (
+        "import sys, swiftbatch.worker.caches.memory.plan, swiftbatch.worker.caches.memory.sizes\n"
+        "print('torch' in sys.modules)"
+    )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout == "False\n"
 

@@ -7,21 +7,31 @@ import re
 import subprocess
 import sys
 
+from swiftbatch.worker.bench.gpu.sizing import (
+    CONTEXT_BYTES,
+    GPU_BYTES,
+    GPUS,
+    LENGTHS,
+    MODELS,
+    gpu_memory,
+    sizing_table,
+)
+from swiftbatch.worker.caches.copies import STAGING_BYTES
+from swiftbatch.worker.caches.memory.plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
+from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
+
 from tests import ROOT
 from tests.readme.command_lines import page, table
-from worker.caches.copies import STAGING_BYTES
-from worker.caches.summary import CHUNK_SIZE
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
-from worker.memory.plan import CAPACITY_BLOCK, GRAPH_RESERVE, NUM_ROWS, one_slot
-from worker.memory.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, LENGTHS, MODELS, gpu_memory, sizing_table
 
 GPU_PAGE = page("docs/gpu.md")
 PROSE = " ".join(GPU_PAGE.split())
 
 
 def test_the_page_has_the_table_that_the_command_prints() -> None:
-    assert sizing_table() in GPU_PAGE, "python -m worker.memory.sizing prints the new one"
-    command = [sys.executable, "-m", "worker.memory.sizing"]
+    assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
+    command = [sys.executable, "-m", "swiftbatch.worker.bench.gpu.sizing"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout == sizing_table() + "\n"
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swiftbatch.worker.exactness.agreement import Agreement, compare
+from swiftbatch.worker.model.digests import Digests
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
-from worker.exactness.agreement import Agreement, compare
-from worker.model.digests import Digests
-from worker.model.files import ModelFiles
-from worker.model.kinds import SUPPORTED_KINDS
-from worker.target.target import TargetModel
-from worker.target.transformers_forwards import TransformersForwards
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024

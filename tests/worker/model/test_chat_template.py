@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from jobs.chat import Message, TemplateOptions
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

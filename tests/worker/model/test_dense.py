@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from swiftbatch.worker.kernels.weights import DecoderWeights, Linear, decoder_weights
+from swiftbatch.worker.model import tensors
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.digests import digests_of
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.weights import load_causal_lm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests import ROOT
-from worker.kernels.weights import DecoderWeights, Linear, decoder_weights
-from worker.model import tensors
-from worker.model.dense import dense_weights
-from worker.model.digests import digests_of
-from worker.model.files import ModelFiles
-from worker.model.weights import load_causal_lm
 
 BF16 = torch.bfloat16
 SIZES: dict[str, Any] = {
@@ -212,8 +212,9 @@ def test_on_the_cpu_the_tensors_that_were_read_are_those_that_are_kept(llama: Pa
 def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:
     """So that it starts seconds sooner."""
     program = (
-        "import sys; from worker.model.files import locate_model; from worker.target.target import TargetModel; "
-        "import worker.session.session; target = TargetModel.load(locate_model('embedded'), 'bfloat16', 'cpu'); "
+        "import sys; from swiftbatch.worker.model.files import locate_model\n"
+        "from swiftbatch.worker.target.target import TargetModel; import swiftbatch.worker.session.session\n"
+        "target = TargetModel.load(locate_model('embedded'), 'bfloat16', 'cpu'); "
         "print('native' in target.forwards.numerics, 'transformers.modeling_utils' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from swiftbatch.worker.exactness import agreement
+from swiftbatch.worker.exactness.agreement import compare
+from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.model import layer_needs
+from swiftbatch.worker.model.digests import Digests
+from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
+from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.worker.model.span import FULL, Span
+from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from transformers import AutoModelForCausalLM
 
 from tests import ROOT
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
-from worker.exactness import agreement
-from worker.exactness.agreement import compare
-from worker.exactness.probe import probe_rows
-from worker.model import layer_needs
-from worker.model.digests import Digests
-from worker.model.files import ModelError, ModelFiles, locate_model
-from worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
-from worker.model.span import FULL, Span
-from worker.target.transformers_forwards import TransformersForwards
 
 PAGE = ROOT / "docs" / "models.md"
 FILES = ModelFiles("some-model", Path(), Digests({}, {}), 1024, 97)
@@ -55,7 +55,7 @@ def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, mo
     if asked == "span":
         target.transformers.spans = [FULL] * len(target.transformers.spans)
     else:
-        from worker.target import attention
+        from swiftbatch.worker.target import attention
 
         asks = attention.Asked
         monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.weights import save_griffin
+from swiftbatch.worker.drafters.tokenswift.heads import save_heads
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
-from worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from worker.drafters.griffin.model import GriffinConfig, GriffinModel
-from worker.drafters.griffin.weights import save_griffin
-from worker.drafters.tokenswift.heads import save_heads
-from worker.engine import Engine
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 WINDOWS = {"mistral": 40, "gemma2": 70, "gpt_oss": 40}  # they begin to forget before the text ends
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23

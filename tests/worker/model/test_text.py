@@ -14,18 +14,18 @@ import tokenizers
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.token_length import max_chars_per_token
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jobs.chat import Message
-from jobs.job import Job
-from jobs.sampling import SamplingParams
-from scheduler.cli import main
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
-from worker.model.files import ModelError, ModelFiles, locate_model
-from worker.model.text import TextCodec
-from worker.model.token_length import max_chars_per_token
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SAMPLING = SamplingParams(max_tokens=5, seed=1)
@@ -54,7 +54,8 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(embedded_files: Mode
 def test_the_text_of_the_embedded_model_needs_no_torch() -> None:
     """So that the driver, `tail` and `status` start seconds sooner."""
     program = (
-        "import sys; from worker.model.files import locate_model; from worker.model.text import TextCodec; "
+        "import sys; from swiftbatch.worker.model.files import locate_model\n"
+        "from swiftbatch.worker.model.text import TextCodec\n"
         "print(TextCodec(locate_model('embedded')).encode('a') != [], 'torch' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.grammar import Grammar
+from swiftbatch.worker.constraints.thinking import ThinkingRule
+from swiftbatch.worker.constraints.thought import Markers, Thinking
+from swiftbatch.worker.drawing.rules import ConstraintError
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.text import TextCodec
 from transformers import PreTrainedTokenizerFast
-
-from jobs.chat import Message, TemplateOptions
-from jobs.job import Job
-from jobs.sampling import SamplingParams
-from worker.constraints.base import ConstraintError
-from worker.constraints.grammar import Grammar
-from worker.constraints.thinking import ThinkingRule
-from worker.constraints.thought import Markers, Thinking
-from worker.model.files import ModelError, locate_model
-from worker.model.text import TextCodec
 
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 OPENING = MESSAGES + (

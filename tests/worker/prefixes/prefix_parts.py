@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.prefixes.kept import MEMORY_SHARE, KeptPrefixes
+from swiftbatch.worker.engine.prefixes.sharing import Sharing
+from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from worker.bench.variants import create_bench_drafter
-from worker.engine import Engine
-from worker.prefixes.kept import MEMORY_SHARE, KeptPrefixes
-from worker.prefixes.sharing import Sharing
-from worker.sequence import Sequence
-from worker.slot import Slot
-from worker.target.target import TargetModel
 
 
 def text(seed: int, num_tokens: int, vocab_size: int) -> list[int]:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.prefixes.sharing import SHORTEST
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.shared_prompts import prompt_keys, shared_prompts
 from tests.worker.model.kind_parts import tiny_target
 from tests.worker.prefixes.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
-from worker.bench.variants import BENCH_ENGINES, VARIANTS
-from worker.model.files import locate_model
-from worker.prefixes.sharing import SHORTEST
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 ENGINES = [name for name in BENCH_ENGINES if name not in VARIANTS]
 NUM_SHARED = 300
@@ -61,7 +61,7 @@ def tiny(tiny_model: Path) -> TargetModel:
 
 
 def test_others_wait_for_the_first_and_decode_meanwhile(tiny: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.reading.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.reading.READ_SECONDS", 1e-4)
     book, engine = text(1, 600, tiny.vocab_size), new_engine(tiny)
     other = sequence(tiny, "other", text(9, 5, tiny.vocab_size), 50)
     first, second = sequence(tiny, "a", book), sequence(tiny, "bb", book)
@@ -82,7 +82,7 @@ def test_choices_of_one_prompt_read_it_once(tiny: TargetModel) -> None:
 
 
 def test_who_waits_for_one_that_leaves_goes_on_where_it_was(tiny: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.reading.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.reading.READ_SECONDS", 1e-4)
     book, engine = text(1, 600, tiny.vocab_size), new_engine(tiny)
     first, *others = (sequence(tiny, name, book) for name in ("a", "bb", "ccc"))
     slot = engine.start(first, None, 600)
@@ -112,7 +112,7 @@ def test_one_that_comes_back_with_more_gives_it_to_those_before(tiny: TargetMode
 
 
 def test_a_rewound_sequence_gives_others_what_it_still_has(tiny: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.reading.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.reading.READ_SECONDS", 1e-4)
     book, engine = text(1, 300, tiny.vocab_size), new_engine(tiny)
     first = sequence(tiny, "a", book, 30)
     engine.start(first, None, 256)

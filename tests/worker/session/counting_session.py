@@ -15,14 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-
-from jobs.checkpoints.store import CheckpointStore
-from jobs.run.results import success_line
-from jobs.run.run import Run
-from jobs.storage.store import StoreError
-from worker.config import EngineConfig
-from worker.model.files import ModelError, OtherModelError
-from worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.model.files import ModelError, OtherModelError
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
 

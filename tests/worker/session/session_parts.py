@@ -7,16 +7,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.job import Job, JobRecord
-from jobs.run.run import Run
-from jobs.sampling import SamplingParams
-from scheduler.runs.manifest import with_model
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.runs.manifest import with_model
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.session.session import WorkerSession
+from swiftbatch.worker.session.work import Assignment, Orders, WorkReport
+
 from tests.jobs.run.run_parts import MANIFEST
-from worker.config import EngineConfig
-from worker.model.files import locate_model
-from worker.session.session import WorkerSession
-from worker.session.work import Assignment, Orders, WorkReport
 
 NUM_TOKENS = 240
 

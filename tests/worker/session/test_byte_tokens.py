@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.chat import Message
-from jobs.job import JobRecord
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
 from tests.worker.texts.text_parts import KINDS
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 LLAMA = KINDS["byte fallback, a space in front"]
 NUM_TOKENS = 64

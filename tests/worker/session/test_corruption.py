@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.target.step_costs import StepCosts
 
-from jobs.run.run import Run
 from tests.worker.session.session_parts import (
     claimed,
     digest,
@@ -22,7 +23,6 @@ from tests.worker.session.session_parts import (
     undisturbed_digest,
     until,
 )
-from worker.target.step_costs import StepCosts
 
 JOB = record("fox", 160)
 

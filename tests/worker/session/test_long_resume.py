@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.session import WorkerSession
 
-from jobs.run.run import Run
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, to_the_end, until
-from worker.config import EngineConfig
-from worker.session.session import WorkerSession
 
 NUM_TOKENS = 60_000
 NUM_MORE = 2000

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, StateManifest
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.target import step_costs
+from swiftbatch.worker.target.step_costs import StepCosts
+from swiftbatch.worker.target.target import DTYPES, TargetModel
 
-from jobs.checkpoints.store import CheckpointStore, StateManifest
-from jobs.run.run import Run
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
     body,
@@ -23,11 +28,6 @@ from tests.worker.session.session_parts import (
     to_the_end,
     until,
 )
-from worker.caches.full import CacheShape, FullKVCache
-from worker.session.work import Orders
-from worker.target import step_costs
-from worker.target.step_costs import StepCosts
-from worker.target.target import DTYPES, TargetModel
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
 

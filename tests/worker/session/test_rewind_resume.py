@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
+from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.session.checkpointing import Checkpointing
+from swiftbatch.worker.session.resume import _still_valid
+from swiftbatch.worker.session.running_job import RunningJob
+from swiftbatch.worker.target.step_costs import StepCosts
 
-from jobs.checkpoints.kept_logs import KeptLogs
-from jobs.checkpoints.pending import PendingCheckpoint
-from jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
-from jobs.checkpoints.token_log import Rewind
-from jobs.run.run import Run
-from jobs.storage.store import Store
 from tests.worker.session.session_parts import body, claimed, made_with, make_run, record, session, to_the_end
 from tests.worker.session.test_thinking import MARKERS
-from worker.sequence import Sequence
-from worker.session.checkpointing import Checkpointing
-from worker.session.resume import _still_valid
-from worker.session.running_job import RunningJob
-from worker.target.step_costs import StepCosts
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
 REWINDING = {

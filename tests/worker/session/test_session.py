@@ -9,12 +9,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.worker.model.files import ModelError
+from swiftbatch.worker.session.work import Assignment, Orders
 
-from jobs.checkpoints.store import CheckpointStore
-from jobs.job import JobRecord
-from jobs.run.run import Run
-from jobs.sampling import SamplingParams
-from jobs.storage.store import StoreError
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
     body,
@@ -27,8 +29,6 @@ from tests.worker.session.session_parts import (
     to_the_end,
     until,
 )
-from worker.model.files import ModelError
-from worker.session.work import Assignment, Orders
 
 HUGE = SamplingParams(max_tokens=2**31 - 1, seed=1)  # its cache would take terabytes
 

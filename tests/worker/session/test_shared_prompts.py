@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.session.session import WorkerSession
+from swiftbatch.worker.session.work import Assignment, Orders
+from swiftbatch.worker.target.step_costs import StepCosts
 
-from jobs.job import JobRecord
-from jobs.run.run import Run
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
-from worker.session.session import WorkerSession
-from worker.session.work import Assignment, Orders
-from worker.target.step_costs import StepCosts
 
 BOOK = "the quick brown fox jumps over the lazy dog, and then " * 30
 NUM_TOKENS = 2
@@ -81,7 +81,7 @@ def alone(folder: Path, tiny_model: Path, jobs: Sequence[JobRecord]) -> list[str
 def test_workers_that_are_lost_while_a_shared_prompt_is_read_cost_no_bit(
     run: Run, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loads: bool
 ) -> None:
-    monkeypatch.setattr("worker.reading.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.reading.READ_SECONDS", 1e-4)
     monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf if loads else 0.0)
     jobs = jobs_of(4, "number ")
     first = session(run, tiny_model, checkpoint="state")

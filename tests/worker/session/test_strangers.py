@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.target.step_costs import StepCosts
 
-from jobs.job import JobRecord
-from jobs.run.run import Run
 from tests.jobs.run.run_parts import MANIFEST as BFLOAT16_MANIFEST
 from tests.worker.session.session_parts import (
     claimed,
@@ -23,7 +24,6 @@ from tests.worker.session.session_parts import (
     undisturbed_digest,
     until,
 )
-from worker.target.step_costs import StepCosts
 
 NUM_TOKENS = 160
 JOB = record("fox", NUM_TOKENS)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
-from jobs.chat import Message
-from jobs.job import JobRecord
-from jobs.run.run import Run
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
 
 MARKERS = (" the", " lazy dog over it")  # the latter of several tokens
 BUDGET = 40

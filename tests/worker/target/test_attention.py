@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.target import attention
+from swiftbatch.worker.target.attention import ExactRows, attend_in_groups, attention_by_definition
+from swiftbatch.worker.target.tiles import Tile, tail_mask, tree_rows
 from torch.nn.functional import scaled_dot_product_attention
-
-from worker.caches.full import CacheShape, FullKVCache
-from worker.target import attention
-from worker.target.attention import ExactRows, attend_in_groups, attention_by_definition
-from worker.target.tiles import Tile, tail_mask, tree_rows
-from worker.tree import DraftTree
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from worker.exactness.probe import probe_rows
-from worker.exactness.verdicts import verdict_key
-from worker.model.files import locate_model
-from worker.target import attention, attention_kernel, hardware, step_costs
-from worker.target.loading import DTYPES, load_transformers
-from worker.target.step_costs import PROBE_LENGTHS, measure_step_costs
-from worker.target.target import TargetModel
-from worker.target.tiles import TILE_ROWS, needs_whole_tiles
+from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.verdicts import verdict_key
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target import attention, attention_kernel, hardware, step_costs
+from swiftbatch.worker.target.loading import DTYPES, load_transformers
+from swiftbatch.worker.target.step_costs import PROBE_LENGTHS, measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import needs_whole_tiles
 
 GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132)
 VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan  9 2025\nGCC version: 12.2.0\n"

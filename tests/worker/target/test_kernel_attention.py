@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.worker.exactness.agreement import compare
+from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.kernels.variants import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.target.attention import attend_in_torch
+from swiftbatch.worker.target.attention_kernel import attention_kernel
+from swiftbatch.worker.target.kernel_attention import attends_of
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
-from worker.exactness.agreement import compare
-from worker.exactness.probe import probe_rows
-from worker.kernels.variants import NO_KERNELS, OVERRIDE
-from worker.model.files import locate_model
-from worker.model.kinds import SUPPORTED_KINDS
-from worker.target.attention import attend_in_torch
-from worker.target.attention_kernel import attention_kernel
-from worker.target.kernel_attention import attends_of
-from worker.target.target import TargetModel
-from worker.target.transformers_forwards import TransformersForwards
 
 pytestmark = needs_kernels
 

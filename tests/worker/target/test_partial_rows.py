@@ -10,18 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.forwards import Forwards
+from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
+from swiftbatch.worker.target.tiles import tree_rows
 
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.kernels.kernel_parts import needs_kernels, random_tree
-from worker.caches.full import FullKVCache
-from worker.caches.offloaded import OffloadedKVCache
-from worker.model.files import locate_model
-from worker.target.forwards import Forwards
-from worker.target.loading import DTYPES, load_forwards, load_transformers
-from worker.target.native_forwards import NativeForwards
-from worker.target.partial_rows import PartialRows, partial_rows
-from worker.target.tiles import BLOCK, tree_rows
-from worker.tree import DraftTree
 
 pytestmark = needs_kernels
 BOUNDS = {"bfloat16": 0.06, "float32": 1e-4}  # of the largest logit

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.stopping import StopRule, text_of
+from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.decoder_steps import steps_of
+from swiftbatch.worker.texts.library_text import LibraryText
+from swiftbatch.worker.texts.stop_strings import first_stop
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from jobs.sampling import SamplingParams
 from tests.worker.texts.text_parts import CHARACTERS, KINDS, Kind
-from worker.sequence import Sequence
-from worker.stopping import StopRule, text_of
-from worker.texts.base import OutputText
-from worker.texts.decoder_steps import steps_of
-from worker.texts.library_text import LibraryText
-from worker.texts.stop_strings import first_stop
 
 NAMES = st.sampled_from(sorted(KINDS))
 LLAMA, GEMMA = KINDS["byte fallback, a space in front"], KINDS["byte fallback"]

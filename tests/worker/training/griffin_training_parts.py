@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-
-from scheduler.cli import main
-from worker.drafters.griffin.model import GriffinModel
-from worker.model.files import GRIFFIN_FILE
-from worker.target.target import TargetModel
-from worker.training.feature_file import TextFeatures
-from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.griffin.training import FILES
-from worker.training.heads.recipe import HeadRecipe
-from worker.training.heads.texts import hidden_states
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.model.files import GRIFFIN_FILE
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.feature_file import TextFeatures
+from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
+from swiftbatch.worker.training.griffin.training import FILES
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.training.heads.texts import hidden_states
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=150, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from swiftbatch.worker.training.target import recipe
+from swiftbatch.worker.training.target import training as target_training
 from transformers import Qwen3Config
-
-from worker.training.target import recipe
-from worker.training.target import training as target_training
 
 
 def small_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:

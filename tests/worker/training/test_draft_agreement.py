@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.triforce.draft_model import window_of
+from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.drawing.sampling import draw
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.draft.agreement import SAMPLING, agreement, windowed_logits
+from swiftbatch.worker.training.draft.recipe import LENGTH, draft_config
+from swiftbatch.worker.training.heads.texts import Text, load_target, own_texts
 from transformers import LlamaForCausalLM
 
-from jobs.sampling import SamplingParams
 from tests import ROOT
-from worker.drafters.triforce.draft_model import window_of
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from worker.model.text import TextCodec
-from worker.noise import GumbelNoise
-from worker.sampling import draw
-from worker.target.target import TargetModel
-from worker.training.draft.agreement import SAMPLING, agreement, windowed_logits
-from worker.training.draft.recipe import LENGTH, draft_config
-from worker.training.heads.texts import Text, load_target, own_texts
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES, window_start
+from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.drawing.sampling import draw
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError
+from swiftbatch.worker.training.feature_file import read_features, write_features
+from swiftbatch.worker.training.griffin import accuracy as griffin_accuracy
+from swiftbatch.worker.training.griffin import loss as griffin_loss
+from swiftbatch.worker.training.griffin.accuracy import NUM_FORWARDS, WAYS, measure_accuracy
+from swiftbatch.worker.training.griffin.features import griffin_features
+from swiftbatch.worker.training.griffin.loss import accumulate_gradients, token_loss
+from swiftbatch.worker.training.griffin.passes import forward_passes
+from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
+from swiftbatch.worker.training.griffin.windows import Windows, WindowSource, windows_in_use
+from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING
+from swiftbatch.worker.training.heads.texts import Text, hidden_states, load_target
 
-from jobs.sampling import SamplingParams
 from tests.worker.training.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,
@@ -22,24 +40,6 @@ from tests.worker.training.griffin_training_parts import (
     text,
     untrained,
 )
-from worker.drafters.griffin.model import GriffinModel
-from worker.drafters.griffin.window import NUM_ENTRIES, window_start
-from worker.model.files import locate_model
-from worker.noise import GumbelNoise
-from worker.sampling import draw
-from worker.target.target import TargetModel
-from worker.training.corpus import CorpusError
-from worker.training.feature_file import read_features, write_features
-from worker.training.griffin import accuracy as griffin_accuracy
-from worker.training.griffin import loss as griffin_loss
-from worker.training.griffin.accuracy import NUM_FORWARDS, WAYS, measure_accuracy
-from worker.training.griffin.features import griffin_features
-from worker.training.griffin.loss import accumulate_gradients, token_loss
-from worker.training.griffin.passes import forward_passes
-from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.griffin.windows import Windows, WindowSource, windows_in_use
-from worker.training.heads.recipe import OWN_SAMPLING
-from worker.training.heads.texts import Text, hidden_states, load_target
 
 
 @pytest.fixture(autouse=True)

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError
+from swiftbatch.worker.training.draft.recipe import DraftRecipe
+from swiftbatch.worker.training.draft.training import train_draft
+from swiftbatch.worker.training.everything import train_all
+from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE
+from swiftbatch.worker.training.griffin.training import train_griffin
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.training.heads.training import train_heads
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.target.recipe import embedded_recipe
+from swiftbatch.worker.training.target.training import train_target
 
 from tests import ROOT
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError
-from worker.training.draft.recipe import DraftRecipe
-from worker.training.draft.training import train_draft
-from worker.training.everything import train_all
-from worker.training.griffin.recipe import GRIFFIN_RECIPE
-from worker.training.griffin.training import train_griffin
-from worker.training.heads.recipe import HeadRecipe
-from worker.training.heads.training import train_heads
-from worker.training.hold import held
-from worker.training.target.recipe import embedded_recipe
-from worker.training.target.training import train_target
 
 HOLDS = """
 import sys
 from pathlib import Path
-from worker.training.hold import held
+from swiftbatch.worker.training.hold import held
 
 with held(Path(sys.argv[1])):
     print("held", flush=True)
@@ -126,6 +126,6 @@ def test_a_file_system_without_locks_holds_nobody_up(tmp_path: Path, monkeypatch
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("worker.training.hold.fcntl.flock", flock)
+    monkeypatch.setattr("swiftbatch.worker.training.hold.fcntl.flock", flock)
     with held(tmp_path / "output"):
         assert (tmp_path / "output").is_dir()

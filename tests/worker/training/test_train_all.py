@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
+from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
+from swiftbatch.worker.training import everything
+from swiftbatch.worker.training.draft.recipe import DraftRecipe
+from swiftbatch.worker.training.everything import train_all
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.training.target import evaluate, long_context
+from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowKind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import ROOT
 from tests.worker.training.griffin_training_parts import FAST as FAST_GRIFFIN
 from tests.worker.training.small_target import train_small_targets
-from worker.drafters.catalogue import ENGINES, check_parts
-from worker.model.files import PARTS_FOLDER, locate_model
-from worker.training import everything
-from worker.training.draft.recipe import DraftRecipe
-from worker.training.everything import train_all
-from worker.training.heads.recipe import HeadRecipe
-from worker.training.target import evaluate, long_context
-from worker.training.target.recipe import TargetRecipe, WindowKind
 
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60, num_steps=2)
@@ -93,6 +93,6 @@ def test_transformers_loads_the_folder_as_it_is(books: Path, tmp_path: Path) -> 
 
 
 def test_trainings_need_no_triton_on_a_processor() -> None:
-    program = "import sys; sys.modules['triton'] = None; import worker.training.everything"
+    program = "import sys; sys.modules['triton'] = None; import swiftbatch.worker.training.everything"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

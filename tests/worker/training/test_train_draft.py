@@ -11,23 +11,22 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import chain_rows
+from swiftbatch.worker.training.corpus import CorpusError
+from swiftbatch.worker.training.draft import recipe as recipes
+from swiftbatch.worker.training.draft import training as draft
+from swiftbatch.worker.training.draft.agreement import SAMPLING
+from swiftbatch.worker.training.draft.recipe import DraftRecipe, draft_config, draft_recipe
+from swiftbatch.worker.training.draft.training import DraftWindows, distil, target_distributions, train_draft
+from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.heads.texts import Text, load_target
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
-
-from scheduler.cli import main
-from worker.drafters.triforce.draft_model import NUM_SINKS
-from worker.model.files import ModelError, locate_model
-from worker.model.text import TextCodec
-from worker.target.target import TargetModel
-from worker.target.tiles import chain_rows
-from worker.training.corpus import CorpusError
-from worker.training.draft import recipe as recipes
-from worker.training.draft import training as draft
-from worker.training.draft.agreement import SAMPLING
-from worker.training.draft.recipe import DraftRecipe, draft_config, draft_recipe
-from worker.training.draft.training import DraftWindows, distil, target_distributions, train_draft
-from worker.training.heads.recipe import OWN_SAMPLING, HeadRecipe
-from worker.training.heads.texts import Text, load_target
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)

@@ -9,8 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
+from swiftbatch.worker.drafters.griffin.model import GriffinConfig
+from swiftbatch.worker.drafters.griffin.weights import load_griffin
+from swiftbatch.worker.model.files import GRIFFIN_FILE, ModelError, locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError
+from swiftbatch.worker.training.griffin import training
+from swiftbatch.worker.training.griffin.accuracy import WAYS
+from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.griffin.training import FILES, train_griffin
+from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING
+from swiftbatch.worker.training.heads.texts import load_target
 
-from scheduler.commands.train import _griffin_recipe, griffin
 from tests.worker.training.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,
@@ -21,17 +32,6 @@ from tests.worker.training.griffin_training_parts import (
     records,
     weights,
 )
-from worker.drafters.griffin.model import GriffinConfig
-from worker.drafters.griffin.weights import load_griffin
-from worker.model.files import GRIFFIN_FILE, ModelError, locate_model
-from worker.target.target import TargetModel
-from worker.training.corpus import CorpusError
-from worker.training.griffin import training
-from worker.training.griffin.accuracy import WAYS
-from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from worker.training.griffin.training import FILES, train_griffin
-from worker.training.heads.recipe import OWN_SAMPLING
-from worker.training.heads.texts import load_target
 
 
 @pytest.fixture(autouse=True)

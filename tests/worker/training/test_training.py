@@ -12,21 +12,27 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError, read_books
+from swiftbatch.worker.training.heads.texts import load_target
+from swiftbatch.worker.training.steps import Recipe
+from swiftbatch.worker.training.target import evaluate, long_context, long_texts, stages
+from swiftbatch.worker.training.target import training as target
+from swiftbatch.worker.training.target.recipe import (
+    KINDS,
+    TargetRecipe,
+    WindowKind,
+    embedded_recipe,
+    long_text_recipe,
+)
+from swiftbatch.worker.training.target.windows import WindowSource
 
-from jobs.chat import Message
-from jobs.job import Job
-from jobs.sampling import SamplingParams
 from tests.worker.training.small_target import train_small_targets
-from worker.model.files import ModelError, locate_model
-from worker.model.text import TextCodec
-from worker.target.target import TargetModel
-from worker.training.corpus import CorpusError, read_books
-from worker.training.heads.texts import load_target
-from worker.training.steps import Recipe
-from worker.training.target import evaluate, long_context, long_texts, stages
-from worker.training.target import training as target
-from worker.training.target.recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe, long_text_recipe
-from worker.training.target.windows import WindowSource
 
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}

@@ -12,25 +12,24 @@ import torch
 from pydantic import Field, field_validator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-
-from jobs.frozen import Frozen
-from jobs.sampling import SamplingParams
-from worker.bench.caches.catalogue import PARTIAL_CACHES
-from worker.bench.decode.decode import read_tokens
-from worker.bench.engine import BenchError
-from worker.bench.options import BenchOptions, Positions, Temperatures, check_length
-from worker.bench.text import text_tokens
-from worker.caches.full import FullKVCache
-from worker.caches.partial import PartialCache
-from worker.caches.scan.cache import ScanKVCache
-from worker.drawing import Drawing, Sampler
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.native_forwards import NativeForwards
-from worker.target.partial_rows import partial_rows
-from worker.target.target import TargetModel
-from worker.target.tiles import tree_rows
-from worker.tree import DraftTree
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
+from swiftbatch.worker.bench.text import text_tokens
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.caches.scan.cache import ScanKVCache
+from swiftbatch.worker.drawing.drawing import Drawing, Sampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.partial_rows import partial_rows
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 
 CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 

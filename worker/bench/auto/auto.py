@@ -10,11 +10,10 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, Field, field_validator
-
-from jobs.sampling import SamplingParams
-from worker.bench.auto.records import BASELINE, CHOOSER, AutoRecord
-from worker.bench.decode.contestants import EngineContestant
-from worker.bench.decode.decode import (
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.auto.records import BASELINE, CHOOSER, AutoRecord
+from swiftbatch.worker.bench.decode.contestants import EngineContestant
+from swiftbatch.worker.bench.decode.decode import (
     NUM_ROUNDS,
     compete,
     hot_contestant,
@@ -22,15 +21,14 @@ from worker.bench.decode.decode import (
     read_tokens,
     warm_drafters,
 )
-from worker.bench.options import BenchOptions, Positions, Temperatures, check_length
-from worker.bench.text import text_tokens
-from worker.bench.variants import bench_slots, create_bench_drafter
-from worker.caches.full import FullKVCache
-from worker.drafters.catalogue import ENGINES
-from worker.model.files import locate_model
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs, step_costs_of
-from worker.target.target import TargetModel
+from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
+from swiftbatch.worker.bench.text import text_tokens
+from swiftbatch.worker.bench.variants import bench_slots, create_bench_drafter
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.step_costs import Costs, step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
 MOST_SEQUENCES = 32
 ROOM = 2  # times the tokens that are asked for: no sequence of a batch ends before the others are there

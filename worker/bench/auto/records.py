@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from rich.table import Table
-
-from jobs.frozen import Frozen
-from worker.bench.tables import new_table
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.tables import new_table
 
 BASELINE, CHOOSER = "autoregressive", "auto"
 

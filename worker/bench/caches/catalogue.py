@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from worker.bench.caches.importance import ImportanceKVCache
-from worker.bench.caches.quantized import QuantizedKVCache
-from worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
-from worker.caches.partial import PartialCacheFactory
-from worker.caches.summary import SummaryKVCache
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.caches.quantized import QuantizedKVCache
+from swiftbatch.worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.summary import SummaryKVCache
 
 PARTIAL_CACHES: dict[str, PartialCacheFactory] = {
     "summary": SummaryKVCache,  # the most important chunks, and the others as one entry each

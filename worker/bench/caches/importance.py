@@ -7,11 +7,10 @@ the least important end; when all are overwritten the cache is built anew, by th
 from __future__ import annotations
 
 import torch
-
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED, PartialCache, Queries
-from worker.sequence import Sequence
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED, PartialCache, Queries
+from swiftbatch.worker.drawing.sequence import Sequence
 
 
 class ImportanceKVCache(PartialCache):

@@ -7,11 +7,10 @@ largest of each group. What is measured is what the rounding costs: entries lie 
 from __future__ import annotations
 
 import torch
-
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCache, Queries
-from worker.sequence import Sequence
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCache, Queries
+from swiftbatch.worker.drawing.sequence import Sequence
 
 GROUP = 64  # positions that are rounded together; the newest, which fill no group yet, are exact
 MOST_BITS = 16

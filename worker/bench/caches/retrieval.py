@@ -8,13 +8,12 @@ what was evicted never comes back (H2O).
 from __future__ import annotations
 
 import torch
-
-from worker.bench.caches.importance import ImportanceKVCache
-from worker.caches.chunk_means import ChunkMeans, chunk_scores
-from worker.caches.entries import Entries, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED, Queries
-from worker.sequence import Sequence
+from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.caches.chunk_means import ChunkMeans, chunk_scores
+from swiftbatch.worker.caches.entries import Entries, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED, Queries
+from swiftbatch.worker.drawing.sequence import Sequence
 
 CHUNK_SIZE = 8
 STRIDE = 256  # positions from one build to the next

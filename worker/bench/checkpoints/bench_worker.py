@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from jobs.checkpoints.store import CheckpointStore, ResumeRecord
-from jobs.job import Job, JobRecord
-from jobs.run.run import Run, RunManifest
-from jobs.sampling import SamplingParams
-from worker.bench.memory import peak_bytes, reset_peak
-from worker.config import EngineConfig
-from worker.model.files import locate_model
-from worker.session.session import WorkerSession
-from worker.session.work import Assignment, Orders
+from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.run import Run, RunManifest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.session.session import WorkerSession
+from swiftbatch.worker.session.work import Assignment, Orders
 
 JOB_ID = "bench"
 SLICE_SECONDS = 0.05

@@ -12,15 +12,14 @@ from typing import Literal
 
 from pydantic import Field
 from rich.table import Table
-
-from jobs.frozen import Frozen
-from worker.bench.checkpoints.bench_worker import BenchWorker, Turn, make_run
-from worker.bench.options import BenchOptions, Positions, check_length
-from worker.bench.tables import new_table
-from worker.bench.text import text_tokens
-from worker.config import EngineConfig
-from worker.model.files import locate_model
-from worker.model.text import TextCodec
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.checkpoints.bench_worker import BenchWorker, Turn, make_run
+from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
+from swiftbatch.worker.bench.tables import new_table
+from swiftbatch.worker.bench.text import text_tokens
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 
 MIB = 2**20
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.worker.bench.engine import BenchEngine, BenchError, OwnPositions
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.texts.base import OutputText
 from transformers import AutoModelForCausalLM, DynamicCache
-
-from metrics.counters import EngineCounters
-from worker.bench.engine import BenchEngine, BenchError, OwnPositions
-from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.texts.base import OutputText
 
 
 @dataclass

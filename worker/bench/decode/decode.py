@@ -9,20 +9,19 @@ from typing import Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
-
-from jobs.sampling import SamplingParams
-from worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
-from worker.bench.decode.records import DecodeRecord, make_records
-from worker.bench.options import BenchOptions, Positions, check_length
-from worker.bench.text import own_tokens, text_tokens
-from worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter
-from worker.model.files import ModelFiles, locate_model
-from worker.reading import read_tile
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs, step_costs_of
-from worker.target.target import TargetModel
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
+from swiftbatch.worker.bench.decode.records import DecodeRecord, make_records
+from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
+from swiftbatch.worker.bench.text import own_tokens, text_tokens
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.reading import read_tile
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.step_costs import Costs, step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
 NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
 NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn across jobs start hot

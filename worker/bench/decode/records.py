@@ -7,10 +7,9 @@ from collections.abc import Sequence as Many
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-
-from jobs.frozen import Frozen
-from worker.bench.decode.contestants import Contestant
-from worker.bench.engine import digest
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.decode.contestants import Contestant
+from swiftbatch.worker.bench.engine import digest
 
 BASELINE = "autoregressive"
 

@@ -9,25 +9,24 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 from rich.table import Table
-
-from jobs.frozen import Frozen
-from jobs.sampling import SamplingParams
-from worker.bench.decode.contestants import EngineContestant
-from worker.bench.decode.decode import read_tokens
-from worker.bench.engine import BenchError
-from worker.bench.fields.catalogue import NOTHING, fields
-from worker.bench.options import BenchOptions, check_length
-from worker.bench.tables import new_table
-from worker.bench.text import own_tokens, text_tokens
-from worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from worker.constraints.base import Rule
-from worker.constraints.thinking import ThinkingRule
-from worker.constraints.thought import Markers, Thinking
-from worker.model.files import ModelFiles, locate_model
-from worker.model.text import TextCodec
-from worker.sequence import Sequence
-from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode.contestants import EngineContestant
+from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.fields.catalogue import NOTHING, fields
+from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.tables import new_table
+from swiftbatch.worker.bench.text import own_tokens, text_tokens
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.constraints.thinking import ThinkingRule
+from swiftbatch.worker.constraints.thought import Markers, Thinking
+from swiftbatch.worker.drawing.rules import Rule
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
 NEVER = Markers((0, 0, 0), (1, 1, 1))  # of a model that has none: tokens that no text has in a row
 TOKENS_PER_ROUND = 16  # at least: a clock and a neighbour's moment are in every round

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-
-from worker.bench.engine import BenchError
-from worker.bench.gpu.options import GPUBenchOptions
-from worker.kernels.choice import CudaKernels
-from worker.model.files import locate_model
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 if TYPE_CHECKING:
-    from worker.bench.gpu.records import GPUBenchResult
+    from swiftbatch.worker.bench.gpu.records import GPUBenchResult
 
 
 def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lambda line: None) -> GPUBenchResult:
@@ -23,8 +22,8 @@ def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lamb
             f"no GPU to measure: no CUDA device is visible to torch {torch.__version__}; "
             "`swiftbatch bench kernels` measures CPUs"
         )
-    from worker.bench.gpu.measuring import measured
-    from worker.exactness.first_run.parts import Parts
+    from swiftbatch.worker.bench.gpu.measuring import measured
+    from swiftbatch.worker.exactness.first_run.parts import Parts
 
     kernels = CudaKernels(options.attention, options.linear)
     parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels)

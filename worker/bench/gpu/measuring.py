@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
-from worker.bench.decode.records import DecodeRecord
-from worker.bench.engine import BenchError
-from worker.bench.gpu.options import GPUBenchOptions
-from worker.bench.gpu.reading import read_records, resume_record
-from worker.bench.gpu.records import GPUBenchResult
-from worker.bench.gpu.room import MemoryMeter, fitting_lengths, free_bytes
-from worker.bench.gpu.steps import step_records
-from worker.bench.options import machine
-from worker.caches.room import GB
-from worker.drafters.catalogue import check_parts
-from worker.exactness.first_run.machine import device_facts, read_bandwidth
-from worker.exactness.first_run.parts import Parts
-from worker.memory.plan import GPUMemory
-from worker.memory.sizes import read_sizes
-from worker.model.files import ModelError
+from swiftbatch.worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
+from swiftbatch.worker.bench.decode.records import DecodeRecord
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.reading import read_records, resume_record
+from swiftbatch.worker.bench.gpu.records import GPUBenchResult
+from swiftbatch.worker.bench.gpu.room import MemoryMeter, fitting_lengths, free_bytes
+from swiftbatch.worker.bench.gpu.steps import step_records
+from swiftbatch.worker.bench.options import machine
+from swiftbatch.worker.caches.memory.plan import GPUMemory
+from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.caches.room import GB
+from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.model.files import ModelError
 
 NUM_CACHES = 2  # of the engines: a job's, and that of the text which warms drafters up; a resume has as many
 TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
-
-from jobs.run.dtypes import AttentionName, Device, LinearName
-from worker.bench.options import BenchOptions, Positions
-from worker.config import Computation
-from worker.drafters.catalogue import ENGINES
-from worker.memory.plan import NUM_ROWS
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, LinearName
+from swiftbatch.worker.bench.options import BenchOptions, Positions
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 
 def _slots(numbers: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-
-from worker.bench.gpu.records import ReadRecord, ResumeRecord
-from worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.bench.gpu.records import ReadRecord, ResumeRecord
+from swiftbatch.worker.exactness.first_run.parts import Parts
 
 PIECE = 1024  # positions of a checkpoint's segment
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-
-from jobs.frozen import Frozen
-from worker.bench.decode.records import DecodeRecord
-from worker.bench.tables import new_table, number
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.decode.records import DecodeRecord
+from swiftbatch.worker.bench.tables import new_table, number
 
 
 class StepRecord(Frozen):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-
-from worker.bench.memory import peak_bytes, reset_peak
-from worker.caches.room import MEMORY, KVRoom
-from worker.memory.plan import GPUMemory, one_slot
-from worker.memory.sizes import ModelSizes
+from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
+from swiftbatch.worker.caches.memory.plan import GPUMemory, one_slot
+from swiftbatch.worker.caches.memory.sizes import ModelSizes
+from swiftbatch.worker.caches.room import MEMORY, KVRoom
 
 
 def free_bytes(device: torch.device) -> int:

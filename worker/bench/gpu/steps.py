@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-
-from worker.bench.gpu.records import StepRecord
-from worker.caches.arena import ArenaKVCache
-from worker.exactness.first_run.parts import ArenaTarget, Parts
-from worker.exactness.first_run.products import weight_shapes
-from worker.target.cuda.clock import Clock, clock_of
-from worker.target.cuda.graph import Graph, Repeated, Work, capture
-from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from worker.tree import ROOT, DraftTree
+from swiftbatch.worker.bench.gpu.records import StepRecord
+from swiftbatch.worker.caches.arena import ArenaKVCache
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.first_run.products import weight_shapes
+from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work, capture
+from swiftbatch.worker.target.cuda.clock import Clock, clock_of
+from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
 
 class Stopwatch:

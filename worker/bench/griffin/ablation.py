@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from pydantic import Field, model_validator
 from rich.console import Group
-
-from worker.bench.engine import BenchError
-from worker.bench.griffin.catalogue import (
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.griffin.catalogue import (
     GRIFFIN_TABLES,
     MAX_FORWARDS,
     NUM_ORDER_SEEDS,
@@ -20,22 +19,22 @@ from worker.bench.griffin.catalogue import (
     GriffinTable,
     Plan,
 )
-from worker.bench.griffin.figures import GriffinFigures
-from worker.bench.griffin.plot import plot
-from worker.bench.griffin.tables import ArmKey, Results, render, summary
-from worker.bench.griffin.variants import Training, train_variants
-from worker.bench.long.long import Report
-from worker.bench.options import BenchOptions, check_length
-from worker.bench.text import encode, read_text
-from worker.bench.triforce.arms import PromptArms, num_plain_tokens
-from worker.bench.triforce.prompts import Prompt, read_prompt
-from worker.bench.variants import GRIFFIN_PAPER, bench_slots
-from worker.drafters.griffin.griffin import GriffinOptions, griffin
-from worker.model.files import ModelFiles, locate_model
-from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
-from worker.training.griffin.features import TEST
-from worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.bench.griffin.figures import GriffinFigures
+from swiftbatch.worker.bench.griffin.plot import plot
+from swiftbatch.worker.bench.griffin.tables import ArmKey, Results, render, summary
+from swiftbatch.worker.bench.griffin.variants import Training, train_variants
+from swiftbatch.worker.bench.long.long import Report
+from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.text import encode, read_text
+from swiftbatch.worker.bench.triforce.arms import PromptArms, num_plain_tokens
+from swiftbatch.worker.bench.triforce.prompts import Prompt, read_prompt
+from swiftbatch.worker.bench.variants import GRIFFIN_PAPER, bench_slots
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.griffin.features import TEST
+from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 
 OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": GRIFFIN_PAPER}
 

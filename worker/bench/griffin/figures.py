@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jobs.frozen import Frozen
-from worker.bench.engine import digest
-from worker.bench.triforce.generation import PromptGeneration
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.engine import digest
+from swiftbatch.worker.bench.triforce.generation import PromptGeneration
 
 DIGITS = 4
 

@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-
-from worker.bench.griffin.catalogue import MAX_FORWARDS, GriffinTable
-from worker.bench.griffin.variants import Training
+from swiftbatch.worker.bench.griffin.catalogue import MAX_FORWARDS, GriffinTable
+from swiftbatch.worker.bench.griffin.variants import Training
 
 COLOURS, MARKERS = ("#7f7f7f", "#d9730d", "#0b5fa5"), ("s", "^", "o")  # of the rows, told apart without colours too
 LINES = ("-", ":")  # of the ways of drawing

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from rich.console import Group
 from rich.table import Table
-
-from worker.bench.griffin.catalogue import MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
-from worker.bench.griffin.figures import GriffinFigures
-from worker.bench.griffin.variants import Training
-from worker.bench.tables import new_table
+from swiftbatch.worker.bench.griffin.catalogue import MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
+from swiftbatch.worker.bench.griffin.figures import GriffinFigures
+from swiftbatch.worker.bench.griffin.variants import Training
+from swiftbatch.worker.bench.tables import new_table
 
 FORMULA_NOTE = (
     "t: plain decoding's forward; t tree: over a tree; t draft: one of d draft levels. The formula is "

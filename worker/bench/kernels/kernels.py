@@ -9,28 +9,27 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
-
-from jobs.run.dtypes import Device
-from worker.bench.engine import BenchError
-from worker.bench.kernels.operations import (
+from swiftbatch.jobs.run.dtypes import Device
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.kernels.operations import (
     Operation,
     attention_operation,
     forward_operation,
     matrix_operations,
     sampling_operations,
 )
-from worker.bench.kernels.plot import plot
-from worker.bench.kernels.records import KernelRecord, KernelResult
-from worker.bench.kernels.roof import LARGEST, Roof
-from worker.bench.options import BenchOptions, check_length
-from worker.caches.full import FullKVCache
-from worker.kernels.team import ELEMENTS, Team
-from worker.kernels.variants import chosen_variant, load_library, why_none
-from worker.kernels.weights import DecoderSizes
-from worker.model.files import locate_model
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK
+from swiftbatch.worker.bench.kernels.plot import plot
+from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult
+from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
+from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.team import ELEMENTS, Team
+from swiftbatch.worker.kernels.variants import chosen_variant, load_library, why_none
+from swiftbatch.worker.kernels.weights import DecoderSizes
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
 
 LEAST_SECONDS = 0.002  # of a round: what is shorter is called several times
 

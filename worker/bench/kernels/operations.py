@@ -10,18 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from jobs.sampling import SamplingParams
-from worker.caches.full import FullKVCache
-from worker.kernels import sampling
-from worker.kernels.native import native_attention
-from worker.kernels.sampling_calls import address_of
-from worker.kernels.team import ELEMENTS, Team
-from worker.kernels.weights import LANES, DecoderSizes
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
-from worker.target.tiles import SequenceRows, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing import native as sampling
+from swiftbatch.worker.drawing.native_calls import address_of
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.team import ELEMENTS, Team
+from swiftbatch.worker.kernels.weights import LANES, DecoderSizes
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 SAMPLING = SamplingParams(max_tokens=1000, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
 

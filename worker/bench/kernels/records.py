@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Group
-
-from jobs.frozen import Frozen
-from worker.bench.kernels.operations import Operation
-from worker.bench.kernels.roof import Roof
-from worker.bench.tables import new_table, number
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.kernels.operations import Operation
+from swiftbatch.worker.bench.kernels.roof import Roof
+from swiftbatch.worker.bench.tables import new_table, number
 
 
 class KernelRecord(Frozen):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-from jobs.sampling import SamplingParams
-from worker.bench.decode.decode import read_tokens
-from worker.bench.engine import BenchEngine, digest
-from worker.bench.long.plain_windows import PlainWindows
-from worker.bench.long.records import Figures, LongRecord, LongResult, Mark
-from worker.bench.tokenswift.reuse import ReuseTally
-from worker.diversity import distinct
-from worker.drafters.base import Drafter
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.engine import BenchEngine, digest
+from swiftbatch.worker.bench.long.plain_windows import PlainWindows
+from swiftbatch.worker.bench.long.records import Figures, LongRecord, LongResult, Mark
+from swiftbatch.worker.bench.tokenswift.reuse import ReuseTally
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.session.diversity import distinct
+from swiftbatch.worker.target.target import TargetModel
 
 
 class LongGeneration:

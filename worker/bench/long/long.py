@@ -6,20 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import Field, field_validator
-
-from jobs.sampling import SamplingParams
-from worker.bench.long.generation import LongGeneration
-from worker.bench.long.plain_windows import PlainWindows
-from worker.bench.long.plot import plot
-from worker.bench.long.records import LongRecord, LongResult
-from worker.bench.options import BenchOptions, check_length
-from worker.bench.text import own_tokens, text_tokens
-from worker.bench.tokenswift.reuse import ReuseTally, metered_drafter
-from worker.bench.variants import BENCH_ENGINES, bench_slots
-from worker.drafters.base import Drafter
-from worker.model.files import locate_model
-from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.long.generation import LongGeneration
+from swiftbatch.worker.bench.long.plain_windows import PlainWindows
+from swiftbatch.worker.bench.long.plot import plot
+from swiftbatch.worker.bench.long.records import LongRecord, LongResult
+from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.text import own_tokens, text_tokens
+from swiftbatch.worker.bench.tokenswift.reuse import ReuseTally, metered_drafter
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
 NUM_PLAIN_TOKENS = 24  # of one window
 

@@ -7,13 +7,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-
-from jobs.frozen import Frozen
-from worker.bench.engine import BenchEngine
-from worker.caches.full import FullKVCache
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.engine import BenchEngine
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.target import TargetModel
 
 
 class PlainWindow(Frozen):

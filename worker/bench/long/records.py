@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jobs.frozen import Frozen
-from worker.bench.long.plain_windows import PlainWindow, PlainWindows
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.long.plain_windows import PlainWindow, PlainWindows
 
 SECONDS_DIGITS = 4
 RATE_DIGITS = 4

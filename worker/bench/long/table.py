@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rich.console import Group
 from rich.table import Table
-
-from worker.bench.long.records import Figures, LongResult
-from worker.bench.tables import new_table, number
+from swiftbatch.worker.bench.long.records import Figures, LongResult
+from swiftbatch.worker.bench.tables import new_table, number
 
 RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
 

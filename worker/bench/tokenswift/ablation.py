@@ -8,20 +8,19 @@ from typing import Any
 
 from pydantic import Field
 from rich.console import Group
-
-from jobs.sampling import SamplingParams
-from worker.bench.caches.catalogue import with_cache
-from worker.bench.long.long import LongBenchOptions, Report, generate_long
-from worker.bench.long.records import LongResult
-from worker.bench.options import BenchOptions, check_length
-from worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm, Engine
-from worker.bench.tokenswift.reuse import BASE_OPTIONS, metered_drafter
-from worker.bench.tokenswift.tables import render
-from worker.bench.variants import bench_slots
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
-from worker.model.files import locate_model
-from worker.target.step_costs import step_costs_of
-from worker.target.tiles import BLOCK
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.caches.catalogue import with_cache
+from swiftbatch.worker.bench.long.long import LongBenchOptions, Report, generate_long
+from swiftbatch.worker.bench.long.records import LongResult
+from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.tokenswift.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm, Engine
+from swiftbatch.worker.bench.tokenswift.reuse import BASE_OPTIONS, metered_drafter
+from swiftbatch.worker.bench.tokenswift.tables import render
+from swiftbatch.worker.bench.variants import bench_slots
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.step_costs import step_costs_of
 
 NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
 PLAIN_EVERY = 2500

@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.bench.variants import TOKENSWIFT_PAPER, create_bench_drafter
-from worker.drafters.base import Drafter
-from worker.drafters.tokenswift.digit_tree import Sources, by_token
-from worker.drafters.tokenswift.proposer import TokenSwiftProposer
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.two_level.chain import Chain
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.bench.variants import TOKENSWIFT_PAPER, create_bench_drafter
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.tokenswift.digit_tree import Sources, by_token
+from swiftbatch.worker.drafters.tokenswift.proposer import TokenSwiftProposer
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.two_level.chain import Chain
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 BASE_OPTIONS = {"tokenswift-paper": TOKENSWIFT_PAPER, "tokenswift": TokenSwiftOptions()}
 NOTHING = Sources([], [])

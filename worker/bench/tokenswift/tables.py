@@ -8,10 +8,9 @@ from functools import partial
 
 from rich.console import Group
 from rich.table import Table
-
-from worker.bench.long.records import LongRecord, LongResult
-from worker.bench.tables import new_table, number, short
-from worker.bench.tokenswift.catalogue import Ablation, View
+from swiftbatch.worker.bench.long.records import LongRecord, LongResult
+from swiftbatch.worker.bench.tables import new_table, number, short
+from swiftbatch.worker.bench.tokenswift.catalogue import Ablation, View
 
 Measure = Callable[[LongRecord], float | None]
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from pydantic import Field, model_validator
 from rich.console import Group
-
-from worker.bench.long.long import Report
-from worker.bench.options import BenchOptions, check_length
-from worker.bench.text import encode, text_tokens
-from worker.bench.triforce.arm_drafters import new_drafter
-from worker.bench.triforce.arms import PromptArms, num_plain_tokens
-from worker.bench.triforce.catalogue import (
+from swiftbatch.worker.bench.long.long import Report
+from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.text import encode, text_tokens
+from swiftbatch.worker.bench.triforce.arm_drafters import new_drafter
+from swiftbatch.worker.bench.triforce.arms import PromptArms, num_plain_tokens
+from swiftbatch.worker.bench.triforce.catalogue import (
     FIGURES,
     OFFLOADED,
     PROMPT_TABLES,
@@ -25,18 +24,18 @@ from worker.bench.triforce.catalogue import (
     PromptTable,
     length_of,
 )
-from worker.bench.triforce.generation import PromptFigures
-from worker.bench.triforce.plot import plot
-from worker.bench.triforce.prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
-from worker.bench.triforce.tables import Results, render, summary
-from worker.bench.variants import bench_slots
-from worker.caches.room import check_folder
-from worker.drafters.catalogue import check_parts
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelFiles, locate_model
-from worker.target.step_costs import step_costs_of
-from worker.target.target import TargetModel
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.bench.triforce.generation import PromptFigures
+from swiftbatch.worker.bench.triforce.plot import plot
+from swiftbatch.worker.bench.triforce.prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
+from swiftbatch.worker.bench.triforce.tables import Results, render, summary
+from swiftbatch.worker.bench.variants import bench_slots
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.room import check_folder
+from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
 MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from worker.bench.caches.catalogue import with_cache
-from worker.bench.caches.retrieval import StreamingKVCache
-from worker.bench.triforce.catalogue import Arm
-from worker.bench.variants import TRIFORCE_PAPER
-from worker.caches.partial import NUM_PINNED
-from worker.drafters.triforce.draft_model import DraftModel
-from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.triforce.triforce import TriForceOptions, triforce
-from worker.drafters.two_level.chain import RoundPlan
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import MeasuredPlanner
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
+from swiftbatch.worker.bench.caches.catalogue import with_cache
+from swiftbatch.worker.bench.caches.retrieval import StreamingKVCache
+from swiftbatch.worker.bench.triforce.catalogue import Arm
+from swiftbatch.worker.bench.variants import TRIFORCE_PAPER
+from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.drafters.triforce.draft_model import DraftModel
+from swiftbatch.worker.drafters.triforce.proposer import DraftModelProposer
+from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.two_level.chain import RoundPlan
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.plan import MeasuredPlanner
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 
 def new_drafter(target: TargetModel, costs: Costs, arm: Arm, parts_folder: Path | None) -> TwoLevelDrafter:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-
-from jobs.sampling import SamplingParams
-from worker.bench.engine import BenchError
-from worker.bench.triforce.generation import PromptGeneration
-from worker.bench.triforce.prompts import ReadPrompt
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter
-from worker.target.target import TargetModel
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.triforce.generation import PromptGeneration
+from swiftbatch.worker.bench.triforce.prompts import ReadPrompt
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.target.target import TargetModel
 
 LONG_PROMPT = 32_768  # behind a longer one plain decoding is measured for its first tokens only
 NUM_PLAIN_TOKENS = 64

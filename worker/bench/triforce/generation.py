@@ -7,15 +7,14 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-
-from jobs.frozen import Frozen
-from jobs.sampling import SamplingParams
-from worker.bench.engine import BenchEngine, OwnPositions, digest
-from worker.bench.long.records import per_step
-from worker.bench.triforce.prompts import ReadPrompt
-from worker.drafters.base import DraftCounters, Drafter
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.engine import BenchEngine, OwnPositions, digest
+from swiftbatch.worker.bench.long.records import per_step
+from swiftbatch.worker.bench.triforce.prompts import ReadPrompt
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.target import TargetModel
 
 DIGITS = 4
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
-
-from worker.bench.triforce.catalogue import PromptTable
-from worker.bench.triforce.tables import Results
+from swiftbatch.worker.bench.triforce.catalogue import PromptTable
+from swiftbatch.worker.bench.triforce.tables import Results
 
 FULL, MIDDLE, SPEED = "#0b5fa5", "#6fa8d6", "#d9730d"  # also told apart without colours
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 7.5, 4.4, 150

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.bench.decode.decode import read_tokens
-from worker.bench.text import encode
-from worker.bench.triforce.catalogue import Prompts, length_of
-from worker.caches.full import FullKVCache
-from worker.model.files import ModelFiles
-from worker.target.target import TargetModel
+from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.text import encode
+from swiftbatch.worker.bench.triforce.catalogue import Prompts, length_of
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.target import TargetModel
 
 NEEDLE = (
     "\n\nThe Quorvane ledger of Thessaly Brumidge names her five ships: Oskarrow 7194, Pellimore 3826, Harrowex 2468, "

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from rich.console import Group
 from rich.table import Table
-
-from worker.bench.tables import new_table, number
-from worker.bench.triforce.catalogue import PromptTable
-from worker.bench.triforce.generation import PromptFigures
+from swiftbatch.worker.bench.tables import new_table, number
+from swiftbatch.worker.bench.triforce.catalogue import PromptTable
+from swiftbatch.worker.bench.triforce.generation import PromptFigures
 
 Key = tuple[int, str]  # row number and name of an arm
 Results = dict[Key, PromptFigures]

@@ -7,12 +7,12 @@ from the full cache, and what the others bring follows from their moments (`work
 
 from __future__ import annotations
 
-from worker.caches.entries import Entries, Keys, NewEntries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED, PartialCache, Queries
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.caches.scan.keys import ScannedKeys
-from worker.sequence import Sequence
+from swiftbatch.worker.caches.entries import Entries, Keys, NewEntries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED, PartialCache, Queries
+from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 
 NUM_RECENT = 256  # newest positions that are never scanned
 MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK

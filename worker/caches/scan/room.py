@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-
-from worker.caches.partial import NUM_PINNED, capacity_for
-from worker.caches.scan.cache import MOST_ENTRIES, SHORTEST_SCANNED
-from worker.caches.scan.coding import most_chunks
-from worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch, TextSizes
-from worker.memory.plan import NO_DRAFTS, DraftMemory
+from swiftbatch.worker.caches.memory.plan import NO_DRAFTS, DraftMemory
+from swiftbatch.worker.caches.partial import NUM_PINNED, capacity_for
+from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, SHORTEST_SCANNED
+from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.kernels.scan_coding import most_chunks
 
 if TYPE_CHECKING:
-    from worker.memory.sizes import ModelSizes
+    from swiftbatch.worker.caches.memory.sizes import ModelSizes
 
 NOWHERE = torch.device("meta")
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
-
-from worker.caches.arena import ArenaKVCache
-from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK, add_to_cloud, centred, codes_of, flat_deviation
-from worker.kernels.cuda.scan.texts import ScannedTexts
+from swiftbatch.worker.caches.arena import ArenaKVCache
+from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts
+from swiftbatch.worker.kernels.scan_coding import (
+    CLOUD_CHUNKS,
+    SCAN_CHUNK,
+    add_to_cloud,
+    centred,
+    codes_of,
+    flat_deviation,
+)
 
 
 class SlotKeys:

@@ -10,22 +10,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
-from worker.caches.full import FullKVCache
-from worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
-from worker.drafters.auto.plan import ON_A_CPU, RoundCosts, Rounds, RoundsPlanner, costs_beside_a_gpu, costs_on_a_gpu
-from worker.drafters.auto.proposer import RecycledProposer
-from worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
-from worker.drafters.catalogue import ENGINES
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.drafters.shared_budget import SharedBudget, lengths_of
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.sequence import Sequence
-from worker.target.native_forwards import NativeForwards
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
+from swiftbatch.worker.drafters.auto.plan import (
+    ON_A_CPU,
+    RoundCosts,
+    Rounds,
+    RoundsPlanner,
+    costs_beside_a_gpu,
+    costs_on_a_gpu,
+)
+from swiftbatch.worker.drafters.auto.proposer import RecycledProposer
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.shared_budget import SharedBudget, lengths_of
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 64  # steps: to plan takes a fifth of a short step

@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
-
-from worker.caches.scan.cache import MOST_ENTRIES
-from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK
-from worker.drafters.budget import NODE_CHOICES
-from worker.drafters.step_clock import together
-from worker.drafters.two_level.chain import RoundPlan
-from worker.drafters.two_level.chain_tree import ChainTree
-from worker.drafters.two_level.plan import Planner
-from worker.target.step_costs import StepCosts
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES
+from swiftbatch.worker.drafters.budget import NODE_CHOICES
+from swiftbatch.worker.drafters.step_clock import together
+from swiftbatch.worker.drafters.two_level.chain import RoundPlan
+from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.drafters.two_level.plan import Planner
+from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.target.step_costs import StepCosts
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
 FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # of a sequence: none to a chain and its root

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.drafters.two_level.chain import Chain
-from worker.drafters.two_level.proposer import Proposer
-from worker.sequence import Sequence
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.two_level.chain import Chain
+from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
 
 
 class RecycledProposer(Proposer):

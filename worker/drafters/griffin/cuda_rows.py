@@ -7,27 +7,26 @@ from typing import cast
 import numpy as np
 import torch
 import triton
-
-from worker.caches.arena import KVArena
-from worker.caches.full import CacheShape
-from worker.drafters.griffin.cuda_table import CudaRoom, GriffinLayout
-from worker.drafters.griffin.features import NUM_PLACES
-from worker.drafters.griffin.level import Candidates, DraftRows, Room, of_each, tables, wanted_rows
-from worker.drafters.griffin.model import GriffinModel
-from worker.drafters.griffin.torch_ranking import SPREAD
-from worker.drafters.griffin.weights import packed_weights
-from worker.drafters.griffin.window import NUM_ENTRIES
-from worker.kernels.cuda.griffin.model import CudaGriffin, layout_of
-from worker.kernels.cuda.sampling.counts import update_counts
-from worker.kernels.cuda.sampling.ranking import Ranking, RankingBuffers
-from worker.kernels.cuda.sampling.slots import SlotBuffers
-from worker.kernels.cuda.table import NUM_ROWS
-from worker.kernels.griffin import GriffinWeights
-from worker.sequence import Sequence
-from worker.target.cuda.draw_rows import DrawLayout
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.cuda.upload import Download, Upload
-from worker.target.forwards import Forwards
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.drafters.griffin.cuda_table import CudaRoom, GriffinLayout
+from swiftbatch.worker.drafters.griffin.features import NUM_PLACES
+from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows, Room, of_each, tables, wanted_rows
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.drafters.griffin.torch_ranking import SPREAD
+from swiftbatch.worker.drafters.griffin.weights import packed_weights
+from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.drawing.cuda.counts import update_counts
+from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
+from swiftbatch.worker.drawing.cuda.ranking import Ranking, RankingBuffers
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.griffin.model import CudaGriffin, layout_of
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.upload import Download, Upload
+from swiftbatch.worker.kernels.griffin import GriffinWeights
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.forwards import Forwards
 
 
 def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:

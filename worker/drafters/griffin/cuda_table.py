@@ -8,17 +8,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from worker.caches.arena import ArenaKVCache
-from worker.caches.full import FullKVCache
-from worker.drafters.griffin.features import NUM_PLACES, Features, regressed_place
-from worker.drafters.griffin.level import DraftRows, Room
-from worker.kernels.cuda.sampling.rows import needs_slot
-from worker.kernels.cuda.sampling.slots import SlotBuffers
-from worker.kernels.cuda.table import NUM_ROWS, TableLayout
-from worker.sequence import Sequence
-from worker.target.cuda.draw_rows import DrawLayout, DrawRow, mask_rows
-from worker.target.cuda.drawing import Counts
+from swiftbatch.worker.caches.arena import ArenaKVCache
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.griffin.features import NUM_PLACES, Features, regressed_place
+from swiftbatch.worker.drafters.griffin.level import DraftRows, Room
+from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows
+from swiftbatch.worker.drawing.cuda.drawing import Counts
+from swiftbatch.worker.drawing.cuda.rows import needs_slot
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, TableLayout
 
 NOWHERE = -1  # as a feature's place
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from worker.caches.full import MAX_TREE_NODES
-from worker.drafters.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES
 
 NOTHING = 0  # zeros: in front of the text's first token stands no feature
 RING = 1  # the target's features at the newest positions, one behind the other and round

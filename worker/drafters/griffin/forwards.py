@@ -13,18 +13,18 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-
-from jobs.sampling import SamplingParams
-from worker.caches.full import FullKVCache
-from worker.drafters.griffin.features import NOTHING, regressed_place
-from worker.drafters.griffin.level import Candidates, DraftRows, Room
-from worker.drafters.griffin.rows import GriffinRows
-from worker.drafters.griffin.window import NUM_SINKS, WINDOW, entry_of, position_of, window_start
-from worker.sequence import Sequence
-from worker.target.step_costs import seconds_of
-from worker.target.target import TargetModel
-from worker.target.tiles import BLOCK, SequenceRows, tree_rows
-from worker.tree import ROOT, DraftTree
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.griffin.features import NOTHING, regressed_place
+from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows, Room
+from swiftbatch.worker.drafters.griffin.rows import GriffinRows
+from swiftbatch.worker.drafters.griffin.window import NUM_SINKS, WINDOW, entry_of, position_of, window_start
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.target.step_costs import seconds_of
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 PROBE_REPEATS = 5
 PROBE_NODES = 8

@@ -7,22 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-
-from metrics.counters import timed
-from worker.caches.full import FullKVCache
-from worker.drafters.base import Drafter, DraftRequest
-from worker.drafters.griffin.forwards import GriffinForwards
-from worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
-from worker.drafters.griffin.rows import rows_of
-from worker.drafters.griffin.tree import GrowingTree
-from worker.drafters.griffin.weights import load_griffin
-from worker.drafters.looks import LookRhythm
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.target.tiles import max_tree_depth
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.metrics.counters import timed
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.griffin.forwards import GriffinForwards
+from swiftbatch.worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner
+from swiftbatch.worker.drafters.griffin.rows import rows_of
+from swiftbatch.worker.drafters.griffin.tree import GrowingTree
+from swiftbatch.worker.drafters.griffin.weights import load_griffin
+from swiftbatch.worker.drafters.looks import LookRhythm
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth
 
 LOOK_EVERY = 24  # steps, at first: each look takes in all that was not drafted behind
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from worker.caches.full import FullKVCache
-from worker.drafters.griffin.features import Features
-from worker.sequence import Sequence
-from worker.target.tiles import SequenceRows
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.griffin.features import Features
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.tiles import SequenceRows
 
 Candidates = list[tuple[float, int]]
 """What may follow a row: (log-confidence, token), best first."""

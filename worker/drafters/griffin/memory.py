@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 from safetensors import safe_open
-
-from worker.drafters.griffin.features import NUM_PLACES
-from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig
-from worker.drafters.griffin.weights import CONFIG
-from worker.drafters.griffin.window import NUM_ENTRIES
-from worker.kernels.cuda.sampling.buffers import BLOCK
-from worker.kernels.cuda.sampling.rows import NUM_MASKED
-from worker.memory.plan import CAPACITY_BLOCK, NO_DRAFTS, NUM_ROWS, DraftMemory, slot_capacity
-from worker.memory.sizes import ModelSizes, num_parameters
+from swiftbatch.worker.caches.memory.plan import CAPACITY_BLOCK, NO_DRAFTS, DraftMemory, slot_capacity
+from swiftbatch.worker.caches.memory.sizes import ModelSizes, num_parameters
+from swiftbatch.worker.drafters.griffin.features import NUM_PLACES
+from swiftbatch.worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig
+from swiftbatch.worker.drafters.griffin.weights import CONFIG
+from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.drawing.cuda.buffers import BLOCK
+from swiftbatch.worker.drawing.cuda.rows import NUM_MASKED
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 MOST_CANDIDATES = 16  # of a row that are kept, each with a rank of 8 bytes in every block of tokens
 SLOT_LOGIT_BYTES = 12  # of a token: how often it lies in the penalty's window and in the output, and its bias

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
-from worker.target.step_costs import StepCosts
+from swiftbatch.worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
+from swiftbatch.worker.target.step_costs import StepCosts
 
 PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
 MAX_TRUST = 4.0  # that a probability is multiplied or divided by

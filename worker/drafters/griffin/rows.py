@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-
-from worker.caches.full import CacheShape, FullKVCache
-from worker.drafters.griffin.level import Candidates, DraftRows, Room, wanted_rows
-from worker.drafters.griffin.model import GriffinConfig, GriffinModel
-from worker.drafters.griffin.torch_ranking import TorchRoom, keep_and_rank
-from worker.drafters.griffin.weights import packed_weights
-from worker.drafters.griffin.window import NUM_ENTRIES
-from worker.kernels.griffin import NativeGriffin
-from worker.sequence import Sequence
-from worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
-from worker.target.forwards import Forwards
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
-from worker.target.tiles import Tile, needs_whole_tiles, pack_tiles
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows, Room, wanted_rows
+from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.torch_ranking import TorchRoom, keep_and_rank
+from swiftbatch.worker.drafters.griffin.weights import packed_weights
+from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.griffin import NativeGriffin
+from swiftbatch.worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
+from swiftbatch.worker.target.forwards import Forwards
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import Tile, needs_whole_tiles, pack_tiles
 
 
 class GriffinRows(Protocol):
@@ -40,7 +39,7 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
         if isinstance(target.forwards, NativeForwards):
             return NativeRows(model, target.forwards, num_candidates)
         if target.forwards.arena:
-            from worker.drafters.griffin.cuda_rows import cuda_rows
+            from swiftbatch.worker.drafters.griffin.cuda_rows import cuda_rows
 
             return cuda_rows(model, target.forwards, num_candidates)
     except ValueError:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-
-from worker.caches.full import FullKVCache
-from worker.drafters.griffin.features import NUM_PLACES, Features
-from worker.drafters.griffin.level import Candidates, DraftRows, Room, of_each
-from worker.drafters.ranking import CandidateRanker
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.griffin.features import NUM_PLACES, Features
+from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows, Room, of_each
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
 
 SPREAD = 0.4  # in logits: the draft model's error, so that scores are about as likely as they say
 

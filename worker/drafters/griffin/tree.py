@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-from worker.drafters.griffin.forwards import Level
-from worker.drafters.griffin.level import Candidates
-from worker.drafters.griffin.plan import TreePrices
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
+from swiftbatch.worker.drafters.griffin.forwards import Level
+from swiftbatch.worker.drafters.griffin.level import Candidates
+from swiftbatch.worker.drafters.griffin.plan import TreePrices
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
 
 class GrowingTree:

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-from worker.drafters.catalogue import FINGERPRINT, GRIFFIN
-from worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
-from worker.drafters.trained_part import read_part
-from worker.kernels.angles import Rotary, default_frequencies
-from worker.kernels.griffin import GriffinWeights
-from worker.kernels.weights import DecoderSizes, layer_weights, linear_of
-from worker.model.files import let_others_read
-from worker.target.target import TargetModel
+from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN
+from swiftbatch.worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.trained_part import read_part
+from swiftbatch.worker.kernels.angles import Rotary, default_frequencies
+from swiftbatch.worker.kernels.griffin import GriffinWeights
+from swiftbatch.worker.kernels.weights import DecoderSizes, layer_weights, linear_of
+from swiftbatch.worker.model.files import let_others_read
+from swiftbatch.worker.target.target import TargetModel
 
 CONFIG = "griffin_config"  # in the file's header: a JSON object
 

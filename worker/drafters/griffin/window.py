@@ -7,7 +7,7 @@ text agree modulo `BLOCK`, so that a draft tree which fits the target's block fi
 
 from __future__ import annotations
 
-from worker.target.tiles import BLOCK
+from swiftbatch.worker.kernels.sizes import BLOCK
 
 NUM_SINKS = BLOCK
 WINDOW = 4 * BLOCK  # newest tokens that are always seen; before it begins anew, up to twice as many

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from worker.caches.full import FullKVCache
-from worker.drafters.shared_budget import BudgetedDrafter
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 MATCH_LENGTHS = (3, 2, 1)  # tokens that must agree, longest first
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from worker.caches.full import FullKVCache
-from worker.drafters.best_first import grow_best_first
-from worker.drafters.lookup.suffix_automaton import ROOT_STATE, SuffixAutomaton
-from worker.drafters.ranking import CandidateRanker
-from worker.drafters.shared_budget import BudgetedDrafter
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.best_first import grow_best_first
+from swiftbatch.worker.drafters.lookup.suffix_automaton import ROOT_STATE, SuffixAutomaton
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 MAX_CANDIDATES = 8
 MAX_CONTEXTS = 6  # suffixes looked at for one node, longest first

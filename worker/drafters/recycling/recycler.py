@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-
-from worker.drafters.best_first import grow_best_first
-from worker.drafters.ranking import CandidateRanker, ranking_rule
-from worker.drafters.recycling.tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
-from worker.kernels.recycling import NativeRecycling
-from worker.kernels.variants import chosen_variant
-from worker.sequence import Sequence
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.best_first import grow_best_first
+from swiftbatch.worker.drafters.ranking import CandidateRanker, ranking_rule
+from swiftbatch.worker.drafters.recycling.native import NativeRecycling
+from swiftbatch.worker.drafters.recycling.tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.variants import chosen_variant
 
 
 class Recycler(Protocol):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-
-from worker.drafters.base import ReadRows
-from worker.drafters.ranking import CandidateRanker
-from worker.drafters.recycling.recycling_matrix import RecyclingMatrix
-from worker.drafters.recycling.static_tree import static_tree
-from worker.drafters.recycling.token_recycling import top_candidates_of
-from worker.drafters.shared_budget import BudgetedDrafter
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.tree import ROOT, DraftTree
-from worker.verification import TOP_K, Verification
+from swiftbatch.worker.drafters.base import ReadRows
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.recycling.recycling_matrix import RecyclingMatrix
+from swiftbatch.worker.drafters.recycling.static_tree import static_tree
+from swiftbatch.worker.drafters.recycling.token_recycling import top_candidates_of
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import TOP_K, Verification
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 
 class StaticTokenRecyclingDrafter(BudgetedDrafter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from functools import lru_cache
 
-from worker.tree import ROOT
+from swiftbatch.worker.drawing.tree import ROOT
 
 MAX_LAYERS = 6  # layers below and with the root: the paper's depth
 MAX_NODES = 79  # with the root the paper's 80

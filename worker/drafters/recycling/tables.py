@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
-from worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
-from worker.sequence import Sequence
-from worker.verification import TOP_K
+from swiftbatch.worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.verification import TOP_K
 
 WIDTH = 2 * TOP_K  # candidates of an averaged row
 NEW_SHARE = 0.3

@@ -10,16 +10,15 @@ pairs of tokens that stood in a text, which count as much as those of the last t
 from __future__ import annotations
 
 import numpy as np
-
-from worker.drafters.base import ReadRows
-from worker.drafters.recycling.recycler import create_recycler
-from worker.drafters.recycling.tables import RecyclingTables
-from worker.drafters.shared_budget import BudgetedDrafter
-from worker.sequence import Sequence
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.drafters.base import ReadRows
+from swiftbatch.worker.drafters.recycling.recycler import create_recycler
+from swiftbatch.worker.drafters.recycling.tables import RecyclingTables
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 
 class TokenRecyclingDrafter(BudgetedDrafter):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from worker.kernels.cuda.table import NUM_ROWS
-from worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
 
 
 class HeadsGraph:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from worker.drafters.best_first import grow_best_first
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.best_first import grow_best_first
+from swiftbatch.worker.drawing.tree import DraftTree
 
 Ranked = list[tuple[float, int]]  # (log-confidence, token)
 Recycled = Callable[[tuple[int, ...]], Ranked]  # tokens from the root -> candidates behind them

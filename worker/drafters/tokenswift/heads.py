@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
+from swiftbatch.worker.drafters.catalogue import FINGERPRINT, HEADS
+from swiftbatch.worker.drafters.trained_part import read_part
+from swiftbatch.worker.model.files import let_others_read
+from swiftbatch.worker.target.target import TargetModel
 from torch.nn.functional import linear
 
-from worker.drafters.catalogue import FINGERPRINT, HEADS
-from worker.drafters.trained_part import read_part
-from worker.model.files import let_others_read
-from worker.target.target import TargetModel
-
 if TYPE_CHECKING:
-    from worker.drafters.tokenswift.cuda_heads import HeadsGraph
+    from swiftbatch.worker.drafters.tokenswift.cuda_heads import HeadsGraph
 
 TENSOR = "heads.weight"  # [num_heads, hidden, hidden]
 
@@ -52,8 +51,8 @@ class DecodingHeads:
         """Where the target's caches lie in slots, its kernels run the heads, too."""
         if self._target.forwards.arena is None:
             return None
-        from worker.drafters.tokenswift.cuda_heads import HeadsGraph
-        from worker.target.cuda.forwards import CudaForwards
+        from swiftbatch.worker.drafters.tokenswift.cuda_heads import HeadsGraph
+        from swiftbatch.worker.target.cuda.forwards import CudaForwards
 
         forwards = self._target.forwards
         return HeadsGraph(self._weight, forwards) if isinstance(forwards, CudaForwards) else None

@@ -13,20 +13,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-
-from worker.adjustments import adjusted
-from worker.drafters.base import ReadRows
-from worker.drafters.ranking import CandidateRanker
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.drafters.tokenswift.digit_tree import Ranked, Recycled, Sources, digit_tree
-from worker.drafters.tokenswift.heads import DecodingHeads
-from worker.drafters.tokenswift.ngram_table import NgramTable
-from worker.drafters.two_level.chain import Chain
-from worker.drafters.two_level.proposer import Proposer
-from worker.drawing import penalised
-from worker.sequence import Sequence
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.worker.drafters.base import ReadRows
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.tokenswift.digit_tree import Ranked, Recycled, Sources, digit_tree
+from swiftbatch.worker.drafters.tokenswift.heads import DecodingHeads
+from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
+from swiftbatch.worker.drafters.two_level.chain import Chain
+from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drawing.adjustments import adjusted
+from swiftbatch.worker.drawing.drawing import penalised
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
 
 TYPICAL_LOGIT = 10.0  # of a likely token: what the penalty takes from it decides whether an n-gram is held back
 

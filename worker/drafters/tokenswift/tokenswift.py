@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.caches.full import MAX_TREE_NODES
-from worker.caches.partial import PartialCacheFactory
-from worker.caches.summary import SummaryKVCache
-from worker.drafters.catalogue import ENGINES
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.drafters.tokenswift.heads import DecodingHeads
-from worker.drafters.tokenswift.proposer import TokenSwiftProposer
-from worker.drafters.two_level.chain import RoundPlan
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import planner_of
-from worker.model.files import ModelError
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
+from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.summary import SummaryKVCache
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.tokenswift.heads import DecodingHeads
+from swiftbatch.worker.drafters.tokenswift.proposer import TokenSwiftProposer
+from swiftbatch.worker.drafters.two_level.chain import RoundPlan
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.plan import planner_of
+from swiftbatch.worker.model.files import ModelError
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-from worker.caches.full import FullKVCache
-from worker.drafters.catalogue import DRAFT_MODEL, ENGINES
-from worker.model.files import ModelError, locate_model
-from worker.target.step_costs import seconds_of
-from worker.target.target import TargetModel
-from worker.target.tiles import SequenceRows, chain_rows
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.target.step_costs import seconds_of
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import SequenceRows, chain_rows
 
 NUM_SINKS = 16
 WINDOW = 256  # newest tokens that are always read; before it begins anew, up to twice as many

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-
-from worker.drafters.ranking import CandidateRanker
-from worker.drafters.triforce.draft_model import DraftModel, window_of
-from worker.drafters.two_level.chain import Chain
-from worker.drafters.two_level.proposer import Proposer
-from worker.drawing import Drawing, penalised
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.triforce.draft_model import DraftModel, window_of
+from swiftbatch.worker.drafters.two_level.chain import Chain
+from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drawing.drawing import Drawing, penalised
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
 
 class DraftModelProposer(Proposer):

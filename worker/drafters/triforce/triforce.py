@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.caches.partial import PartialCacheFactory
-from worker.caches.summary import SummaryKVCache
-from worker.drafters.catalogue import ENGINES
-from worker.drafters.triforce.draft_model import DraftModel
-from worker.drafters.triforce.proposer import DraftModelProposer
-from worker.drafters.two_level.chain import RoundPlan
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import planner_of
-from worker.target.step_costs import Costs
-from worker.target.target import TargetModel
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.summary import SummaryKVCache
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.triforce.draft_model import DraftModel
+from swiftbatch.worker.drafters.triforce.proposer import DraftModelProposer
+from swiftbatch.worker.drafters.two_level.chain import RoundPlan
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.plan import planner_of
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
 
 
 @dataclass(frozen=True)

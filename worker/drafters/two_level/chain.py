@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-from worker.caches.partial import PartialCache
-from worker.drawing import Sampler, penalised
-from worker.kernels.chains import Drawn
-from worker.sequence import Sequence
-from worker.target.partial_rows import PartialRows, partial_rows, row_ahead
-from worker.target.target import RowOutputs
-from worker.tree import DraftTree
-from worker.verification import Walk
+from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.drawing.drawing import Sampler, penalised
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Walk
+from swiftbatch.worker.target.chains import Drawn
+from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows, row_ahead
+from swiftbatch.worker.target.target import RowOutputs
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.drafters.ranking import CandidateRanker
-from worker.drafters.two_level.chain import Chain, Round
-from worker.tree import ROOT, DraftTree
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.two_level.chain import Chain, Round
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
 
 @dataclass(frozen=True)

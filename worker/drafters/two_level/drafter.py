@@ -13,24 +13,23 @@ from typing import cast
 
 import numpy as np
 import torch
-
-from metrics.counters import timed
-from worker.caches.full import FullKVCache
-from worker.caches.partial import PartialCache, PartialCacheFactory
-from worker.caches.room import KVRoomError
-from worker.drafters.base import Drafter, DraftRequest, ReadRows
-from worker.drafters.two_level.chain import Chain, Round
-from worker.drafters.two_level.chain_tree import ChainTree, assemble
-from worker.drafters.two_level.plan import Planner
-from worker.drafters.two_level.proposer import Proposer
-from worker.drawing import Drawing, NativeDrawing, Sampler
-from worker.kernels.sampling import NativeSampler
-from worker.sequence import Sequence
-from worker.target.native_forwards import NativeForwards
-from worker.target.target import TargetModel
-from worker.target.tiles import tree_rows
-from worker.tree import DraftTree
-from worker.verification import Verification
+from swiftbatch.metrics.counters import timed
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import PartialCache, PartialCacheFactory
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.two_level.chain import Chain, Round
+from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree, assemble
+from swiftbatch.worker.drafters.two_level.plan import Planner
+from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, Sampler
+from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 
 
 @dataclass

@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
-
-from worker.caches.full import MAX_TREE_NODES
-from worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
-from worker.drafters.two_level.chain import Round, RoundPlan
-from worker.drafters.two_level.chain_tree import ChainTree
-from worker.target.step_costs import Costs, StepCosts
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
+from swiftbatch.worker.drafters.two_level.chain import Round, RoundPlan
+from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
 PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
 PRIOR_ROUND_TOKENS = 1.5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from worker.drafters.base import Learner
-from worker.drafters.two_level.chain import Chain
-from worker.sequence import Sequence
-from worker.tree import DraftTree
+from swiftbatch.worker.drafters.base import Learner
+from swiftbatch.worker.drafters.two_level.chain import Chain
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
 
 
 class Proposer(Learner, ABC):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import torch
-
-from worker.exactness.first_run.findings import Finding, Row, differing_bits
-from worker.exactness.first_run.one_layer import OneLayer, Placed
-from worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
+from swiftbatch.worker.exactness.first_run.one_layer import OneLayer, Placed
+from swiftbatch.worker.exactness.first_run.parts import Parts
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
 TIMED_ROWS = (1, 4, 16)  # of each slot

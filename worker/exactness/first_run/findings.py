@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jobs.frozen import Frozen
-from jobs.run.dtypes import LinearName
-from worker.exactness.first_run.parts import Parts
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.worker.exactness.first_run.parts import Parts
 
 Row = dict[str, int | float | str]
 

@@ -7,29 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-
-from jobs.frozen import Frozen
-from jobs.run.dtypes import AttentionName, LinearName
-from jobs.run.records import Exactness
-from worker.config import Computation
-from worker.exactness.first_run.attention import check_attention, check_attention_speed
-from worker.exactness.first_run.findings import Check, Result
-from worker.exactness.first_run.machine import check_machine, device_facts
-from worker.exactness.first_run.noise import check_noise
-from worker.exactness.first_run.parts import Parts
-from worker.exactness.first_run.products import check_products
-from worker.exactness.first_run.whole_forwards import (
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
+from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.exactness.first_run.attention import check_attention, check_attention_speed
+from swiftbatch.worker.exactness.first_run.findings import Check, Result
+from swiftbatch.worker.exactness.first_run.machine import check_machine, device_facts
+from swiftbatch.worker.exactness.first_run.noise import check_noise
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.first_run.products import check_products
+from swiftbatch.worker.exactness.first_run.whole_forwards import (
     check_replay,
     check_rows,
     check_second_process,
     check_transformers,
 )
-from worker.exactness.verdicts import keep_verdict, verdict_key
-from worker.kernels.choice import CudaKernels
-from worker.kernels.variants import chosen_numerics
-from worker.model.files import locate_model
-from worker.target.hardware import hardware_of
-from worker.target.loading import resolve_device
+from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.kernels.variants import chosen_numerics
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.kernel_choice import CudaKernels
+from swiftbatch.worker.target.loading import resolve_device
 
 CHECKS = (
     Check("machine", "what everything below was found on", check_machine),

@@ -7,10 +7,9 @@ import random
 from collections.abc import Sequence
 
 import torch
-
-from worker.exactness.first_run.parts import ArenaTarget
-from worker.exactness.probe import random_tree
-from worker.target.tiles import max_tree_depth, tree_rows
+from swiftbatch.worker.exactness.first_run.parts import ArenaTarget
+from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 
 NUM_STEPS = 3
 MOST_NODES = 12  # of each tree

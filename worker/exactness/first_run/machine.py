@@ -6,11 +6,10 @@ import importlib.metadata
 import platform
 
 import torch
-
-from worker.exactness.first_run.findings import Finding, Row
-from worker.exactness.first_run.parts import Parts
-from worker.kernels.cuda.probes import SPAN, num_read, read_all
-from worker.target.hardware import cpu_capability, cublas_version, driver_version
+from swiftbatch.worker.exactness.first_run.findings import Finding, Row
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.first_run.probes import SPAN, num_read, read_all
+from swiftbatch.worker.target.hardware import cpu_capability, cublas_version, driver_version
 
 LEAST_CAPABILITY = (8, 0)  # tensor cores that take bf16
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 
 import torch
-
-from worker.exactness.first_run.findings import Finding, Row
-from worker.exactness.first_run.parts import Parts
-from worker.kernels.cuda.probes import noise_of
-from worker.noise import BLOCK, gumbel_block, philox4x32
+from swiftbatch.worker.drawing.noise import BLOCK, gumbel_block, philox4x32
+from swiftbatch.worker.exactness.first_run.findings import Finding, Row
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.first_run.probes import noise_of
 
 MASK = 0xFFFFFFFF
 MOST_DIFFERING = 1e-5  # of the numbers; a logarithm's last bit survives rounding about once in 10^8

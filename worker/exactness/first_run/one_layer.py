@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 
 import torch
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape
+from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from torch import Tensor
-
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.exactness.first_run.parts import Parts
-from worker.exactness.probe import random_tree
-from worker.kernels.cuda.attention import AttentionShape
-from worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from worker.kernels.cuda.table import NUM_ROWS, TableLayout
-from worker.target.cuda.upload import Upload
-from worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from worker.tree import DraftTree
 
 Placed = tuple[SequenceRows, int]  # rows and their slot
 SHORTER = 37  # positions by which the cache of a slot is shorter than that of the slot before

@@ -7,24 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.caches.copies import CudaLane, Staging
-from worker.caches.full import CacheShape
-from worker.caches.streams import computing_stream
-from worker.exactness.probe import MOST_NODES
-from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
-from worker.kernels.weights import DecoderSizes
-from worker.memory.sizes import read_sizes
-from worker.model.dense import dense_weights
-from worker.model.files import ModelFiles
-from worker.target.cuda.clock import captured_seconds, clock_of
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.cuda.graph import Capture, Work, capture
-from worker.target.cuda.loading import hold_products_steady, splits_of
-from worker.target.loading import DTYPES
-from worker.target.target import TargetModel
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.copies import CudaLane, Staging
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.exactness.probe import MOST_NODES
+from swiftbatch.worker.kernels.cuda.graph import Capture, Work, capture
+from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
+from swiftbatch.worker.kernels.weights import DecoderSizes
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.cuda.clock import captured_seconds, clock_of
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.cuda.loading import hold_products_steady, splits_of
+from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.target.loading import DTYPES
+from swiftbatch.worker.target.target import TargetModel
 
 NUM_SPLITS_ELSEWHERE = 3  # of a prefix, on a device that has no multiprocessors
 

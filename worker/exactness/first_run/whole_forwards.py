@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch
-
-from worker.exactness.agreement import compare
-from worker.exactness.first_run.findings import Finding, Row, differing_bits
-from worker.exactness.first_run.fixed_work import ROOM, work_digest
-from worker.exactness.first_run.parts import Parts
-from worker.exactness.first_run.products import weight_shapes
-from worker.exactness.first_run.second_process import digest_elsewhere
-from worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
-from worker.target.cuda.graph import Graph, Repeated, Work
-from worker.target.tiles import TILE_ROWS
+from swiftbatch.worker.exactness.agreement import compare
+from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
+from swiftbatch.worker.exactness.first_run.fixed_work import ROOM, work_digest
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.first_run.products import weight_shapes
+from swiftbatch.worker.exactness.first_run.second_process import digest_elsewhere
+from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
 
 
 def check_rows(parts: Parts) -> Finding:

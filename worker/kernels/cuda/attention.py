@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from swiftbatch.worker.kernels.cuda.prefix import prefix_split
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable
+from swiftbatch.worker.kernels.cuda.tail import tail_merge
 from torch import Tensor
-
-from worker.kernels.cuda.prefix import prefix_split
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable
-from worker.kernels.cuda.tail import tail_merge
 
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
 WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their registers

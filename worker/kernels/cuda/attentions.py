@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.flash import FlashAttention
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable, TableLayout
 from torch import Tensor
-
-from jobs.run.dtypes import AttentionName
-from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
-from worker.kernels.cuda.flash import FlashAttention
-from worker.kernels.cuda.table import NUM_ROWS, RowTable, TableLayout
 
 
 class Attention(Protocol):
@@ -29,7 +28,7 @@ class Attention(Protocol):
     def attend(
         self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
     ) -> None:
-        """As `worker.kernels.cuda.attention.attend`, of the decoder's layer `layer`; nothing that is ours is allocated.
+        """As `attention.attend`, of the decoder's layer `layer`; nothing that is ours is allocated.
 
         Raises ValueError.
         """

@@ -8,19 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape
+from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
+from swiftbatch.worker.kernels.cuda.layers import add_norm, embed, silu_mul
+from swiftbatch.worker.kernels.cuda.linear import LinearKernel
+from swiftbatch.worker.kernels.cuda.rotary import rope_store
+from swiftbatch.worker.kernels.cuda.scan.attention import ScanAttention
+from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts
+from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.sizes import RING_LAYERS
 from torch import Tensor
-
-from worker.caches.room import RING_LAYERS
-from worker.kernels.angles import angles
-from worker.kernels.cuda.attention import AttentionShape
-from worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
-from worker.kernels.cuda.layers import add_norm, embed, silu_mul
-from worker.kernels.cuda.linear import LinearKernel
-from worker.kernels.cuda.rotary import rope_store
-from worker.kernels.cuda.scan.attention import ScanAttention
-from worker.kernels.cuda.scan.texts import ScannedTexts
-from worker.kernels.cuda.stacked import StackedLayer, StackedWeights
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
 
 
 class CudaDecoder:

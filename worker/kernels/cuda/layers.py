@@ -1,6 +1,6 @@
 """What a layer does besides products, attention and rotary positions: embedding, norms, the gate.
 
-Rounded where `transformers` rounds, as in `worker.kernels.reference`. A program sees one row; padding rows, whose tail
+Rounded where `transformers` rounds, as in `kernels/reference.py`. A program sees one row; padding rows, whose tail
 has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
 """
 
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from swiftbatch.worker.kernels.cuda.rounding import rounded
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from torch import Tensor
-
-from worker.kernels.cuda.rounding import rounded
-from worker.kernels.cuda.table import NUM_ROWS
 
 GATE_COLUMNS = 1024  # of a program
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from swiftbatch.worker.kernels.cuda.layers import weighted
+from swiftbatch.worker.kernels.cuda.rounding import rounded
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from torch import Tensor
-
-from worker.kernels.cuda.layers import weighted
-from worker.kernels.cuda.rounding import rounded
-from worker.kernels.cuda.table import NUM_ROWS
 
 
 @triton.jit

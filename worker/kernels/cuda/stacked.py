@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from swiftbatch.worker.kernels.angles import Rotary
+from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from torch import Tensor
-
-from worker.kernels.angles import Rotary
-from worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 
 
 @dataclass(frozen=True)

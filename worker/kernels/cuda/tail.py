@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from worker.kernels.cuda.prefix import load_rows
-from worker.kernels.cuda.rounding import dot, rounded
+from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
 
 @triton.jit

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-from worker.target.cuda.graph import Work, capture
+from swiftbatch.worker.kernels.cuda.graph import Work, capture
 
 
 class Clock(Protocol):

@@ -7,30 +7,29 @@ import weakref
 from typing import cast
 
 import torch
-
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.caches.entries import NewEntries
-from worker.caches.full import FullKVCache
-from worker.caches.partial import PartialCacheFactory
-from worker.caches.streams import computing_stream
-from worker.kernels.choice import CudaKernels
-from worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from worker.kernels.cuda.decoder import CudaDecoder
-from worker.kernels.cuda.griffin.model import Surroundings
-from worker.kernels.cuda.linear import LINEAR_KERNELS
-from worker.kernels.cuda.stacked import StackedWeights
-from worker.kernels.cuda.table import NUM_ROWS
-from worker.target.cuda.drawing import CudaDrawing
-from worker.target.cuda.graph import Capture, capture
-from worker.target.cuda.partial_arena import PartialArena, arena_for
-from worker.target.cuda.query_tap import QueryTap
-from worker.target.cuda.rounds import Rounds, entries_of
-from worker.target.cuda.row_mover import RowMover
-from worker.target.cuda.upload import Upload
-from worker.target.hardware import hardware_of
-from worker.target.partial_rows import PartialRows
-from worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.entries import NewEntries
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.graph import Capture, capture
+from swiftbatch.worker.kernels.cuda.griffin.model import Surroundings
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
+from swiftbatch.worker.target.cuda.query_tap import QueryTap
+from swiftbatch.worker.target.cuda.rounds import Rounds, entries_of
+from swiftbatch.worker.target.cuda.row_mover import RowMover
+from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.kernel_choice import CudaKernels
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows
 
 
 class CudaForwards:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
-
-from worker.caches.arena import KVArena
-from worker.caches.copies import CudaLane, Staging
-from worker.caches.full import MAX_TREE_NODES, CacheShape
-from worker.caches.layer_ring import Streams
-from worker.caches.offloaded_arena import OffloadedArena
-from worker.caches.scan.room import scan_memory
-from worker.caches.streams import computing_stream
-from worker.caches.summary import CHUNK_SIZE, summary_positions
-from worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from worker.kernels.cuda.stacked import handed_over, stacked_weights
-from worker.memory.offload import plan_offload
-from worker.memory.plan import (
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.copies import CudaLane, Staging
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.layer_ring import Streams
+from swiftbatch.worker.caches.memory.offload import plan_offload
+from swiftbatch.worker.caches.memory.plan import (
     NO_DRAFTS,
     DraftMemory,
     GPUMemory,
@@ -28,12 +21,18 @@ from worker.memory.plan import (
     plan_memory,
     slot_capacity,
 )
-from worker.memory.sizes import ModelSizes, read_sizes
-from worker.model.dense import dense_weights
-from worker.model.files import ModelFiles
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.cuda.offloaded import OffloadedForwards
-from worker.target.forwards import Forwards
+from swiftbatch.worker.caches.memory.sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
+from swiftbatch.worker.caches.scan.room import scan_memory
+from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
+from swiftbatch.worker.target.forwards import Forwards
+from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of attention: two waves of two, as their shared memory allows
 

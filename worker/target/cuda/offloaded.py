@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-
-from worker.caches.full import FullKVCache
-from worker.caches.layer_ring import Visit
-from worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.tiles import SequenceRows, tree_rows
-from worker.tree import DraftTree
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.layer_ring import Visit
+from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 
 class OffloadedForwards(CudaForwards):

@@ -8,20 +8,19 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
-
-from jobs.sampling import SamplingParams
-from worker.caches.arena import ArenaKVCache, SlotLease
-from worker.caches.entries import Entries
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCacheFactory
-from worker.caches.room import KVRoomError
-from worker.caches.scan.coding import most_chunks
-from worker.caches.scan.slot_keys import SlotKeys
-from worker.kernels.cuda.moving.gather import gather_entries, gather_range
-from worker.kernels.cuda.moving.means import average_chunks
-from worker.kernels.cuda.scan.texts import ScannedTexts, TextSizes
-from worker.sequence import Sequence
-from worker.target.cuda.row_mover import RowMover
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.arena import ArenaKVCache, SlotLease
+from swiftbatch.worker.caches.entries import Entries
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.scan.slot_keys import SlotKeys
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.moving.gather import gather_entries, gather_range
+from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
+from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, TextSizes
+from swiftbatch.worker.kernels.scan_coding import most_chunks
+from swiftbatch.worker.target.cuda.row_mover import RowMover
 
 
 class PartialArena:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from worker.kernels.cuda.decoder import CudaDecoder
-from worker.target.cuda.graph import Capture
+from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.graph import Capture
 
 
 class QueryTap:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-
-from worker.kernels.cuda.decoder import CudaDecoder
-from worker.kernels.cuda.table import NUM_ROWS
-from worker.target.cuda.graph import Capture
-from worker.target.cuda.partial_arena import PartialArena, SlotEntries
-from worker.target.cuda.upload import Upload
-from worker.target.partial_rows import PartialRows
+from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.graph import Capture
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, SlotEntries
+from swiftbatch.worker.target.partial_rows import PartialRows
 
 
 class Rounds:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import torch
-
-from worker.caches.full import MAX_TREE_NODES
-from worker.kernels.cuda.moving.move_rows import PADDING, move_rows, moves_of
-from worker.target.cuda.upload import Upload
+from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, move_rows, moves_of
+from swiftbatch.worker.kernels.cuda.upload import Upload
 
 
 class RowMover:

@@ -8,14 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.triforce.draft_model import WINDOW, window_of
+from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.drawing.sampling import draw
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.heads.texts import Text, hidden_states
 from transformers import LlamaForCausalLM
-
-from jobs.sampling import SamplingParams
-from worker.drafters.triforce.draft_model import WINDOW, window_of
-from worker.noise import GumbelNoise
-from worker.sampling import draw
-from worker.target.target import TargetModel
-from worker.training.heads.texts import Text, hidden_states
 
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),

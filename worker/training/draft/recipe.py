@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.training.steps import Recipe
 from transformers import LlamaConfig, PreTrainedConfig
-
-from worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW
-from worker.training.heads.recipe import HeadRecipe
-from worker.training.steps import Recipe
 
 LENGTH = NUM_SINKS + 2 * WINDOW  # of the windows it learns from: the most that it reads in use
 

@@ -12,21 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS
+from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import jumping_positions
+from swiftbatch.worker.training.draft.agreement import measure_agreement
+from swiftbatch.worker.training.draft.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts, load_target
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.log import write_measured, write_record
+from swiftbatch.worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.target.training import save_target
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaForCausalLM
-
-from worker.drafters.triforce.draft_model import NUM_SINKS
-from worker.model.files import ModelError, ModelFiles, locate_model
-from worker.target.target import TargetModel
-from worker.training.corpus import jumping_positions
-from worker.training.draft.agreement import measure_agreement
-from worker.training.draft.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
-from worker.training.folder import TrainingFiles, TrainingFolder
-from worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts, load_target
-from worker.training.hold import held
-from worker.training.log import write_measured, write_record
-from worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
-from worker.training.target.training import save_target
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
 NUM_STATE_STEPS = 100  # between two states

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-
-from worker.drafters.griffin.model import GriffinModel
-from worker.noise import GumbelNoise
-from worker.target.target import TargetModel
-from worker.training.feature_file import TextFeatures
-from worker.training.griffin.loss import NUM_LOGITS
-from worker.training.griffin.passes import Pass, forward_passes
-from worker.training.griffin.windows import Windows, windows_in_use
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.feature_file import TextFeatures
+from swiftbatch.worker.training.griffin.loss import NUM_LOGITS
+from swiftbatch.worker.training.griffin.passes import Pass, forward_passes
+from swiftbatch.worker.training.griffin.windows import Windows, windows_in_use
 
 NUM_FORWARDS = 6  # as deep as a draft tree is
 WAYS = ("T 0", "T 1")  # of drawing

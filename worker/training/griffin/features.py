@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from worker.target.target import TargetModel
-from worker.training.corpus import CorpusError, read_books
-from worker.training.feature_file import TextFeatures, read_features, write_features
-from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
-from worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError, read_books
+from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features
+from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
+from swiftbatch.worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.heads.texts import Text, book_texts, held_out_texts, learned_texts
 
 FOLDER = "features"  # in the output, where no other one is named
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"

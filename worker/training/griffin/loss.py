@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.griffin.passes import forward_passes
+from swiftbatch.worker.training.griffin.recipe import FEATURE_WEIGHT, GriffinRecipe
+from swiftbatch.worker.training.griffin.windows import Windows
 from torch.nn.functional import cross_entropy
-
-from worker.drafters.griffin.model import GriffinModel
-from worker.target.target import TargetModel
-from worker.training.griffin.passes import forward_passes
-from worker.training.griffin.recipe import FEATURE_WEIGHT, GriffinRecipe
-from worker.training.griffin.windows import Windows
 
 NUM_LOGITS = 2**21  # held at once, whatever the vocabulary
 

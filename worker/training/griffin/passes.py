@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.training.griffin.windows import Windows
 from transformers import AttentionInterface
-
-from worker.drafters.griffin.model import GriffinModel
-from worker.training.griffin.windows import Windows
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 

@@ -13,22 +13,21 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from worker.drafters.griffin.model import GriffinModel
-from worker.drafters.griffin.weights import save_griffin
-from worker.model.files import GRIFFIN_FILE, ModelFiles, locate_model
-from worker.target.finite import check_loss
-from worker.target.target import TargetModel
-from worker.training.folder import TrainingFiles, TrainingFolder
-from worker.training.griffin.accuracy import measure_accuracy
-from worker.training.griffin.features import FOLDER, GriffinFeatures, griffin_features
-from worker.training.griffin.loss import accumulate_gradients
-from worker.training.griffin.plot import plot_training
-from worker.training.griffin.recipe import GriffinRecipe
-from worker.training.griffin.windows import WindowSource
-from worker.training.heads.texts import load_target
-from worker.training.hold import held
-from worker.training.log import write_measured, write_record
+from swiftbatch.worker.drafters.griffin.model import GriffinModel
+from swiftbatch.worker.drafters.griffin.weights import save_griffin
+from swiftbatch.worker.model.files import GRIFFIN_FILE, ModelFiles, locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.griffin.accuracy import measure_accuracy
+from swiftbatch.worker.training.griffin.features import FOLDER, GriffinFeatures, griffin_features
+from swiftbatch.worker.training.griffin.loss import accumulate_gradients
+from swiftbatch.worker.training.griffin.plot import plot_training
+from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
+from swiftbatch.worker.training.griffin.windows import WindowSource
+from swiftbatch.worker.training.heads.texts import load_target
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.log import write_measured, write_record
+from swiftbatch.worker.training.steps import check_loss
 
 FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
 PLOT = "griffin_training.png"

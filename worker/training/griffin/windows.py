@@ -8,11 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-
-from worker.drafters.griffin.window import NUM_SINKS, WINDOW, window_start
-from worker.training.corpus import jumping_positions
-from worker.training.feature_file import TextFeatures
-from worker.training.griffin.recipe import GriffinRecipe
+from swiftbatch.worker.drafters.griffin.window import NUM_SINKS, WINDOW, window_start
+from swiftbatch.worker.training.corpus import jumping_positions
+from swiftbatch.worker.training.feature_file import TextFeatures
+from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
 
 
 @dataclass(frozen=True)

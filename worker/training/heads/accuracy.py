@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-
-from worker.drafters.tokenswift.heads import head_states
-from worker.target.target import TargetModel
-from worker.training.heads.texts import TextStates
+from swiftbatch.worker.drafters.tokenswift.heads import head_states
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.heads.texts import TextStates
 
 NUM_LOGITS = 2**24  # held at once, whatever the vocabulary
 WIDTH = 3  # candidates that count

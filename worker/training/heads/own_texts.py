@@ -6,15 +6,14 @@ from collections import deque
 from functools import partial
 
 from rich.progress import Progress
-
-from jobs.sampling import MAX_SEED, SamplingParams
-from worker.drafters.catalogue import create_drafter
-from worker.engine import Engine
-from worker.memory.plan import SlotsWanted
-from worker.model.files import ModelError, ModelFiles
-from worker.sequence import Sequence
-from worker.target.step_costs import measure_step_costs
-from worker.target.target import TargetModel
+from swiftbatch.jobs.sampling import MAX_SEED, SamplingParams
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelError, ModelFiles
+from swiftbatch.worker.target.step_costs import measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
 
 NUM_AT_A_TIME = 32  # a forward's rows on a CPU, half of them on a GPU
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jobs.sampling import SamplingParams
-from worker.training.defaults import HEADS_OWN_TEXTS, HEADS_STEPS, SEED
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.training.defaults import HEADS_OWN_TEXTS, HEADS_STEPS, SEED
 
 OWN_SAMPLING = {
     "T 1, min-p 0.1": SamplingParams(max_tokens=512, temperature=1.0, min_p=0.1),

@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.progress import track
-
-from jobs.sampling import SamplingParams
-from worker.model.files import ModelFiles
-from worker.model.text import TextCodec
-from worker.target.finite import check_model
-from worker.target.loading import load_transformers, resolve_device
-from worker.target.target import TargetModel
-from worker.training.corpus import CorpusError, read_books
-from worker.training.heads.own_texts import sampled_texts
-from worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.health import check_model
+from swiftbatch.worker.target.loading import load_transformers, resolve_device
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError, read_books
+from swiftbatch.worker.training.heads.own_texts import sampled_texts
+from swiftbatch.worker.training.heads.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
 
 CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
 

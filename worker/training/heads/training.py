@@ -15,18 +15,23 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from swiftbatch.worker.drafters.tokenswift.heads import head_states, save_heads
+from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.heads.accuracy import chunk_rows, head_accuracy
+from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.training.heads.texts import (
+    TextStates,
+    held_out_texts,
+    load_target,
+    text_states,
+    training_states,
+)
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.log import write_measured, write_record
+from swiftbatch.worker.training.steps import check_loss
 from torch.nn.functional import cross_entropy
-
-from worker.drafters.tokenswift.heads import head_states, save_heads
-from worker.model.files import HEADS_FILE, ModelFiles, locate_model
-from worker.target.finite import check_loss
-from worker.target.target import TargetModel
-from worker.training.folder import TrainingFiles, TrainingFolder
-from worker.training.heads.accuracy import chunk_rows, head_accuracy
-from worker.training.heads.recipe import HeadRecipe
-from worker.training.heads.texts import TextStates, held_out_texts, load_target, text_states, training_states
-from worker.training.hold import held
-from worker.training.log import write_measured, write_record
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 

@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from swiftbatch.worker.training.steps import StepLoss
+from swiftbatch.worker.training.target.attention import EarlierSegments
+from swiftbatch.worker.training.target.losses import OtherView, add_batch_gradients, add_row_gradients, states_of
+from swiftbatch.worker.training.target.recipe import LongTextRecipe
+from swiftbatch.worker.training.target.windows import WindowSource
 from transformers import PreTrainedModel
-
-from worker.training.steps import StepLoss
-from worker.training.target.attention import EarlierSegments
-from worker.training.target.losses import OtherView, add_batch_gradients, add_row_gradients, states_of
-from worker.training.target.recipe import LongTextRecipe
-from worker.training.target.windows import WindowSource
 
 KIND = "long text"
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from swiftbatch.worker.training.defaults import TARGET_TOKENS
+from swiftbatch.worker.training.steps import Recipe
 from transformers import Qwen3Config
-
-from worker.training.defaults import TARGET_TOKENS
-from worker.training.steps import Recipe
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 131_072

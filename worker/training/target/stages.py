@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from swiftbatch.worker.training.folder import TrainingFolder
+from swiftbatch.worker.training.log import write_record
+from swiftbatch.worker.training.steps import Optimizers, StepLoss, StepRecord, repeatable, run_steps
+from swiftbatch.worker.training.target.long_texts import LongTexts
+from swiftbatch.worker.training.target.losses import add_batch_gradients
+from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowRecipe
+from swiftbatch.worker.training.target.windows import WindowSource
 from transformers import PreTrainedModel
-
-from worker.training.folder import TrainingFolder
-from worker.training.log import write_record
-from worker.training.steps import Optimizers, StepLoss, StepRecord, repeatable, run_steps
-from worker.training.target.long_texts import LongTexts
-from worker.training.target.losses import add_batch_gradients
-from worker.training.target.recipe import TargetRecipe, WindowRecipe
-from worker.training.target.windows import WindowSource
 
 NUM_STATE_STEPS = 100  # between two states of training in windows
 

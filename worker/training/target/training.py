@@ -8,24 +8,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.model.files import let_others_read, locate_model
+from swiftbatch.worker.target.loading import resolve_device
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.card import write_card
+from swiftbatch.worker.training.corpus import encode_books, read_books
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.log import write_record
+from swiftbatch.worker.training.target import evaluate
+from swiftbatch.worker.training.target.attention import ATTENTION_NAME
+from swiftbatch.worker.training.target.evaluate import Evaluation, evaluate_target
+from swiftbatch.worker.training.target.long_context import NUM_SCORED, SCORED_FROM, LongContext, measure_long_context
+from swiftbatch.worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
+from swiftbatch.worker.training.target.stages import run_stages, stages_of
+from swiftbatch.worker.training.target.tokenizer import train_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-from worker.memory.plan import SlotsWanted
-from worker.model.files import let_others_read, locate_model
-from worker.target.loading import resolve_device
-from worker.target.target import TargetModel
-from worker.training.card import write_card
-from worker.training.corpus import encode_books, read_books
-from worker.training.folder import TrainingFiles, TrainingFolder
-from worker.training.hold import held
-from worker.training.log import write_record
-from worker.training.target import evaluate
-from worker.training.target.attention import ATTENTION_NAME
-from worker.training.target.evaluate import Evaluation, evaluate_target
-from worker.training.target.long_context import NUM_SCORED, SCORED_FROM, LongContext, measure_long_context
-from worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
-from worker.training.target.stages import run_stages, stages_of
-from worker.training.target.tokenizer import train_tokenizer
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4

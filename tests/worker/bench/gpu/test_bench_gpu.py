@@ -12,28 +12,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pydantic import ValidationError
+from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.gpu import reading
+from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
+from swiftbatch.worker.bench.gpu.measuring import measured
+from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.reading import read_records, resume_record
+from swiftbatch.worker.bench.gpu.records import GPUBenchResult, ResumeRecord, StepRecord, render
+from swiftbatch.worker.bench.gpu.room import fitting_lengths
+from swiftbatch.worker.bench.gpu.sizing import MODELS
+from swiftbatch.worker.bench.gpu.steps import Stopwatch, step_bytes, step_records
+from swiftbatch.worker.caches.arena import ArenaKVCache
+from swiftbatch.worker.caches.memory.plan import GPUMemory
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.target import kernel_choice as choice
+from swiftbatch.worker.target import step_costs
+from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 from tests import ROOT
 from tests.worker.bench.bench_parts import words
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row
-from worker.bench.engine import BenchError
-from worker.bench.gpu import reading
-from worker.bench.gpu.gpu import run_gpu_bench
-from worker.bench.gpu.measuring import measured
-from worker.bench.gpu.options import GPUBenchOptions
-from worker.bench.gpu.reading import read_records, resume_record
-from worker.bench.gpu.records import GPUBenchResult, ResumeRecord, StepRecord, render
-from worker.bench.gpu.room import fitting_lengths
-from worker.bench.gpu.steps import Stopwatch, step_bytes, step_records
-from worker.caches.arena import ArenaKVCache
-from worker.exactness.first_run.parts import Parts
-from worker.kernels import choice
-from worker.kernels.choice import CudaKernels
-from worker.kernels.cuda.linear import LINEAR_KERNELS
-from worker.memory.plan import GPUMemory
-from worker.memory.sizing import MODELS
-from worker.model.files import ModelError, locate_model
-from worker.target import step_costs
 
 CPU = torch.device("cpu")
 
@@ -193,7 +193,7 @@ def test_kernels_are_measured_that_were_asked_for(tiny_model: Path, monkeypatch:
     processors = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
-    monkeypatch.setattr("worker.bench.gpu.measuring.measured", lambda parts, *args: parts.kernels)
+    monkeypatch.setattr("swiftbatch.worker.bench.gpu.measuring.measured", lambda parts, *args: parts.kernels)
     assert run_gpu_bench(options(tiny_model, linear="triton")) == CudaKernels(linear="triton")  # type: ignore[comparison-overlap]
     monkeypatch.setattr(choice, "flash_version", lambda: "2.8.3")
     with pytest.raises(ModelError, match="--attention flash: found dtype float32"):
@@ -203,7 +203,7 @@ def test_kernels_are_measured_that_were_asked_for(tiny_model: Path, monkeypatch:
 def test_a_machine_without_a_gpu_is_refused_in_one_line_also_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None; sys.argv = ['swiftbatch', 'bench', 'gpu']; "
-        "from scheduler.__main__ import main; main()"
+        "from swiftbatch.scheduler.__main__ import main; main()"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)

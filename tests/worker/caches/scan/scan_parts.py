@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import load_library
+from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from torch import Tensor
 
 from tests.worker.caches.cache_parts import everything_of
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.caches.scan.keys import ScannedKeys
-from worker.kernels.native import native_attention
-from worker.kernels.team import Team
-from worker.kernels.variants import load_library
-from worker.target.partial_rows import PartialRows, partial_rows
-from worker.tree import DraftTree
 
 NUM_CHUNKS = 3
 LENGTH = NUM_CHUNKS * SCAN_CHUNK

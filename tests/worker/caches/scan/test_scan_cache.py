@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.target.partial_rows import partial_rows
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import NUM_PINNED
-from worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.sequence import Sequence
-from worker.target.partial_rows import partial_rows
-from worker.target.target import TargetModel
-from worker.target.tiles import tree_rows
-from worker.tree import DraftTree
 
 pytestmark = needs_kernels
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))

@@ -6,24 +6,24 @@ import dataclasses
 
 import pytest
 import torch
+from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.memory.plan import NO_DRAFTS, GPUMemory, SlotsWanted
+from swiftbatch.worker.caches.memory.sizes import ModelSizes
+from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
+from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.caches.scan.room import scan_memory
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.target.cuda.loading import with_rounds
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 
 import tests.worker.interpreter  # noqa: F401
-from jobs.run.dtypes import AttentionName
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.kernel_parts import needs_kernels
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.caches.full import CacheShape
-from worker.caches.partial import NUM_PINNED
-from worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.caches.scan.keys import ScannedKeys
-from worker.caches.scan.room import scan_memory
-from worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
-from worker.memory.plan import NO_DRAFTS, GPUMemory, SlotsWanted
-from worker.memory.sizes import ModelSizes
-from worker.sequence import Sequence
-from worker.target.cuda.loading import with_rounds
-from worker.target.cuda.partial_arena import PartialArena, arena_for
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
 SIZES = ModelSizes(1000, SHAPE.bytes_per_position(), 4, 2, 16, 64, 128, 300, 4)

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.scan.keys import Layers, ScannedKeys
+from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
 
 from tests.worker.caches.scan.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.scan.coding import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
-from worker.caches.scan.keys import Layers, ScannedKeys
 
 pytestmark = needs_kernels
 SIZES = [(64, torch.bfloat16), (64, torch.float32), (80, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16)]

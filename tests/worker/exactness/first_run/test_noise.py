@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from swiftbatch.worker.exactness.first_run import noise
+from swiftbatch.worker.exactness.first_run.noise import check_noise
+from swiftbatch.worker.exactness.first_run.probes import noise_of
+from swiftbatch.worker.model.files import ModelFiles
 
 from tests.worker.exactness.first_run.small_parts import small_parts
-from worker.exactness.first_run import noise
-from worker.exactness.first_run.noise import check_noise
-from worker.kernels.cuda.probes import noise_of
-from worker.model.files import ModelFiles
 
 
 def test_the_noise_of_the_kernels_is_that_of_the_cpu(embedded_files: ModelFiles) -> None:

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row, small_parts
-from worker.exactness.first_run import whole_forwards
-from worker.exactness.first_run.parts import Parts
-from worker.exactness.first_run.whole_forwards import (
+from swiftbatch.worker.exactness.first_run import whole_forwards
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.first_run.whole_forwards import (
     check_replay,
     check_rows,
     check_second_process,
     check_transformers,
 )
-from worker.kernels.choice import CudaKernels
-from worker.kernels.cuda.linear import LINEAR_KERNELS
-from worker.model.files import ModelFiles, locate_model
-from worker.target.cuda.graph import Repeated, Work
+from swiftbatch.worker.kernels.cuda.graph import Repeated, Work
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.kernel_choice import CudaKernels
+from torch import Tensor
+
+from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row, small_parts
 
 
 def test_rows_of_trees_are_those_of_plain_decoding(embedded_files: ModelFiles) -> None:

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from swiftbatch.worker.target import kernel_choice as choice
 from torch import Tensor
 
 from tests.worker.library_calls import LibraryCall, Returned
-from worker.kernels import choice
 
 VERSION = "2.8.3"
 MOST_SPLITS = 128
@@ -22,7 +22,7 @@ def install(patches: pytest.MonkeyPatch) -> None:
     module.flash_attn_with_kvcache = LibraryCall(flash_attn_with_kvcache)  # type: ignore[attr-defined]
     patches.setitem(sys.modules, "flash_attn", module)
     patches.setattr(choice, "flash_version", lambda: VERSION)
-    patches.setattr("worker.kernels.cuda.flash.flash_version", lambda: VERSION)
+    patches.setattr("swiftbatch.worker.kernels.cuda.flash.flash_version", lambda: VERSION)
 
 
 def flash_attn_with_kvcache(

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS
+from swiftbatch.worker.target.tiles import tree_rows
 from torch import Tensor
 
 from tests.worker.kernels.cuda.arenas import (
@@ -20,10 +24,6 @@ from tests.worker.kernels.cuda.arenas import (
     random_rows,
 )
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, noise
-from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS
-from worker.target.tiles import tree_rows
-from worker.tree import DraftTree
 
 SHAPES = (
     Shape(),

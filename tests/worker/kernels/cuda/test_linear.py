@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swiftbatch.worker.kernels.cuda import linear
+from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from torch import Tensor
 
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
-from worker.kernels.cuda import linear
-from worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
-from worker.kernels.cuda.table import NUM_ROWS
 
 SIZES = [(48, 16), (100, 128), (33, 400)]  # columns and depth
 

@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.target.tiles import SequenceRows
 
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import Shape
-from worker.kernels.cuda.attention import AttentionShape
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
-from worker.target.tiles import SequenceRows
 
 ARENA = random_arena(Shape(group=4), (5, 100, 448, 700))  # 16 rows a group
 

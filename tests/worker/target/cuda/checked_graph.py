@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from swiftbatch.worker.kernels.cuda.graph import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.worker.library_calls import LibraryCall, Returned
-from worker.target.cuda.graph import Work
 
 Launch = tuple[Any, ...]  # a kernel's or an operation's name and its arguments, tensors by their places
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import torch
+from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
+from swiftbatch.worker.caches.arena import KVArena, SlotLease
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.layer_ring import Streams
+from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
+from swiftbatch.worker.caches.streams import HostStream
+from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
+from swiftbatch.worker.target.kernel_choice import CudaKernels
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.run.dtypes import AttentionName, LinearName
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.target.cuda.checked_graph import CheckedGraph
-from worker.caches.arena import KVArena, SlotLease
-from worker.caches.full import CacheShape
-from worker.caches.layer_ring import Streams
-from worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
-from worker.caches.streams import HostStream
-from worker.kernels.choice import CudaKernels
-from worker.kernels.cuda.stacked import stacked_weights
-from worker.model.dense import dense_weights
-from worker.model.files import ModelFiles
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.cuda.offloaded import OffloadedForwards
-from worker.target.target import TargetModel
 
 CPU = torch.device("cpu")
 NUM_SPLITS = 3

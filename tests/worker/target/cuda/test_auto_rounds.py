@@ -8,32 +8,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.scan import cache as scan_cache
+from swiftbatch.worker.caches.scan import slot_keys
+from swiftbatch.worker.caches.scan.cache import ScanKVCache
+from swiftbatch.worker.drafters.auto import auto as auto_module
+from swiftbatch.worker.drafters.auto import plan
+from swiftbatch.worker.drafters.auto import plan as plan_module
+from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.kernels import scan_coding as coding
+from swiftbatch.worker.kernels.cuda.scan import scan as scan_module
+from swiftbatch.worker.kernels.cuda.scan import texts as texts_module
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena
+from swiftbatch.worker.target.partial_rows import partial_rows
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
-from worker.caches.scan import cache as scan_cache
-from worker.caches.scan import coding, slot_keys
-from worker.caches.scan.cache import ScanKVCache
-from worker.drafters.auto import auto as auto_module
-from worker.drafters.auto import plan
-from worker.drafters.auto import plan as plan_module
-from worker.drafters.auto.auto import AutoDrafter, auto
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.base import Drafter
-from worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from worker.engine import Engine
-from worker.kernels.cuda.scan import scan as scan_module
-from worker.kernels.cuda.scan import texts as texts_module
-from worker.model.files import ModelFiles, locate_model
-from worker.sequence import Sequence
-from worker.target.cuda.partial_arena import PartialArena
-from worker.target.partial_rows import partial_rows
-from worker.target.step_costs import ROW_COUNTS, StepCosts
-from worker.target.target import TargetModel
-from worker.target.tiles import tree_rows
-from worker.tree import DraftTree
 
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK

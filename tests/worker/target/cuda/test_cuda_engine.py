@@ -8,27 +8,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
+from swiftbatch.worker.drafters.gpu_room import slots_wanted
+from swiftbatch.worker.drafters.triforce.draft_model import DraftModel
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.kernels.cuda.upload import Download, Upload
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target import step_costs
+from swiftbatch.worker.target.cuda.loading import drafts_of
+from swiftbatch.worker.target.health import check_model
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 from tests.worker.test_rewinds import Outcome, run
-from worker.bench.variants import BENCH_ENGINES, create_bench_drafter
-from worker.drafters.catalogue import ENGINES, create_drafter
-from worker.drafters.gpu_room import slots_wanted
-from worker.drafters.triforce.draft_model import DraftModel
-from worker.engine import Engine
-from worker.memory.plan import SlotsWanted
-from worker.memory.sizes import read_sizes
-from worker.model.files import ModelFiles, locate_model
-from worker.sequence import Sequence
-from worker.target import step_costs
-from worker.target.cuda.loading import drafts_of
-from worker.target.cuda.upload import Download, Upload
-from worker.target.finite import check_model
-from worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
-from worker.target.target import TargetModel
 
 LAUNCHES_PER_LAYER = 10
 # Prompts, the interpreter takes its time for each token: those that reach the second block or begin in it take more.
@@ -208,7 +208,7 @@ def buffers_of(thing: object) -> list[torch.Tensor]:
         return [thing]
     if isinstance(thing, (list, tuple)):
         return [each for part in thing for each in buffers_of(part)]
-    if getattr(type(thing), "__module__", "").startswith("worker.kernels"):
+    if getattr(type(thing), "__module__", "").startswith("swiftbatch.worker.kernels"):
         return [each for part in vars(thing).values() for each in buffers_of(part)]
     return []
 
@@ -220,7 +220,7 @@ def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
     embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch, engine_name: str
 ) -> None:
     """With small trees: each row takes the interpreter a quarter of a second."""
-    monkeypatch.setattr("worker.engine.MAX_TREE_NODES", 3)
+    monkeypatch.setattr("swiftbatch.worker.engine.engine.MAX_TREE_NODES", 3)
     reference = TargetModel.load(embedded_files, "float32", "cpu")
     expected = generated(reference, "autoregressive", 200, LONG[:1])
     target = cuda_target(embedded_files, torch.float32, 1, 300, "cublas")

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.griffin.cuda_rows import CudaRows
+from swiftbatch.worker.drafters.griffin.forwards import GriffinForwards
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
+from swiftbatch.worker.drafters.griffin.rows import GriffinRows, TiledRows, rows_of
+from swiftbatch.worker.drafters.griffin.weights import load_griffin
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import random_tokens
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.caches.room import KVRoomError
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.griffin.cuda_rows import CudaRows
-from worker.drafters.griffin.forwards import GriffinForwards
-from worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
-from worker.drafters.griffin.rows import GriffinRows, TiledRows, rows_of
-from worker.drafters.griffin.weights import load_griffin
-from worker.engine import Engine
-from worker.model.files import ModelFiles, locate_model
-from worker.sequence import Sequence
-from worker.target.target import TargetModel
 
 OPTIONS = GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True)
 NUM_TOKENS = 3

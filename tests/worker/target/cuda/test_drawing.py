@@ -6,14 +6,14 @@ import random
 
 import numpy as np
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
+from swiftbatch.worker.drawing.drawing import TorchDrawing
+from swiftbatch.worker.drawing.rules import allows, mask_of
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
 
-from jobs.sampling import SamplingParams
 from tests.worker.target.cuda.checked_graph import CheckedGraph
-from worker.constraints.base import allows, mask_of
-from worker.drawing import TorchDrawing
-from worker.sequence import Sequence
-from worker.target.cuda.drawing import CudaDrawing
-from worker.tree import DraftTree
 
 PENALISED = SamplingParams(
     max_tokens=9, seed=0, temperature=0.0, repetition_penalty=2.0, penalty_window=5, ignore_eos=True

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.target import TargetModel
 
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, generated
-from worker.model.files import ModelFiles, locate_model
-from worker.target.target import TargetModel
 
 PROMPTS = (6, 64)  # the second one is a whole block, which is a prefix from then on
 

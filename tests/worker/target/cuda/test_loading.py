@@ -8,22 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from swiftbatch.worker.caches.layer_ring import Streams
+from swiftbatch.worker.caches.memory.plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
+from swiftbatch.worker.caches.memory.sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.room import KVRoom
+from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.cuda import loading
+from swiftbatch.worker.target.cuda.loading import planned_forwards
+from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
+from swiftbatch.worker.target.kernel_choice import CudaKernels
+from swiftbatch.worker.target.loading import load_forwards
+from swiftbatch.worker.target.target import TargetModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.kernels.cuda import flash_stub
-from worker.caches.layer_ring import Streams
-from worker.caches.room import KVRoom
-from worker.caches.streams import computing_stream
-from worker.kernels.choice import CudaKernels
-from worker.memory.plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
-from worker.memory.sizes import ModelSizes, read_sizes
-from worker.model.files import ModelFiles, locate_model
-from worker.target.cuda import loading
-from worker.target.cuda.loading import planned_forwards
-from worker.target.cuda.offloaded import OffloadedForwards
-from worker.target.loading import load_forwards
-from worker.target.target import TargetModel
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
     def load_forwards(*arguments: object) -> None:
         raise LoadingError(arguments[3])
 
-    monkeypatch.setattr("worker.target.target.resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr("worker.target.target.load_forwards", load_forwards)
+    monkeypatch.setattr("swiftbatch.worker.target.target.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("swiftbatch.worker.target.target.load_forwards", load_forwards)
     monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1e9)
     with pytest.raises(LoadingError) as told:
         TargetModel.load(locate_model(str(tiny_model)), "float32", "cuda", kv_offload, SlotsWanted(64))

@@ -10,22 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.bench.variants import BENCH_ENGINES
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.streams import ComputingStream, computing_stream
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target import step_costs
+from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
+from swiftbatch.worker.target.health import check_model
+from swiftbatch.worker.target.target import RowOutputs, TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.kernels.kernel_parts import random_tree
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, LONG, generated
-from worker.bench.variants import BENCH_ENGINES
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.streams import ComputingStream, computing_stream
-from worker.model.files import ModelFiles, locate_model
-from worker.target import step_costs
-from worker.target.cuda.offloaded import OffloadedForwards
-from worker.target.finite import check_model
-from worker.target.target import RowOutputs, TargetModel
-from worker.target.tiles import tree_rows
-from worker.tree import ROOT, DraftTree
 
 NUM_LAYERS = 3  # more than the ring has room for
 SIZES = {"num_hidden_layers": NUM_LAYERS, "hidden_size": 32, "intermediate_size": 32}

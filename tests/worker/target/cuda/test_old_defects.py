@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
+from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
+from swiftbatch.worker.drawing.sampling import keep_top_p
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.tiles import tree_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.kernels.cuda.table import NUM_ROWS
-from worker.model.files import locate_model
-from worker.sampling import keep_top_p
-from worker.target.cuda.draw_graphs import DrawGraphs
-from worker.target.cuda.draw_rows import DrawLayout
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.tiles import tree_rows
-from worker.tree import DraftTree
 
 
 @pytest.mark.parametrize(("dtype", "linear"), [(torch.bfloat16, "triton"), (torch.float32, "cublas")])

@@ -6,18 +6,18 @@ import functools
 
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
+from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.caches import summary as summary_cache
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.cuda.launches import launched
-from worker.bench.caches import retrieval as retrieval_cache
-from worker.bench.caches.catalogue import PARTIAL_CACHES
-from worker.caches import summary as summary_cache
-from worker.caches.arena import KVArena
-from worker.caches.full import CacheShape, FullKVCache
-from worker.caches.partial import PartialCache
-from worker.caches.room import KVRoomError
-from worker.sequence import Sequence
-from worker.target.cuda.partial_arena import PartialArena, arena_for
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=24, dtype=torch.float32, device=CPU)

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import SequenceRows
 
-from jobs.sampling import SamplingParams
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.drafters.base import Drafter, DraftRequest, ReadRows
-from worker.engine import Engine
-from worker.kernels.cuda.table import NUM_ROWS
-from worker.model.files import ModelFiles, locate_model
-from worker.sequence import Sequence
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.target import TargetModel
-from worker.target.tiles import SequenceRows
-from worker.tree import ROOT, DraftTree
 
 SPOILT = 200  # a token that no prompt has and no tree
 Forwarded = list[list[tuple[int, int]]]  # for each forward, what it has of each sequence: first entry, rows

@@ -8,23 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches import summary as summary_cache
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.triforce import draft_model
+from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.two_level.chain import RoundPlan
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.plan import FixedPlanner
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.target import TargetModel
 
-from jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.caches import summary as summary_cache
-from worker.drafters.autoregressive import AutoregressiveDrafter
-from worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from worker.drafters.triforce import draft_model
-from worker.drafters.triforce.triforce import TriForceOptions, triforce
-from worker.drafters.two_level.chain import RoundPlan
-from worker.drafters.two_level.drafter import TwoLevelDrafter
-from worker.drafters.two_level.plan import FixedPlanner
-from worker.engine import Engine
-from worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from worker.sequence import Sequence
-from worker.target.cuda.forwards import CudaForwards
-from worker.target.target import TargetModel
 
 NUM_TOKENS = 4
 BUDGET = 32  # that the prompts overflow

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import torch
-
-from worker.caches.arena import KVArena
-from worker.caches.full import CacheShape
-from worker.target.cuda.row_mover import RowMover
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.target.cuda.row_mover import RowMover
 
 SHAPE = CacheShape(2, 2, 16, torch.float32, torch.device("cpu"))
 

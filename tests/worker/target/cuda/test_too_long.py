@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.session import session as worker_session
+from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.target.target import TargetModel
 
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from worker.model.files import ModelFiles
-from worker.session import session as worker_session
-from worker.session.work import Orders
-from worker.target.target import TargetModel
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,10 @@ def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
     assert (report.failed, [progress.job_id for progress in report.finished]) == ((), [short.job_id])
     assert digest(run, short) == digest(expected, short)
     assert worker.engine.sequences == []
-    assert [worker.engine.target.new_cache(40).length for _ in range(2)] == [0, 0]  # both slots are there again
+    assert [worker.engine.target.new_cache(40).length for _ in range(2)] == [
+        0,
+        0,
+    ]  # both slots are there again
 
 
 def test_a_lack_of_free_slots_is_another_matter(

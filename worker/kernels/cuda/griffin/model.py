@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.griffin.layers import add, keep, layer_norm, pair, silu
+from swiftbatch.worker.kernels.cuda.layers import add_norm, silu_mul
+from swiftbatch.worker.kernels.cuda.linear import LinearKernel
+from swiftbatch.worker.kernels.cuda.rotary import rope_store
+from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.griffin import GriffinWeights
+from swiftbatch.worker.kernels.weights import DecoderSizes, Linear
 from torch import Tensor
-
-from worker.kernels.angles import angles
-from worker.kernels.cuda.attention import AttentionShape, Scratch, attend
-from worker.kernels.cuda.griffin.layers import add, keep, layer_norm, pair, silu
-from worker.kernels.cuda.layers import add_norm, silu_mul
-from worker.kernels.cuda.linear import LinearKernel
-from worker.kernels.cuda.rotary import rope_store
-from worker.kernels.cuda.stacked import stacked_layer
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
-from worker.kernels.griffin import GriffinWeights
-from worker.kernels.weights import DecoderSizes, Linear
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
+from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
+from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
+from swiftbatch.worker.kernels.cuda.table import RowTable
 from torch import Tensor
-
-from worker.kernels.cuda.attentions import TritonAttention
-from worker.kernels.cuda.scan.scan import Scan, scan_attend
-from worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
-from worker.kernels.cuda.table import RowTable
 
 
 class ScanAttention:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from worker.kernels.cuda.prefix import load_rows
-from worker.kernels.cuda.scan.rows import group_of, tile_of
-from worker.kernels.cuda.scan.scores import offset_of, quarter_of, score_block
+from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.scan.rows import group_of, tile_of
+from swiftbatch.worker.kernels.cuda.scan.scores import offset_of, quarter_of, score_block
 
 
 @triton.jit

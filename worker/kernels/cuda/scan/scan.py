@@ -10,22 +10,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from worker.kernels.cuda.attention import AttentionShape, Scratch
-from worker.kernels.cuda.prefix import prefix_split
-from worker.kernels.cuda.scan.best import attend_best
-from worker.kernels.cuda.scan.choice import choose_keys, find_threshold, sample_scores
-from worker.kernels.cuda.scan.clouds import look_at_clouds
-from worker.kernels.cuda.scan.merge import scan_merge
-from worker.kernels.cuda.scan.texts import (
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.prefix import prefix_split
+from swiftbatch.worker.kernels.cuda.scan.best import attend_best
+from swiftbatch.worker.kernels.cuda.scan.choice import choose_keys, find_threshold, sample_scores
+from swiftbatch.worker.kernels.cuda.scan.clouds import look_at_clouds
+from swiftbatch.worker.kernels.cuda.scan.merge import scan_merge
+from swiftbatch.worker.kernels.cuda.scan.texts import (
     MOST_SAMPLED,
     SAMPLED_PER_PROGRAM,
     ScannedTexts,
     ScanScratch,
     scan_constants,
 )
-from worker.kernels.cuda.table import NUM_ROWS, RowTable
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable
+from torch import Tensor
 
 
 @dataclass(frozen=True)

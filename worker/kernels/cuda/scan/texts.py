@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
 from torch import Tensor
 
-from worker.caches.scan.coding import CLOUD_CHUNKS, SCAN_CHUNK
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS
-
 if TYPE_CHECKING:
-    from worker.kernels.cuda.attention import AttentionShape
+    from swiftbatch.worker.kernels.cuda.attention import AttentionShape
 
 TILE_ROWS = 16  # rows times query heads of a KV head that share a list of keys; tensor cores take no fewer
 MOST_SAMPLED = 128  # blocks that a threshold is found by

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from swiftbatch.worker.kernels.cuda.moving.gather import gather_entries, gather_range
 
 from tests.worker.kernels.cuda.moving.arena_parts import (
     CAPACITY,
@@ -14,7 +15,6 @@ from tests.worker.kernels.cuda.moving.arena_parts import (
     any_arena,
     same_bits,
 )
-from worker.kernels.cuda.moving.gather import gather_entries, gather_range
 
 SHAPE = (NUM_LAYERS, 2, NUM_HEADS, 70, HEAD_DIM)  # more rows than one program's
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.worker.kernels.cuda.sampling.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
-from worker.caches.summary import CHUNK_SIZE
-from worker.drawing import UNLIKELY
-from worker.kernels.cuda.moving import gather, means, move_rows
-from worker.kernels.cuda.sampling import (
+from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.drawing.cuda import (
     buffers,
     candidate_kernels,
     candidates,
@@ -19,7 +16,11 @@ from worker.kernels.cuda.sampling import (
     ranking,
     scores,
 )
-from worker.verification import TOP_K
+from swiftbatch.worker.drawing.drawing import UNLIKELY
+from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels.cuda.moving import gather, means, move_rows
+
+from tests.worker.kernels.cuda.sampling.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
 
 FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
 TYPES = {

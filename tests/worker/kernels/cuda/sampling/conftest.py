@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-from worker import sampling
+from swiftbatch.worker.drawing import sampling
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Steps of some sequences with draft trees as the device gets them, and what worker/sampling.py draws at each row."""
+"""Steps of some sequences with draft trees as the device gets them, and what `drawing/sampling.py` draws at each row."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.adjustments import bias_row, masked_behind, only_allowed, output_counts
+from swiftbatch.worker.drawing.cuda.draw import DrawBuffers
+from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.cuda.windows import leaving_tokens
+from swiftbatch.worker.drawing.rules import mask_of, num_mask_words
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.sampling_parts import any_mask, any_row, any_words
-from worker.adjustments import bias_row, masked_behind, only_allowed, output_counts
-from worker.constraints.base import mask_of, num_mask_words
-from worker.kernels.cuda.sampling.draw import DrawBuffers
-from worker.kernels.cuda.sampling.rows import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
-from worker.kernels.cuda.sampling.slots import SlotBuffers
-from worker.kernels.cuda.sampling.windows import leaving_tokens
-from worker.sampling import TokenSampler
-from worker.sequence import Sequence
-from worker.tree import ROOT, DraftTree
 
 NAN = float("nan")
 UNSEEN_COUNT = 2**30

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from swiftbatch.worker.drawing.cuda.buffers import BLOCK
+from swiftbatch.worker.drawing.cuda.candidates import CandidateBuffers, TopCandidates
+from swiftbatch.worker.drawing.cuda.rows import NUM_WORDS, padding_rows
+from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
+from swiftbatch.worker.drawing.verification import TOP_K
 
 from tests.worker.kernels.sampling_parts import INF
-from worker.drawing import UNLIKELY, TorchDrawing
-from worker.kernels.cuda.sampling.buffers import BLOCK
-from worker.kernels.cuda.sampling.candidates import CandidateBuffers, TopCandidates
-from worker.kernels.cuda.sampling.rows import NUM_WORDS, padding_rows
-from worker.verification import TOP_K
 
 NAN = float("nan")
 

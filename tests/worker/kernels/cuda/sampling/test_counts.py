@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-
-from worker.kernels.cuda.sampling.counts import update_counts
-from worker.kernels.cuda.sampling.windows import committed_tokens, leaving_tokens
+from swiftbatch.worker.drawing.cuda.counts import update_counts
+from swiftbatch.worker.drawing.cuda.windows import committed_tokens, leaving_tokens
 
 VOCAB = 12
 WIDTH = 100  # more than one program's

@@ -1,4 +1,4 @@
-"""The device draws what worker/sampling.py draws, and what a row draws depends on nothing but the row."""
+"""The device draws what worker/drawing/sampling.py draws, and what a row draws depends on nothing but the row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import random
 
 import pytest
 import torch
+from swiftbatch.worker.drawing.cuda.buffers import BLOCK
+from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw
+from swiftbatch.worker.drawing.cuda.rows import needs_filters
+from swiftbatch.worker.drawing.tree import DraftTree
 
 from tests.worker.kernels.cuda.sampling.draw_parts import (
     FILTERS,
@@ -21,10 +25,6 @@ from tests.worker.kernels.cuda.sampling.draw_parts import (
     step_of,
 )
 from tests.worker.kernels.sampling_parts import INF, any_adjustments, any_params
-from worker.kernels.cuda.sampling.buffers import BLOCK
-from worker.kernels.cuda.sampling.draw import Draw, DrawBuffers, FilteredDraw
-from worker.kernels.cuda.sampling.rows import needs_filters
-from worker.tree import DraftTree
 
 
 def drawn(buffers: DrawBuffers, kind: type[Draw] = FilteredDraw) -> list[int]:

@@ -1,16 +1,16 @@
-"""Filters on the device keep the tokens that worker/sampling.py keeps."""
+"""Filters on the device keep the tokens that worker/drawing/sampling.py keeps."""
 
 from __future__ import annotations
 
 import random
 
 import torch
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.cuda.draw import SORTED_BLOCK, FilteredDraw
+from swiftbatch.worker.drawing.sampling import process
 
-from jobs.sampling import SamplingParams
 from tests.worker.kernels.cuda.sampling.draw_parts import FILTERS, NO_FILTERS, Branch, plain, sequence_of, step_of
 from tests.worker.kernels.sampling_parts import any_params, any_row
-from worker.kernels.cuda.sampling.draw import SORTED_BLOCK, FilteredDraw
-from worker.sampling import process
 
 
 def branch_of(params: SamplingParams, logits: torch.Tensor) -> Branch:

@@ -1,4 +1,4 @@
-"""Noise on the device is that of worker/noise.py: its words, and the float32 that come of them."""
+"""Noise on the device is that of worker/drawing/noise.py: its words, and the float32 that come of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
-from worker.kernels.cuda.sampling.noise import gumbel, noise_words
-from worker.noise import BLOCK, gumbel_block, philox4x32
+from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
+from swiftbatch.worker.drawing.noise import BLOCK, gumbel_block, philox4x32
 
 NUM_TOKENS = 2048
 PLACES = [(0, 0), (5, 1024), (2**63 - 7, 99_984), (2**64 - 1, 2**33), ((123 << 32) + 9, 2**40 + 16), (2**31, 2**31)]

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.caches.scan.slot_keys import SlotKeys
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
+from swiftbatch.worker.kernels.cuda.scan.texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
+from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from torch import Tensor
 
 from tests.worker.caches.cache_parts import everything_of
-from worker.caches.arena import ArenaKVCache, KVArena
-from worker.caches.full import CacheShape
-from worker.caches.partial import PartialCache
-from worker.caches.scan.coding import MOMENT_STRIDE, SCAN_CHUNK
-from worker.caches.scan.slot_keys import SlotKeys
-from worker.kernels.cuda.attention import AttentionShape, Scratch
-from worker.kernels.cuda.scan.scan import Scan, scan_attend
-from worker.kernels.cuda.scan.texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
-from worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
-from worker.target.partial_rows import PartialRows, partial_rows
-from worker.tree import DraftTree
 
 CPU, NAN = torch.device("cpu"), float("nan")
 NUM_SPLITS, FIRST, ENTRIES = 2, 16, 128  # of the entries' caches

@@ -7,17 +7,17 @@ import itertools
 
 import pytest
 import torch
+from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.kernels.cuda.scan.scan import Scan
+from swiftbatch.worker.kernels.cuda.table import BLOCK
+from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import load_library
 from torch import Tensor
 
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
-from worker.caches.scan.coding import SCAN_CHUNK
-from worker.caches.scan.keys import ScannedKeys
-from worker.kernels.cuda.scan.scan import Scan
-from worker.kernels.cuda.table import BLOCK
-from worker.kernels.native import native_attention
-from worker.kernels.team import Team
-from worker.kernels.variants import load_library
 
 NUM_BEST = 50
 SEQUENCES = [Rows(2, 40, 3), Rows(0, 70, 2), Rows(1, 5, 9)]  # of which one is short, and one has more than a tile

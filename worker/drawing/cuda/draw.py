@@ -1,0 +1,163 @@
+"""Draws of all rows of a step: the tokens that worker/drawing/sampling.py draws, each row's from its own numbers alone.
+
+Every launch has the same shape whatever the rows are. Nothing is read back, and nothing is allocated after `Draw` is
+made, but for what a sort on a GPU takes for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
+from swiftbatch.worker.drawing.cuda.choice import best_of_blocks, best_of_rows
+from swiftbatch.worker.drawing.cuda.filters import find_cuts, temper_blocks
+from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_WORDS
+from swiftbatch.worker.drawing.cuda.scores import penalise_blocks
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+
+NUM_WARPS = 4
+SORTED_BLOCK = 4096  # places of a sorted row that are looked at together
+SORTED_WARPS = 16
+
+
+@dataclass(frozen=True)
+class DrawBuffers:
+    """What a draw reads, and what it writes; they stay where they are."""
+
+    logits: torch.Tensor  # [num_rows, vocab] float32
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py
+    ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, root side first, its own last
+    slots: SlotBuffers
+    leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32: committed tokens that leave it next, in turn; -1: none does
+    tokens: torch.Tensor  # [num_rows] int32, written: the drawn tokens, -1 where nothing can be drawn and for padding
+    highest: torch.Tensor  # [num_rows] float32, written: the highest logit, NaN where there is any and for padding
+
+    def check(self) -> None:
+        """Raise ValueError for buffers that do not fit each other."""
+        num_rows = len(self.rows)
+        expect_logits(self.logits, num_rows)
+        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
+        expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
+        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
+        expect(self.tokens, "tokens", (num_rows,), torch.int32)
+        expect(self.highest, "highest", (num_rows,), torch.float32)
+
+
+class Draw:
+    """Three launches. Rows are cut by min-p alone: those that want another filter go through `FilteredDraw`."""
+
+    def __init__(self, buffers: DrawBuffers) -> None:
+        """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""
+        buffers.check()
+        self._buffers = buffers
+        num_rows, vocab_size = buffers.logits.shape
+        self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
+        self._width = triton.next_power_of_2(self._grid[1])
+        device = buffers.logits.device
+        self._scores = torch.empty(num_rows, vocab_size, device=device)
+        self._peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
+        self._best = torch.empty(self._grid, dtype=torch.int64, device=device)
+        # [num_rows]: where each row is cut, in the order (score, token); used in a filtered draw alone
+        self.cut_scores = torch.empty(num_rows, device=device)
+        self.cut_tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
+
+    def launch(self) -> None:
+        """Draw all rows."""
+        self._penalise()
+        self._choose(is_cut=False)
+
+    def _penalise(self) -> None:
+        given, vocab_size = self._buffers, self._buffers.logits.shape[1]
+        penalise_blocks[self._grid](
+            given.logits,
+            given.logits.stride(0),
+            given.rows,
+            given.slots.counts,
+            given.ancestors,
+            given.leaving,
+            given.slots.output,
+            given.slots.bias,
+            given.slots.masked,
+            given.slots.allowed,
+            self._scores,
+            self._peaks,
+            vocab_size,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+    def _choose(self, is_cut: bool) -> None:
+        given, (num_rows, num_blocks) = self._buffers, self._grid
+        best_of_blocks[self._grid](
+            given.rows,
+            self._scores,
+            self._peaks,
+            self.cut_scores,
+            self.cut_tokens,
+            self._best,
+            given.logits.shape[1],
+            BLOCK=BLOCK,
+            WIDTH=self._width,
+            IS_CUT=is_cut,
+            num_warps=NUM_WARPS,
+        )
+        best_of_rows[(num_rows,)](
+            given.rows,
+            self._peaks,
+            self._best,
+            given.tokens,
+            given.highest,
+            num_blocks,
+            WIDTH=self._width,
+            num_warps=NUM_WARPS,
+        )
+
+
+class FilteredDraw(Draw):
+    """The same behind top-k, top-p, min-p and eta; rows that want none of them come out as from `Draw`."""
+
+    def __init__(self, buffers: DrawBuffers) -> None:
+        super().__init__(buffers)
+        self._tempered = torch.zeros_like(self._scores)
+        self._sorted = torch.empty_like(self._scores)
+        self._order = torch.empty(self._scores.shape, dtype=torch.int64, device=self._scores.device)
+
+    def launch(self) -> None:
+        """Draw all rows."""
+        self._penalise()
+        self._sort()
+        self._find_cuts()
+        self._choose(is_cut=True)
+
+    def _sort(self) -> None:
+        rows, vocab_size = self._buffers.rows, self._scores.shape[1]
+        temper_blocks[self._grid](
+            rows,
+            self._scores,
+            self._peaks,
+            self._tempered,
+            vocab_size,
+            BLOCK=BLOCK,
+            WIDTH=self._width,
+            num_warps=NUM_WARPS,
+        )
+        torch.sort(self._tempered, stable=True, out=(self._sorted, self._order))
+
+    def _find_cuts(self) -> None:
+        num_rows, num_blocks = self._grid
+        find_cuts[(num_rows,)](
+            self._buffers.rows,
+            self._peaks,
+            self._sorted,
+            self._order,
+            self.cut_scores,
+            self.cut_tokens,
+            self._scores.shape[1],
+            num_blocks,
+            num_rows,
+            BLOCK=SORTED_BLOCK,
+            WIDTH=self._width,
+            num_warps=SORTED_WARPS,
+        )

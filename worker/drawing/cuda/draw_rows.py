@@ -1,0 +1,117 @@
+"""What a draw on a GPU is told of its rows: whose they are, where they stand, what their path through a tree is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from swiftbatch.worker.drawing.adjustments import masked_behind
+from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.cuda.windows import leaving_tokens
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+
+
+@dataclass(frozen=True)
+class DrawRow:
+    """One row of logits: the token behind a path that begins at a sequence's committed tokens."""
+
+    sequence: Sequence  # the committed tokens, without the path
+    slot: int  # of the counts of its penalty window
+    path: list[int]  # tokens behind the committed ones, the row's own last
+    allowed: np.ndarray | None = None  # [num_mask_words] uint32, the tokens that may come; None: any may
+
+    @property
+    def position(self) -> int:
+        """Of the token to be drawn."""
+        return len(self.sequence) + len(self.path)
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """Tokens that can't come there."""
+        return masked_behind(self.sequence, self.path)
+
+
+def rows_of(
+    committed: Sequence, slot: int, drafted: list[int], tree: DraftTree, masks: np.ndarray | None
+) -> Iterator[DrawRow]:
+    """The rows of a tree behind `drafted` tokens, root first; their `masks [1 + num_nodes, num_mask_words] uint32`."""
+    allowed = [None] * (1 + len(tree)) if masks is None else list(masks)
+    paths = {ROOT: drafted}
+    yield DrawRow(committed, slot, drafted, allowed[0])
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        paths[node] = [*paths[parent], token_id]
+        yield DrawRow(committed, slot, paths[node], allowed[node + 1])
+
+
+def mask_rows(slots: SlotBuffers, rows: Many[DrawRow | None]) -> None:
+    """Write down what is masked at each row, where anything is; queued behind the copies before."""
+    restricted = [(index, row.allowed) for index, row in enumerate(rows) if row is not None and row.allowed is not None]
+    if restricted:
+        words = np.zeros((len(rows), slots.allowed.shape[1]), dtype=np.uint32)
+        for index, mask in restricted:
+            words[index] = mask
+        slots.allowed[: len(rows)] = torch.from_numpy(words.view(np.int32)).to(slots.allowed.device)
+    masked = [(index, row.masked) for index, row in enumerate(rows) if row is not None and row.masked]
+    if not masked:
+        return
+    lists = np.full((len(rows), NUM_MASKED), PADDING, dtype=np.int32)
+    for index, token_ids in masked:
+        lists[index, : len(token_ids)] = token_ids
+    slots.masked[: len(rows)] = torch.from_numpy(lists).to(slots.masked.device)
+
+
+@dataclass(frozen=True)
+class DrawLayout:
+    """How it all lies in one buffer of int32."""
+
+    num_slots: int
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes())
+
+    def parts(self, buffer: Any) -> list[Any]:
+        """Rows, ancestors, leaving, arriving and gone tokens: views of a tensor or an array `[size] int32`."""
+        parts, start = [], 0
+        for shape in self._shapes():
+            end = start + math.prod(shape)
+            parts.append(buffer[start:end].reshape(shape))
+            start = end
+        return parts
+
+    def fill(self, buffer: NDArray[np.int32], rows: Many[DrawRow | None], news: dict[int, tuple[Any, Any]]) -> None:
+        """At most `NUM_ROWS` rows, of which None is one that nothing is asked of.
+
+        `news` has for slots the tokens that came into and left their windows since.
+        """
+        words, ancestors, leaving, arriving, gone = self.parts(buffer)
+        table = words.reshape(-1).view(ROW)
+        table[:] = np.zeros((), dtype=ROW)
+        table["slot"] = PADDING
+        arriving[:] = gone[:] = PADDING
+        windows: dict[int, Sequence] = {}
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            is_restricted = row.allowed is not None
+            sampling, depth = row.sequence.sampling, len(row.path)
+            fill_row(table, index, sampling, row.slot, row.position, depth, len(row.masked), is_restricted)
+            ancestors[index, : len(row.path)] = row.path
+            windows[row.slot] = row.sequence
+        for slot, sequence in windows.items():
+            leaving[slot] = leaving_tokens(sequence.token_ids, sequence.sampling.penalty_window)
+        for slot, (came, went) in news.items():
+            arriving[slot, : len(came)], gone[slot, : len(went)] = came, went
+
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        by_slot = (self.num_slots, NUM_DRAFTED)
+        return (NUM_ROWS, NUM_WORDS), (NUM_ROWS, NUM_DRAFTED), by_slot, by_slot, by_slot

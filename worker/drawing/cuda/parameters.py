@@ -1,0 +1,55 @@
+"""The table of rows.py as kernels read it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from swiftbatch.worker.drawing.cuda import rows
+
+NUM_WORDS = tl.constexpr(rows.NUM_WORDS)
+NUM_DRAFTED = tl.constexpr(rows.NUM_DRAFTED)
+NUM_MASKED = tl.constexpr(rows.NUM_MASKED)
+SEED = tl.constexpr(rows.column_of("seed"))
+POSITION = tl.constexpr(rows.column_of("position"))
+SLOT = tl.constexpr(rows.column_of("slot"))
+DEPTH = tl.constexpr(rows.column_of("depth"))
+WINDOW = tl.constexpr(rows.column_of("window"))
+TOP_K = tl.constexpr(rows.column_of("top_k"))
+TEMPERATURE = tl.constexpr(rows.column_of("temperature"))
+PENALTY = tl.constexpr(rows.column_of("penalty"))
+REST = tl.constexpr(rows.column_of("rest"))
+LOG_MIN_P = tl.constexpr(rows.column_of("log_min_p"))
+ETA = tl.constexpr(rows.column_of("eta"))
+ROOT_ETA = tl.constexpr(rows.column_of("root_eta"))
+FREQUENCY = tl.constexpr(rows.column_of("frequency"))
+PRESENCE = tl.constexpr(rows.column_of("presence"))
+HAS_BIAS = tl.constexpr(rows.column_of("has_bias"))
+MASKS = tl.constexpr(rows.column_of("num_masked"))
+IS_RESTRICTED = tl.constexpr(rows.column_of("is_restricted"))
+
+
+@triton.jit
+def whole(rows_ptr, row, COLUMN: tl.constexpr):
+    """A word of a row's parameters as int32."""
+    return tl.load(rows_ptr + row * NUM_WORDS + COLUMN)
+
+
+@triton.jit
+def real(rows_ptr, row, COLUMN: tl.constexpr):
+    """A word of a row's parameters as float32."""
+    return tl.load(rows_ptr + row * NUM_WORDS + COLUMN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def seed_of(rows_ptr, row):
+    """All 64 bits."""
+    low = whole(rows_ptr, row, SEED).to(tl.uint32).to(tl.uint64)
+    high = whole(rows_ptr, row, SEED + 1).to(tl.uint32).to(tl.uint64)
+    return (high << 32) | low
+
+
+@triton.jit
+def has_filters(rows_ptr, row):
+    """Whether the row is cut by anything but min-p."""
+    cuts = (whole(rows_ptr, row, TOP_K) > 0) | (real(rows_ptr, row, REST) >= 0.0)
+    return cuts | (real(rows_ptr, row, ETA) > 0.0)

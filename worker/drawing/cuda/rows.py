@@ -1,0 +1,93 @@
+"""How each row is drawn, as one table of 4-byte words: the host fills it by name, kernels read it by column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.adjustments import counts_output, has_bias
+
+ROW = np.dtype(
+    [
+        ("seed", "<u8"),
+        ("position", "<i8"),  # of the token to be drawn
+        ("slot", "<i4"),  # -1: a padding row, of which nothing is read
+        ("depth", "<i4"),  # of the row's node in its draft tree: how many tokens it has behind the committed ones
+        ("window", "<i4"),  # of the penalty, in tokens
+        ("top_k", "<i4"),  # 0: off
+        ("temperature", "<f4"),  # 0: the best token, without noise
+        ("penalty", "<f4"),  # 1: off
+        ("rest", "<f4"),  # 1 - top_p, the mass of what is left out; below 0: off
+        ("log_min_p", "<f4"),  # -inf: off
+        ("eta", "<f4"),  # 0: off
+        ("root_eta", "<f4"),
+        ("frequency", "<f4"),  # 0: off
+        ("presence", "<f4"),  # 0: off
+        ("has_bias", "<i4"),  # 0: none is read
+        ("num_masked", "<i4"),  # tokens that can't come at this row
+        ("is_restricted", "<i4"),  # 0: its mask is not read
+    ]
+)
+NUM_WORDS = ROW.itemsize // 4  # of a row
+NUM_DRAFTED = 64  # room for the tokens of a row's own path through its tree
+NUM_MASKED = 512  # room for the tokens that can't come at a row
+PADDING = -1
+
+
+def column_of(name: str) -> int:
+    """The first word of a field."""
+    fields: Mapping[str, Any] = ROW.fields or {}
+    return int(fields[name][1]) // 4
+
+
+def padding_rows(num_rows: int) -> NDArray[Any]:
+    """A table `[num_rows] ROW` in which nothing is to be drawn; `.view(np.int32)` of it is what the device gets."""
+    rows = np.zeros(num_rows, dtype=ROW)
+    rows["slot"] = PADDING
+    return rows
+
+
+def fill_row(
+    rows: NDArray[Any],
+    index: int,
+    params: SamplingParams,
+    slot: int,
+    position: int,
+    depth: int,
+    num_masked: int = 0,
+    is_restricted: bool = False,
+) -> None:
+    """Say how row `index` is drawn; the logarithm and the root are those of worker/drawing/sampling.py."""
+    rows[index] = (
+        params.seed or 0,
+        position,
+        slot,
+        depth,
+        params.penalty_window,
+        params.top_k,
+        params.temperature,
+        params.repetition_penalty,
+        1.0 - params.top_p if params.top_p < 1.0 else -1.0,
+        math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+        params.eta,
+        math.sqrt(params.eta),
+        params.frequency_penalty,
+        params.presence_penalty,
+        has_bias(params),
+        num_masked,
+        is_restricted,
+    )
+
+
+def needs_slot(params: SamplingParams) -> bool:
+    """Whether a row reads anything of its slot: counts, or a bias."""
+    return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
+
+
+def needs_filters(params: SamplingParams) -> bool:
+    """Whether a row has to be sorted; min-p alone needs no more than the row's best score."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.eta > 0.0

@@ -1,0 +1,214 @@
+"""Draws, walks and candidates in C (source/sampling.c): the tokens that worker/drawing/sampling.py draws, on a CPU.
+
+Their bits depend on no instruction set. Other threads run while a call does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.adjustments import Context, adjusts, masked_behind
+from swiftbatch.worker.drawing.native_calls import (
+    CPenaltyWindow,
+    CTreeWalk,
+    NativeAdjustments,
+    address_of,
+    check_counts,
+    check_logits,
+    check_masks,
+    kernels,
+    sampling_params,
+    scratch,
+)
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import TOP_K, Walk
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.drawing.sequence import Sequence
+
+
+class NativeSampler:
+    """Draws one sequence's tokens. What the penalty looks at follows from the sequence's own: nothing is pushed."""
+
+    def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
+        """`adjusted`: those of a sequence that this one is a fork of. Raises ValueError as they do."""
+        params = sequence.sampling
+        self.sequence = sequence
+        self._params = sampling_params(params, params.seed or 0)
+        self._counts = np.zeros(sequence.vocab_size, dtype=np.int32) if params.repetition_penalty != 1.0 else None
+        self._window = CPenaltyWindow(address_of(self._counts), sequence.vocab_size, params.penalty_window, 0)
+        self._adjusted = (adjusted or NativeAdjustments(sequence)) if adjusts(params) else None
+        self._call = CTreeWalk(
+            params=ctypes.addressof(self._params),
+            penalties=ctypes.addressof(self._window),
+            adjusted=ctypes.addressof(self._adjusted.call) if self._adjusted else None,
+        )
+
+    def fork(self, sequence: Sequence) -> NativeSampler:
+        """A sampler for a fork of the sequence, to be extended by a draft."""
+        counts = self.counts()  # taken in here, where the next fork finds them
+        fork = NativeSampler(sequence, self._adjusted.fork() if self._adjusted else None)
+        if fork._counts is not None and counts is not None:
+            fork._counts[:] = counts
+            fork._window.num_counted = self._window.num_counted
+        return fork
+
+    def counts(self) -> np.ndarray | None:
+        """How often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
+        token_ids = self.sequence.token_ids
+        self._check_grown()
+        if self._counts is not None:
+            kernels().sampling_follow(ctypes.addressof(self._window), address_of(token_ids), len(token_ids))
+        if self._adjusted is not None:
+            self._adjusted.follow(token_ids)
+        return self._counts
+
+    def context(self) -> Context:
+        """What the next token depends on; its tensors change with the sequence."""
+        counts = self.counts()
+        seen = None if counts is None else torch.from_numpy(counts > 0)
+        if (adjusted := self._adjusted) is None:
+            return Context(seen=seen)
+        output = None if adjusted.counts is None else torch.from_numpy(adjusted.counts)
+        return Context(adjusted.bias, masked_behind(self.sequence), seen, output)
+
+    def _check_grown(self) -> None:
+        num_counted = self._window.num_counted
+        if self._adjusted is not None:
+            num_counted = max(num_counted, self._adjusted.call.output.num_counted)
+        if len(self.sequence) < num_counted:
+            raise ValueError(
+                f"sequence {self.sequence.sequence_id} has {len(self.sequence)} tokens; expected at least the "
+                f"{num_counted} that its sampler has seen"
+            )
+
+    def walk_call(
+        self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None
+    ) -> tuple[CTreeWalk, np.ndarray]:
+        """One tree for C, and the memory that it points into: nodes, parents, drawn tokens, path, one row each."""
+        self._check_grown()
+        num_nodes, token_ids = len(tree), self.sequence.token_ids
+        check_logits(logits, (num_nodes + 1, self.sequence.vocab_size))
+        if masks is not None:
+            check_masks(masks, num_nodes + 1, self.sequence.vocab_size)
+        room = np.empty((4, num_nodes + 1), dtype=np.int64)
+        room[:2, :num_nodes] = tree.token_ids, tree.parents
+        walk, start, row_bytes = self._call, address_of(room) or 0, room.strides[0]
+        walk.logits, walk.row_stride = logits.data_ptr(), logits.stride(0)
+        walk.num_nodes, walk.node_ids, walk.parents = num_nodes, start, start + row_bytes
+        walk.drawn, walk.path = start + 2 * row_bytes, start + 3 * row_bytes
+        walk.token_ids, walk.length = address_of(token_ids), len(token_ids)
+        walk.masks = address_of(masks)
+        return walk, room
+
+
+def walk(
+    samplers: Many[NativeSampler],
+    trees: Many[DraftTree],
+    logits: Many[torch.Tensor],
+    masks: Many[np.ndarray | None] = (),
+) -> list[Walk]:
+    """Draw from every root on and follow the children that carry the drawn tokens, as `verification.py` does.
+
+    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's; `masks` as `drawing.Masks`. A walk
+    knows no end of a sequence; it stops in front of a row that nothing can be drawn from. Samplers stay as they
+    are: what the caller commits to a sequence is what its sampler sees next. Raises ValueError for shapes that
+    do not fit.
+    """
+    if not samplers:
+        return []
+    vocab_size = samplers[0].sequence.vocab_size
+    if any(sampler.sequence.vocab_size != vocab_size for sampler in samplers):
+        raise ValueError(f"sequences have different vocabularies; expected {vocab_size} tokens in all")
+    given = zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
+    made = [sampler.walk_call(tree, rows, words) for sampler, tree, rows, words in given]
+    walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
+    kernels().sampling_walk(walks, len(made), vocab_size, scratch(vocab_size))
+    return [_outcome(walk, room) for walk, (_, room) in zip(walks, made, strict=True)]
+
+
+def logprobs(
+    sampler: NativeSampler,
+    tree: DraftTree,
+    logits: torch.Tensor,
+    walked: Walk,
+    num_top: int,
+    mode: LogprobsMode,
+    mask: np.ndarray | None = None,
+) -> TokenLogprobs:
+    """Those of the tokens that a walk has drawn from these rows; before they come to the sampler's sequence."""
+    call, room = sampler.walk_call(tree, logits, mask)
+    call.num_drawn = len(walked.drawn)
+    room[2, : len(walked.drawn)], room[3, : len(walked.path)] = walked.drawn, walked.path
+    found, vocab_size = TokenLogprobs.empty(len(walked.drawn), num_top), sampler.sequence.vocab_size
+    addresses = (address_of(array) for array in (found.logprobs, found.top_ids, found.top_logprobs))
+    is_processed = mode == "processed_logprobs"
+    kernels().sampling_logprobs(
+        ctypes.addressof(call), vocab_size, is_processed, num_top, *addresses, scratch(vocab_size)
+    )
+    return found
+
+
+def draw(
+    logits: torch.Tensor, position: int, params: SamplingParams, seed: int, counts: np.ndarray | None = None
+) -> int:
+    """Draw the token at `position` from logits `[vocab] float32`; those not finite are drawn as the reference does.
+
+    `counts [vocab] int32` of the tokens in the penalty window; None: none is penalised. Without bias, masks and
+    penalties by the output's counts, which need a sequence.
+    """
+    check_logits(logits, (logits.shape[-1],))
+    if counts is not None:
+        check_counts(counts, len(logits))
+    given, vocab_size = sampling_params(params, seed), len(logits)
+    token_id: int = kernels().sampling_draw(
+        logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), None, scratch(vocab_size)
+    )
+    return token_id
+
+
+def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Ids `[num_rows, TOP_K] int64` and log-probabilities `float32` of the best tokens of `[num_rows, vocab]` logits.
+
+    Equals come in the order of their ids. In a row with NaN all candidates are as unlikely as can be.
+    """
+    check_logits(logits, (len(logits), logits.shape[-1]))
+    num_rows, vocab_size = logits.shape
+    if vocab_size < TOP_K:
+        raise ValueError(f"logits of {vocab_size} tokens; expected at least {TOP_K}")
+    ids, logprobs = np.empty((num_rows, TOP_K), dtype=np.int64), np.empty((num_rows, TOP_K), dtype=np.float32)
+    kernels().sampling_top_candidates(
+        logits.data_ptr(), num_rows, logits.stride(0), vocab_size, address_of(ids), address_of(logprobs)
+    )
+    return ids, logprobs
+
+
+def noise(seed: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """The noise `[count] float32` that `token_ids [count]` have at `positions [count]`, whole numbers from 0."""
+    places, tokens = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (positions, token_ids))
+    if places.shape != tokens.shape or places.ndim != 1:
+        raise ValueError(f"positions {list(places.shape)} and tokens {list(tokens.shape)}; expected one list of each")
+    if (tokens < 0).any():
+        raise ValueError(f"found token {tokens.min()}, expected none below 0")
+    values = np.empty(len(places), dtype=np.float32)
+    kernels().sampling_noise(seed, address_of(places), address_of(tokens), len(places), address_of(values))
+    return values
+
+
+def noise_row(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    """The noise `[vocab] float32` of all tokens at a position."""
+    values = np.empty(vocab_size, dtype=np.float32)
+    kernels().sampling_noise_row(seed, position, vocab_size, address_of(values))
+    return values
+
+
+def _outcome(walk: CTreeWalk, room: np.ndarray) -> Walk:
+    failed_row = walk.failed_row if walk.failed_row >= 0 else None
+    return Walk(room[3, : walk.path_length].tolist(), room[2, : walk.num_drawn].tolist(), failed_row)

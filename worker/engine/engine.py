@@ -1,0 +1,213 @@
+"""The decoding loop: propose, verify, commit, update, for a set of sequences at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.metrics.counters import EngineCounters, timed
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.constraints.tree import NOTHING_LEFT, ConstrainedTree, Constraints
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drawing.finite import NOT_FINITE, NotFiniteError, check_finite
+from swiftbatch.worker.drawing.rules import ConstraintError
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.verification import Verification, Walk
+from swiftbatch.worker.engine.prefixes.kept import KeptPrefixes
+from swiftbatch.worker.engine.prefixes.sharing import Sharing
+from swiftbatch.worker.engine.reading import Reader, Rider
+from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.engine.stopping import ERROR, StopRule
+from swiftbatch.worker.target.target import RowOutputs, TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
+from swiftbatch.worker.texts.base import OutputText
+
+
+class Engine:
+    """Runs sequences through one target and one drafter. The drafter changes the speed, never the tokens."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        output_text: OutputText | None = None,
+        counters: EngineCounters | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        sharing: Sharing | None = None,
+    ) -> None:
+        """`output_text` is for stop strings alone.
+
+        `logprobs_mode` says what the log-probabilities are of that sequences ask for.
+        """
+        self.target = target
+        self.drafter = drafter
+        self.counters = counters or EngineCounters()
+        self._output_text = output_text
+        self._logprobs_mode = logprobs_mode
+        self._drawing = target.forwards.new_drawing()
+        self.sharing = sharing or Sharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
+        self._reader = Reader(target, drafter, self._drawing, self.sharing, self.counters)
+        self._slots: dict[str, Slot] = {}
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [slot.sequence for slot in self._slots.values()]
+
+    def new_cache(self, max_length: int) -> FullKVCache:
+        """As the target has it; where there is no room, what was kept for jobs to come makes some."""
+        self.sharing.kept.trim()
+        try:
+            return self.target.new_cache(max_length)
+        except KVRoomError:
+            if not self.sharing.kept.clear():
+                raise
+        return self.target.new_cache(max_length)
+
+    def start(self, sequence: Sequence, cache: FullKVCache | None = None, num_shared_tokens: int = 0) -> Slot:
+        """Take a sequence in; what of it is not in `cache` yet is read by the next steps.
+
+        Its first `num_shared_tokens` are kept when it leaves: others that are to come have them, too.
+        """
+        sequence.eos_token_ids = self.target.eos_token_ids
+        slot = Slot(
+            sequence,
+            cache or self.new_cache(sequence.max_length),
+            self._drawing.sampler(sequence),
+            StopRule(sequence, self._output_text),
+            Constraints(sequence),
+            num_shared_tokens,
+        )
+        sequence.finish_reason = slot.stop_rule.now()  # a resumed sequence may have lost only its result
+        if sequence.num_generated_tokens == 0:
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self.drafter.start(sequence, slot.cache)  # first, since it may fail: then nothing of the sequence is kept
+        self._slots[sequence.sequence_id] = slot
+        self.sharing.join(slot)
+        return slot
+
+    def stop(self, sequence: Sequence) -> None:
+        """Drop a sequence that ended or is to move away."""
+        if sequence.error is None:
+            self.sharing.keep(self._slots[sequence.sequence_id])
+        self._drop(sequence)
+
+    def rewind(self, again: Sequence) -> None:
+        """Go on with a sequence in place of the one that it was `rewound` from."""
+        slot = self._slots[again.sequence_id]
+        replaced, cache, num_shared_tokens = slot.sequence, slot.cache, slot.num_shared_tokens
+        del slot  # a GPU's room for its counts is free again for those of the other
+        self._drop(replaced)
+        cache.roll_back(min(cache.length, len(again) - 1))
+        self.start(again, cache, num_shared_tokens)
+
+    def step(self) -> list[tuple[Sequence, Verification]]:
+        """Advance every unfinished sequence; returns those that received tokens, with how.
+
+        A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
+        """
+        unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
+        self._reader.read_ahead(unfinished)
+        ready = [slot for slot in unfinished if not slot.num_unread]
+        if not ready:
+            return []
+        trees = self._propose(ready)
+        riders = self._reader.riders(unfinished, sum(1 + len(each.tree) for each in trees), len(ready))
+        outputs, walks = self._verify(ready, trees, riders)
+        results = self._commit(ready, trees, outputs, walks)
+        self._update(results)
+        return results
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.sharing.leave(self._slots.pop(sequence.sequence_id))
+        self.drafter.stop(sequence)
+        self._count_cached()
+
+    def _propose(self, ready: list[Slot]) -> list[ConstrainedTree]:
+        with timed(self.counters.step_seconds, "propose"):
+            requests = [self._request(slot) for slot in ready]
+            given = zip(ready, requests, self.drafter.propose(requests), strict=True)
+            return [
+                slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if self.drafter.drafts else 0)
+                for slot, request, tree in given
+            ]
+
+    def _request(self, slot: Slot) -> DraftRequest:
+        max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
+        return DraftRequest(slot.sequence, MAX_TREE_NODES, max(0, max_depth), self._overhead())
+
+    def _overhead(self) -> float:
+        """Seconds that a step takes beside its forward and its drafts, so far."""
+        return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
+
+    def _verify(
+        self, ready: list[Slot], trees: list[ConstrainedTree], riders: list[Rider]
+    ) -> tuple[list[RowOutputs], list[Walk]]:
+        """Run all rows and draw from those of trees: the drawn tokens are what a step waits for."""
+        with timed(self.counters.step_seconds, "verify"):
+            pairs = zip(ready, trees, strict=True)
+            rows = [tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), each.tree) for slot, each in pairs]
+            outputs = self.target.verify(rows + [part for rider in riders for part in rider.rows])
+            outputs, read = outputs[: len(ready)], outputs[len(ready) :]
+            samplers, logits = [slot.sampler for slot in ready], [rows.logits for rows in outputs]
+            masks = [None if each.masks is None else each.masks.words for each in trees]
+            walks = self._drawing.walks(
+                samplers, [each.tree for each in trees], logits, self.drafter.wants_candidates, masks
+            )
+            self._reader.take(riders, read)
+        return outputs, [each.in_front_of_the_dead(walk) for each, walk in zip(trees, walks, strict=True)]
+
+    def _commit(
+        self, ready: list[Slot], trees: list[ConstrainedTree], outputs: list[RowOutputs], walks: list[Walk]
+    ) -> list[tuple[Sequence, Verification]]:
+        results = []
+        with timed(self.counters.step_seconds, "commit"):
+            for slot, tree, rows, walk in zip(ready, trees, outputs, walks, strict=True):
+                try:
+                    results.append((slot.sequence, self._taken(slot, tree, rows, slot.up_to_its_end(walk))))
+                except (NotFiniteError, ConstraintError) as error:  # this sequence's fault alone
+                    slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
+                    slot.sequence.error_code = NOT_FINITE if isinstance(error, NotFiniteError) else NOTHING_LEFT
+        return results
+
+    def _taken(self, slot: Slot, given: ConstrainedTree, outputs: RowOutputs, walk: Walk) -> Verification:
+        """Commit the accepted path and the bonus token.
+
+        Raises NotFiniteError where one could not be drawn, and ConstraintError where none may come.
+        """
+        sequence, tree = slot.sequence, given.tree
+        if walk.failed_row is not None:
+            given.check_alive(walk.failed_row, len(sequence) + len(walk.drawn))
+            check_finite(outputs.logits[walk.failed_row], len(sequence) + len(walk.drawn))
+        root_id = int(sequence.token_ids[-1])
+        if sequence.logprobs is not None:
+            mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
+            found = self._drawing.logprobs(slot.sampler, tree, outputs.logits, walk, mode, mask)
+            sequence.logprobs.extend(found)
+        slot.cache.commit(walk.path)
+        sequence.extend(walk.drawn)
+        self.counters.num_generation_tokens += len(walk.drawn)
+        self.counters.count_draft(len(tree), len(walk.path))
+        row_token_ids = np.array([root_id, *tree.token_ids])
+        top_ids, top_logprobs = walk.candidates or (None, None)
+        hidden = rows_of_path(outputs.hidden, walk.path) if self.drafter.needs_hidden else None
+        kind = self.drafter.draft_kind if len(tree) else "none"
+        self.counters.num_tokens_by_draft[kind] += len(walk.drawn)
+        top = (row_token_ids, top_ids, top_logprobs, hidden)
+        return Verification(tree, walk.path, walk.drawn, *top, kind, given.numbers, given.num_left_out)
+
+    def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
+        with timed(self.counters.step_seconds, "commit"):
+            for sequence, verification in results:
+                self.drafter.update(sequence, verification)
+        self.counters.num_steps += 1
+        self._count_cached()
+
+    def _count_cached(self) -> None:
+        self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
+        self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
+
+
+def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
+    """Those of the root and the accepted nodes, `[1 + num_accepted, hidden]`, without a list that a GPU waits for."""
+    return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

@@ -1,0 +1,37 @@
+"""A sequence on the device, as the engine has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.drawing.drawing import Sampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.verification import Walk
+from swiftbatch.worker.engine.stopping import StopRule
+
+
+@dataclass
+class Slot:
+    """A sequence and its cache, which holds every token but the last: the next step's root row adds that one."""
+
+    sequence: Sequence
+    cache: FullKVCache
+    sampler: Sampler
+    stop_rule: StopRule
+    constraints: Constraints
+    num_shared_tokens: int = 0  # first ones that other sequences, which may come later, are known to have
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens in front of the last one that the cache does not hold yet."""
+        return len(self.sequence) - 1 - self.cache.length
+
+    def up_to_its_end(self, walk: Walk) -> Walk:
+        """What of a walk comes before the sequence's end; sets its finish reason."""
+        for num_tokens, token_id in enumerate(walk.drawn, 1):
+            self.sequence.finish_reason = self.stop_rule.after(token_id)
+            if self.sequence.finish_reason is not None:
+                return walk.until(num_tokens)
+        return walk

@@ -1,0 +1,87 @@
+"""When a generation ends: end-of-sequence or stop token, stop string, its last token, or a loop; and its text then."""
+
+from __future__ import annotations
+
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.repetition import LoopDetector, first_repetition
+from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.stop_strings import first_stop
+
+LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
+
+
+class StopRule:
+    """Decides after each committed token; sees tokens one by one, so it never depends on how many a step commits.
+
+    It is a function of the output's tokens: one that begins behind some of them goes on as the one that saw them come.
+    """
+
+    def __init__(self, sequence: Sequence, output_text: OutputText | None = None) -> None:
+        params, output_ids = sequence.sampling, sequence.output_ids.tolist()
+        self._ending_token_ids = ending_tokens(sequence)
+        self._last = output_ids[-1] if output_ids else None
+        self._search, self._has_stop_string = None, False  # the latter: one ends with the last token
+        if params.stop:
+            if output_text is None:
+                raise ValueError("stop strings need a tokenizer to decode with")
+            self._search = output_text.search(params.stop, params.min_tokens, output_ids[:-1])
+            self._has_stop_string = self._last is not None and self._search.push(self._last)
+        self._num_remaining = sequence.num_remaining_tokens
+        self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
+        detection = params.repetition_detection
+        self._loops = LoopDetector(detection, sequence.output_ids) if detection is not None else None
+
+    def after(self, token_id: int) -> str | None:
+        """Return the finish reason if `token_id`, committed now, ends the sequence, else None."""
+        self._num_remaining -= 1
+        self._num_before_stop -= 1
+        self._last = token_id
+        if self._search is not None:
+            self._has_stop_string = self._search.push(token_id)
+        if self._loops is not None:
+            self._loops.push(token_id)
+        return self.now()
+
+    def now(self) -> str | None:
+        """Return the finish reason if the last output token ends the sequence, else None (also without output)."""
+        if self._last is None:
+            return None
+        if self._num_before_stop < 0 and (self._last in self._ending_token_ids or self._has_stop_string):
+            return STOP
+        if self._num_remaining <= 0:
+            return LENGTH
+        return REPETITION if self._loops is not None and self._num_before_stop <= 0 and self._loops.is_loop() else None
+
+
+def may_rewind(sequence: Sequence) -> bool:
+    """Whether it has ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
+    detection = sequence.sampling.repetition_detection
+    if sequence.finish_reason != REPETITION or detection is None or sequence.sampling.temperature == 0.0:
+        return False
+    return detection.action == "rewind" and len(sequence.rewinds) < detection.max_rewinds
+
+
+def rewound(sequence: Sequence) -> Sequence:
+    """A sequence that `may_rewind` without its loop's repetitions, for `Engine.rewind`."""
+    detection = sequence.sampling.repetition_detection
+    assert detection is not None
+    return sequence.rewound(first_repetition(detection, sequence.output_ids))
+
+
+def ending_tokens(sequence: Sequence) -> frozenset[int]:
+    """The tokens that end a sequence, each by itself."""
+    params = sequence.sampling
+    return (frozenset() if params.ignore_eos else sequence.eos_token_ids).union(params.stop_token_ids)
+
+
+def text_of(sequence: Sequence, output_text: OutputText) -> str:
+    """The output's text, without what ended it where that was a stop token or string and is not asked for."""
+    params, output_ids = sequence.sampling, sequence.output_ids.tolist()
+    is_stopped = sequence.finish_reason == STOP and len(output_ids) > params.min_tokens
+    if is_stopped and output_ids[-1] in ending_tokens(sequence):
+        return output_text.decode(output_ids if params.include_stop_str_in_output else output_ids[:-1])
+    if params.stop:  # a character that is not whole yet is none of it
+        text, before = output_text.settled(output_ids), output_text.settled(output_ids[: params.min_tokens])
+        if found := first_stop(text, params.stop, len(before)):
+            return text[: found[params.include_stop_str_in_output]]
+    return output_text.decode(output_ids)

@@ -1,0 +1,107 @@
+"""Chains drawn in one native call (source/chain.c): what rounds without trees give, one by one, in less time."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.native_calls import CTreeWalk, address_of, scratch
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.layers import CForwardCall
+from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.rows import RowTable
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.target.partial_rows import PartialRows
+
+MOST_ROUNDS = BLOCK - 1  # the first row and those drawn behind it are each other's tail
+
+
+class CChainCall(ctypes.Structure):
+    """`chain_call` of source/chain.h."""
+
+    _fields_ = (
+        ("forward", CForwardCall),
+        *((name, ctypes.c_void_p) for name in ("groups", "token_ids", "positions", "tail_lengths", "walks", "texts")),
+        ("num_rounds", ctypes.c_int32),
+        ("vocab", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What came of one sequence's chain."""
+
+    token_ids: list[int]
+    has_failed: bool  # nothing can be drawn behind these
+
+
+def draw_chains(
+    decoder: NativeDecoder, groups: Many[PartialRows], samplers: Many[NativeSampler], num_rounds: int
+) -> list[Drawn]:
+    """Draw `num_rounds` tokens for each sequence, from 1 to `MOST_ROUNDS`, by forwards of one row behind its entries.
+
+    `groups` are of one row, each sequence's newest token, with tail entries for those to come; samplers have the
+    sequences that it ends. The tokens stand behind the sequences' own in their buffers, which the caller extends by
+    them, and in as many entries. Where nothing can be drawn for one sequence, all end. Raises ValueError.
+    """
+    room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
+    if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
+        raise ValueError(f"found {num_rounds} rounds, expected from 1 to {MOST_ROUNDS}, and to {room} tokens left")
+    table = decoder.table(groups, range(decoder.sizes.num_layers))
+    if table.num_rows != len(samplers) or table.num_groups != len(samplers):
+        raise ValueError(f"found {table.num_rows} rows of {table.num_groups} groups for {len(samplers)} sequences")
+    _check_room(table, groups, num_rounds)
+    walks = _run(decoder, table, groups, samplers, num_rounds)
+    return [_drawn(sampler, walk) for sampler, walk in zip(samplers, walks, strict=True)]
+
+
+def _run(
+    decoder: NativeDecoder,
+    table: RowTable,
+    groups: Many[PartialRows],
+    samplers: Many[NativeSampler],
+    num_rounds: int,
+) -> Many[CTreeWalk]:
+    """The call: each sequence's newest walk, whose length says how many tokens it has then."""
+    sizes = decoder.sizes
+    state = torch.empty(table.num_rows, sizes.hidden)
+    hidden = torch.empty(table.num_rows, sizes.hidden, dtype=sizes.dtype)
+    logits = torch.empty(table.num_rows, sizes.vocab)
+    made = [sampler.walk_call(DraftTree(), row[None]) for sampler, row in zip(samplers, logits, strict=True)]
+    walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
+    texts = (ctypes.c_void_p * len(made))(*(address_of(sampler.sequence.token_ids) for sampler in samplers))
+    last_position = int(table.positions.max()) + num_rounds
+    with decoder.team.lock:
+        call = CChainCall(
+            forward=decoder.call(table, range(sizes.num_layers), last_position, state, True, hidden, logits),
+            groups=ctypes.addressof(table.groups),
+            token_ids=address_of(table.token_ids),
+            positions=address_of(table.positions),
+            tail_lengths=address_of(table.arrays[1]),
+            walks=ctypes.addressof(walks),
+            texts=ctypes.addressof(texts),
+            num_rounds=num_rounds,
+            vocab=sizes.vocab,
+        )
+        decoder.team.library.draw_chains(decoder.handle, decoder.team.handle, ctypes.byref(call), scratch(sizes.vocab))
+        decoder.team.hold([list(groups), table, state, hidden, logits])
+    return list(walks)
+
+
+def _check_room(table: RowTable, groups: Many[PartialRows], num_rounds: int) -> None:
+    for entry, group in zip(table.groups, groups, strict=True):
+        expected = np.arange(group.first_entry, group.first_entry + num_rounds)
+        if (
+            entry.capacity < group.first_entry + num_rounds
+            or not (group.tail_entries[0, :num_rounds] == expected).all()
+        ):
+            raise ValueError(f"found no room for {num_rounds} rows from entry {group.first_entry} on")
+
+
+def _drawn(sampler: NativeSampler, walk: CTreeWalk) -> Drawn:
+    sequence = sampler.sequence
+    return Drawn(sequence.ahead(walk.length - len(sequence)).tolist(), walk.failed_row >= 0)

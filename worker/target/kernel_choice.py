@@ -1,0 +1,68 @@
+"""Which kernels a GPU's forwards are made of, where there is a choice. Light: the command line shows it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, fields
+
+from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
+from swiftbatch.worker.model.files import ModelError
+
+FLASH_PACKAGE = "flash-attn"
+MOST_FLASH_DIM = 256  # of a head
+
+
+@dataclass(frozen=True)
+class CudaKernels:
+    """A run's choice. Catalogues with these names: `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
+
+    attention: AttentionName = "triton"  # to what lies before a draft tree
+    linear: LinearName = "cublas"
+
+    @property
+    def words(self) -> str:
+        """What verdicts are known under; a library by its version here, since other versions may round otherwise."""
+        attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
+        return f"{attention} prefixes, {self.linear} products"
+
+    @property
+    def options(self) -> str:
+        """The options of a command that are not at their defaults."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
+
+    def refuse_unused(self, why: str) -> None:
+        """Raise ModelError where kernels were chosen that nothing here runs; `why` says what does."""
+        if self.options:
+            raise ModelError(f"{self.options}: a choice of kernels on a GPU, but {why}; leave it away")
+
+    def refuse_unfit(self, dtype: str, head_dim: int | None = None) -> None:
+        """Raise ModelError where flash-attn was chosen and cannot attend: `dtype` as in `bfloat16`."""
+        if self.attention != "flash":
+            return
+        if dtype != "bfloat16":
+            raise ModelError(f"--attention flash: found dtype {dtype}, expected bfloat16; or use --attention triton")
+        if head_dim is not None and (head_dim > MOST_FLASH_DIM or head_dim % 8):
+            raise ModelError(
+                f"--attention flash: found heads of {head_dim} dimensions, expected a multiple of 8 up to "
+                f"{MOST_FLASH_DIM}; use --attention triton"
+            )
+
+    def refuse_absent(self) -> None:
+        """Raise ModelError where flash-attn was chosen and is not installed here."""
+        if self.attention == "flash" and flash_version() is None:
+            raise ModelError(
+                f"--attention flash: {FLASH_PACKAGE} is not installed here; docs/gpu.md says how, or use "
+                "--attention triton"
+            )
+
+
+DEFAULT_KERNELS = CudaKernels()
+
+
+def flash_version() -> str | None:
+    """Of the installed flash-attn, as in `2.8.3`; None where there is none."""
+    try:
+        return importlib.metadata.version(FLASH_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
