@@ -25,7 +25,6 @@ from worker.bench.decode.decode import (
 from worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from worker.bench.text import text_tokens
 from worker.bench.variants import bench_slots, create_bench_drafter
-from worker.caches.full import FullKVCache
 from worker.drafters.catalogue import ENGINES
 from worker.model.files import locate_model
 from worker.sequence import Sequence
