@@ -107,7 +107,9 @@ def imports_of_all(not_at_import: tuple[str, ...]) -> Graph:
     paths = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     sources = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
     modules = set(sources) - set(ROOMS)
-    return {name: imports_of(path.read_text(encoding="utf-8"), modules, not_at_import) for name, path in sources.items()}
+    return {
+        name: imports_of(path.read_text(encoding="utf-8"), modules, not_at_import) for name, path in sources.items()
+    }
 
 
 def room_of(module: str) -> str:

@@ -21,17 +21,17 @@ LEARNING_RATE = 0.02
 PRIOR_STEPS = 8  # that the prior counts for: short generations learn faster than at the final rate
 EXPLORE_EVERY = 24  # steps between two looks at one size more
 LOOK_EVERY = 8  # steps, at first, where nothing is drafted
-LOOK_CHOICE = NODE_CHOICES.index(5)  # enough to see whether a text begins to repeat itself
+LOOK_CHOICE = NODE_CHOICES.index(3)  # enough to see whether a text begins to repeat itself
 
 
 class NodeAcceptance:
     """Of the first `TILE_ROWS` nodes, the running share of steps that accepted node i."""
 
-    def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE) -> None:
+    def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, look_every: int = 0) -> None:
         # plain numbers, as few as these are, take a tenth of an array's time
         self.shares: list[float] = prior.tolist()
         self.num_steps = 0  # with drafts
-        self._looks = LookRhythm(LOOK_EVERY)
+        self._looks = LookRhythm(LOOK_EVERY, look_every)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
@@ -41,6 +41,16 @@ class NodeAcceptance:
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """A step, with a tree or without."""
         self._looks.observe(is_drafted, num_accepted)
+
+    @property
+    def num_steps_to_look(self) -> int:
+        """Steps without drafts until the coming look."""
+        return self._looks.num_left
+
+    @property
+    def look_every(self) -> int:
+        """Steps without drafts between two looks by now."""
+        return self._looks.interval
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
         """From one verified tree alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,16 +14,21 @@ PROMISING = 3  # accepted tokens of a look: the text may have begun to repeat it
 class LookRhythm:
     """Counts the steps of one sequence."""
 
-    shortest: int  # steps between two looks, at first
+    shortest: int  # steps between two looks
+    interval: int = 0  # steps until the coming look, no less than the shortest
     num_waited: int = 0  # steps without a tree
-    interval: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.interval = self.shortest
+        self.interval = max(self.interval, self.shortest)
 
     @property
     def is_due(self) -> bool:
         return self.num_waited >= self.interval
+
+    @property
+    def num_left(self) -> int:
+        """Steps without a tree until the coming look."""
+        return max(0, self.interval - self.num_waited)
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """A step went by, with a tree or without."""

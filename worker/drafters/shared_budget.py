@@ -13,6 +13,7 @@ import numpy as np
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drafters.step_clock import StepClock, together
+from swiftbatch.worker.drafters.trial import Trial
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -21,6 +22,7 @@ from swiftbatch.worker.target.step_costs import Costs, StepCosts
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # steps: to find shares takes a fifth of a short step; those that stay wait
 WORTH_DRAFTING = 1.04  # times the rate without drafts: what costs do not say is on the side of drafting
+MOST_RESTING = 15  # steps in a row that nothing is asked about: where none drafts, to ask takes a twentieth of a step
 NUM_PASSES = 2  # of shares by the rate that the last ones promise: more change nothing
 
 
@@ -77,11 +79,24 @@ class SharedBudget:
         self._costs = costs
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
+        self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
         self.clock = StepClock()  # of all steps, those of other drafters in turn with this one included
         self._plan: dict[str, int] = {}  # which of `NODE_CHOICES` each sequence has
+        self._gain = 1.0  # what the plan promises, in rates without drafts
+        self._trial = Trial()
+        self._num_resting = 0  # coming steps of the same sequences that draft nothing
         self._num_observed = 0  # trees since then
         self._plan_every = PLAN_EVERY
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # of such numbers of nodes, since then
+
+    def rests(self, requests: list[DraftRequest]) -> bool:
+        """Whether the coming step drafts nothing, known from those before it; else ask for `num_nodes`."""
+        if not self._num_resting:
+            return False
+        is_same = len(requests) == len(self._plan) and all(r.sequence.sequence_id in self._plan for r in requests)
+        self._num_resting = self._num_resting - 1 if is_same else 0
+        self.clock.end()
+        return is_same
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
         """How many nodes pay for each of the sequences that share the coming forward."""
@@ -90,11 +105,19 @@ class SharedBudget:
         self.clock.end()
         names = [request.sequence.sequence_id for request in requests]
         self._keep_planned(names, requests)
-        choices = [self._own[name].looked_at(self._plan[name], len(NODE_CHOICES)) for name in names]
+        planned = [self._plan[name] for name in names]
+        if not any(planned):
+            self._trial.leave()
+        elif self._trial.way(self._gain, len(names)) == "plain":
+            planned = [0] * len(names)
+        choices = [
+            self._own[name].looked_at(choice, len(NODE_CHOICES)) for name, choice in zip(names, planned, strict=True)
+        ]
         if self.clock.is_plain_due:
             choices = [0] * len(names)
         sizes = [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
         self.clock.begin(self._expected_seconds(requests, tuple(sizes)), "tree" if any(sizes) else "plain")
+        self._num_resting = 0 if any(planned) or any(sizes) else self._num_quiet_steps(names)
         return sizes
 
     def rate(self, requests: list[DraftRequest]) -> float:
@@ -126,6 +149,7 @@ class SharedBudget:
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""
         self._num_observed += 1
+        self._trial.count(len(path) + 1)
         if path and self._plan.get(sequence.sequence_id) == 0:  # a look found something
             self._plan_every = PLAN_EVERY
         self._of(sequence).observe(num_draft_tokens, path)
@@ -135,6 +159,7 @@ class SharedBudget:
         self._plan.pop(sequence.sequence_id, None)
         if left := self._own.pop(sequence.sequence_id, None):
             self._mean = (self._mean + np.array(left.shares)) / 2
+            self._look_every = left.look_every // 2
 
     def _keep_planned(self, names: list[str], requests: list[DraftRequest]) -> None:
         """Plan anew for other sequences, and after some steps."""
@@ -143,14 +168,26 @@ class SharedBudget:
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
-        shares: list[int] = best_shares(self._costs, tokens, lengths, overhead, self.clock.drafting_seconds).tolist()
-        plan = dict(zip(names, shares, strict=True))
-        if not any(shares):
+        proposing = self.clock.drafting_seconds
+        shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
+        own = self._costs.own_seconds(NUM_ROWS, lengths)
+        best, none = (
+            rate_of(self._costs, tokens, own, chosen, overhead, proposing) for chosen in (shares, np.zeros_like(shares))
+        )
+        self._gain, plan = best / none, dict(zip(names, shares.tolist(), strict=True))
+        if not shares.any():
             self.clock.doubt("tree")
         is_same = plan == self._plan
         self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if is_same else PLAN_EVERY
         self._plan, self._num_observed = plan, 0
         self._forward_seconds.clear()
+
+    def _num_quiet_steps(self, names: list[str]) -> int:
+        """Steps behind the coming one that nothing is due in: no look, no plan, no trial."""
+        if self._trial.is_trying or self.clock.is_plain_due:
+            return 0
+        to_plan = self._plan_every - self._num_observed // len(names)
+        return max(0, min(MOST_RESTING, to_plan - 1, *(self._own[name].num_steps_to_look - 1 for name in names)))
 
     def _overhead(self, requests: list[DraftRequest]) -> float:
         """Seconds that a step takes beside its forward where nothing is drafted."""
@@ -165,7 +202,7 @@ class SharedBudget:
 
     def _of(self, sequence: Sequence) -> NodeAcceptance:
         if sequence.sequence_id not in self._own:
-            self._own[sequence.sequence_id] = NodeAcceptance(self._mean)
+            self._own[sequence.sequence_id] = NodeAcceptance(self._mean, self._look_every)
         return self._own[sequence.sequence_id]
 
 
@@ -189,6 +226,9 @@ class BudgetedDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self.budget is None:
             return [self.tree(r.sequence, r.max_nodes, r.max_depth) for r in requests]
+        if self.budget.rests(requests):
+            self.is_drafting = False
+            return [DraftTree() for _ in requests]
         sizes = self.budget.num_nodes(requests)
         self.is_drafting = any(sizes)
         return [

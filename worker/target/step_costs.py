@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,7 +140,7 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
     return StepCosts(lengths, rising, target.forwards.rows_per_forward)
 
 
-def _least_seconds(target: TargetModel, forwards: list[Callable[[], object]]) -> list[float]:
+def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]) -> list[float]:
     """The shortest time of each forward. They take turns, so that a busy moment disturbs all alike."""
     times: list[list[float]] = [[] for _ in forwards]
     for repeat in range(PROBE_REPEATS):

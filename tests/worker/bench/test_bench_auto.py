@@ -8,14 +8,21 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rich.console import Group
+from swiftbatch.worker.bench.auto import auto as bench_auto
 from swiftbatch.worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
 from swiftbatch.worker.bench.auto.records import AutoRecord, render
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.drawing.sequence import Sequence
 
 from tests.worker.bench.bench_parts import words
+
+
+@pytest.fixture(autouse=True)
+def two_jobs_of_20_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_auto, "CELL_TOKENS", 40)
 
 
 @pytest.fixture
@@ -27,7 +34,14 @@ def text(tmp_path: Path) -> Path:
 
 def make_options(tiny_model: Path, text: Path, **changes: object) -> AutoBenchOptions:
     fields = {"model": str(tiny_model), "engines": ("suffix",), "positions": (60, 30), "slot_counts": (1, 3)}
-    grid = {"temperatures": (0.0, 1.0), "num_tokens": 20, "min_p": 0.1, "seed": 0, "text": text, "device": "cpu"}
+    fields |= {"num_tokens": (20,), "num_repetitions": 1}
+    grid = {
+        "temperatures": (0.0, 1.0),
+        "min_p": 0.1,
+        "seed": 0,
+        "text": text,
+        "device": "cpu",
+    }
     return AutoBenchOptions.model_validate(fields | grid | changes)
 
 
@@ -41,6 +55,28 @@ def test_every_cell_has_all_engines_with_the_same_tokens(tiny_model: Path, text:
         assert all(rate > 0 for rate in record.tokens_per_second.values())
         assert record.has_same_tokens
     assert json.loads(path.read_text())["results"] == [record.model_dump() for record in records]
+
+
+def test_short_jobs_follow_each_other_and_repetitions_have_other_seeds(
+    tiny_model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[tuple[int, int]] = []
+    sequences = bench_auto._Grid._sequences
+
+    def noted(grid: bench_auto._Grid, name: str, cell: bench_auto._Cell, job: int) -> list[Sequence]:
+        found = sequences(grid, name, cell, job)
+        if name == "auto":
+            seeds.extend((cell.num_tokens, sequence.sampling.seed) for sequence in found)
+        return found
+
+    monkeypatch.setattr(bench_auto._Grid, "_sequences", noted)
+    options = make_options(
+        tiny_model, text, positions=(30,), slot_counts=(1,), temperatures=(1.0,), num_tokens=(40, 20), num_repetitions=2
+    )
+    records = run_auto_bench(options)
+    assert [(record.num_tokens, record.repetition) for record in records] == [(20, 0), (20, 1), (40, 0), (40, 1)]
+    assert all(record.has_same_tokens for record in records)
+    assert seeds == [(20, 0), (20, 1), (20, 2), (20, 3), (40, 0), (40, 1)]
 
 
 def test_caches_outside_the_device_give_the_same_tokens(
@@ -68,11 +104,13 @@ def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:
         temperature=0.6,
         num_sequences=8,
         num_tokens=20,
+        repetition=1,
         tokens_per_second=rates,
         has_same_tokens=False,
     )
-    lines = words(Group(render([record])))
-    assert ["60000", "0.6", "8", "100", "1.50x", "suffix", "2.00x", "0.75x", "no"] in lines
+    better = record.model_copy(update={"tokens_per_second": rates | {"auto": 190.0}, "has_same_tokens": True})
+    lines = words(Group(render([better, record])))
+    assert ["60000", "0.6", "8", "20", "100", "1.50x", "suffix", "2.00x", "0.75x", "no"] in lines
     caption = "auto at worst: 0.75x of the best other engine, 1.50x of plain decoding"
     assert caption in [" ".join(line) for line in lines]
 
@@ -87,7 +125,8 @@ def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:
         ({"temperatures": ()}, "at least one temperature"),
         ({"json_path": Path("nowhere/auto.json")}, "there is none at nowhere"),
         ({"positions": ()}, "at least one position"),
-        ({"num_tokens": 4}, "num_tokens"),
+        ({"num_tokens": (4,)}, "got 4; expected numbers of 5 or more"),
+        ({"num_repetitions": 0}, "num_repetitions"),
     ],
 )
 def test_a_grid_that_can_not_be_is_refused(

@@ -287,21 +287,32 @@ def test_where_no_drafts_pay_no_candidates_are_looked_for(target: TargetModel) -
 def test_of_new_texts_little_is_known_and_soon_they_are_planned_for_again(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, planned = drafter_with(target, long_caches_cost()), []
-    monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned.append(len(steps)))
-    engine, first, second = Engine(target, drafter), *(new_sequence(target, "T=0", 20, 1500, name) for name in "ab")
-    steps: list[object] = []
+    planned = steps_of_plans(target, monkeypatch, lengths=(20, 1000))
+    assert planned == [[0, 4, 12, 28, 60], [0, 4, 12, 28, 60]]
 
-    def run_steps(number: int) -> None:
-        for _ in range(number):
-            steps.append(engine.step())
 
-    engine.start(first)
-    run_steps(61)
-    engine.start(second)
-    run_steps(14)
-    assert [after for after in planned if after < 61] == [0, 4, 12, 28, 60]
-    assert [after - 61 for after in planned if after >= 61] == [0, 4, 12]
+def test_texts_like_those_that_trees_were_better_for_are_planned_for_later(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short jobs follow each other: to plan at the first step of each is dear."""
+    planned = steps_of_plans(target, monkeypatch, lengths=(100, 120))
+    assert planned == [[0, 4, 12, 28, 60], [16, 48]]
+
+
+def steps_of_plans(target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> list[list[int]]:
+    """At which steps of jobs behind each other chains are thought of, where trees are always better."""
+    drafter, step = drafter_with(target, long_caches_cost()), 0
+    planned: list[list[int]] = []
+    monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned[-1].append(step))
+    engine = Engine(target, drafter)
+    for name, length in enumerate(lengths):
+        sequence = new_sequence(target, "T=0", length, 1500, str(name))
+        engine.start(sequence)
+        planned.append([])
+        for step in range(61):  # noqa: B007
+            engine.step()
+        engine.stop(sequence)
+    return planned
 
 
 def test_chains_become_as_long_as_forwards_have_rows_where_all_of_them_is_accepted() -> None:

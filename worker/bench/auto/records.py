@@ -49,7 +49,7 @@ def render(records: Items[AutoRecord]) -> Table:
         "auto\nto\nbest",
     )
     table = new_table("", (), headers)
-    table.add_column("same\ntokens")
+    table.add_column("same")
     for repetitions in _cells(records):
         record = min(repetitions, key=lambda each: each.ratio(CHOOSER, each.best))
         table.add_row(

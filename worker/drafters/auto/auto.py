@@ -34,10 +34,13 @@ from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
 NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
-ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 64  # steps: to plan takes a fifth of a short step
+ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 256  # steps: to plan takes a fifth of a short step
 FIRST_PLAN = 4  # steps to the second one for new sequences: of these nothing is known at first
+NEXT_PLAN = 16  # steps to the first one for sequences behind others like them that had trees
+MUCH_LONGER = 1.5  # times the text of those: it is another one
 CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
+NEW_BETTER = 1.4  # the same for rounds that were never tried here: what they take is a guess, and so is what they bring
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
@@ -72,6 +75,7 @@ class AutoDrafter(Drafter):
         self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
         self._names: list[str] = []  # of the sequences that this was planned for
         self._num_steps = 0  # since then
+        self._longest_planned = 0  # text of these, in tokens
         self._steps_per_plan = FIRST_PLAN
         self._caches: dict[str, FullKVCache] = {}
         self._in_chains: set[str] = set()  # sequences that chains were drawn for
@@ -98,6 +102,8 @@ class AutoDrafter(Drafter):
         self._caches[sequence.sequence_id] = cache
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        if self._rests(requests):
+            return [DraftTree() for _ in requests]
         if requests:
             self._plan(requests)
         self._is_chain = self._rounds is not None and self._are_scanned(requests)
@@ -143,18 +149,34 @@ class AutoDrafter(Drafter):
             self._budget.restore(sequence, before[1])
             raise
 
+    def _rests(self, requests: list[DraftRequest]) -> bool:
+        """Whether the coming step drafts nothing, and no plan is due."""
+        if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan or not self._budget.rests(requests):
+            return False
+        self._num_steps += 1
+        self._is_chain = self._recycling.is_drafting = False
+        return True
+
     def _plan(self, requests: list[DraftRequest]) -> None:
         """Every few steps, and where other sequences share the step, choose what brings most tokens per second."""
-        names = [request.sequence.sequence_id for request in requests]
+        names, longest = [request.sequence.sequence_id for request in requests], int(lengths_of(requests).max())
+        is_new = names != self._names
         self._num_steps += 1
-        if self._num_steps < self._steps_per_plan and names == self._names:
+        if is_new and self._is_like_those_before(longest):
+            self._num_steps, self._steps_per_plan, is_new = 0, NEXT_PLAN, False
+        self._names = names
+        if self._num_steps < self._steps_per_plan and not is_new:
             return
-        steps = 2 * self._steps_per_plan if names == self._names else FIRST_PLAN
-        self._names, self._num_steps = names, 0
+        steps = FIRST_PLAN if is_new else 2 * self._steps_per_plan
+        self._num_steps, self._longest_planned = 0, longest
         self._rounds = self._rounds_that_pay(requests)
         self._steps_per_plan = min(steps, self._most_steps_per_plan)
         if self._rounds is None:
             self._planner.forget()
+
+    def _is_like_those_before(self, longest: int) -> bool:
+        """Whether sequences begin where trees were better for others with texts as long."""
+        return self._rounds is None and 0 < longest < MUCH_LONGER * self._longest_planned
 
     @property
     def _most_steps_per_plan(self) -> int:
@@ -173,7 +195,8 @@ class AutoDrafter(Drafter):
         beside = clock.beside("chain", otherwise=plain + clock.drafting_seconds)
         rounds = self._planner.best(lengths, self._budget.tokens(requests), beside)
         trees = self._budget.rate(requests)
-        least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
+        factor = NEW_BETTER if self._planner.is_new else ALWAYS_BETTER
+        least = trees / ALWAYS_BETTER if self._rounds else trees * factor
         is_new = np.array([request.sequence.sequence_id not in self._in_chains for request in requests])
         num_tokens = sum(request.sequence.num_remaining_tokens for request in requests)
         saved = num_tokens * (1 / trees - 1 / rounds.rate)
