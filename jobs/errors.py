@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class UserError(RuntimeError):
     """Its text is one line for the user: what was wrong, where, what was expected, what to do next."""
+
+
+class ModelError(UserError):
+    """A model that cannot be found, read or used."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import list_of

@@ -6,6 +6,7 @@ import hashlib
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
+
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import FieldError
 

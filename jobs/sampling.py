@@ -6,6 +6,7 @@ import hashlib
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import FieldError, list_of
 from swiftbatch.jobs.logit_bias import LogitBias, bias_object, bias_pairs

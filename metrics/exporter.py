@@ -14,6 +14,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
+
 from swiftbatch.metrics.counters import TOTALS, WORKER_METRICS
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS
 from swiftbatch.metrics.metric import Histogram, Summary
@@ -21,6 +22,7 @@ from swiftbatch.metrics.server_counters import SERVER_METRICS
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
+
     from swiftbatch.metrics.counters import EngineCounters
     from swiftbatch.metrics.driver_counters import DriverCounters
     from swiftbatch.metrics.metric import Metric, Value

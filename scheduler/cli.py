@@ -8,6 +8,7 @@ import sys
 from typing import Any, NoReturn, TypeGuard
 
 import click
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.commands.bench import bench
 from swiftbatch.scheduler.commands.cancel import cancel

@@ -26,6 +26,8 @@ if name := os.environ.get("PYTEST_XDIST_WORKER"):
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.drafters.griffin.weights import save_griffin
@@ -33,8 +35,6 @@ from swiftbatch.worker.drafters.tokenswift.heads import save_heads
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target.tokenizer import train_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 

@@ -8,7 +8,7 @@ from typing import Literal
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
-from swiftbatch.worker.target.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.choice import CudaKernels
 
 CheckpointKind = Literal["tokens", "state"]
 

@@ -6,6 +6,7 @@ import json
 from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
+
 from swiftbatch.jobs.checkpoints.checked_files import digest
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, refuse_other
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline

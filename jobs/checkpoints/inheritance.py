@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,

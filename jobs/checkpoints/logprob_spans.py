@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, take_identity
 from swiftbatch.jobs.checkpoints.token_log import TokenIds
 from swiftbatch.jobs.identity import Identity

@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.attempt_files import read_attempt
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest
 from swiftbatch.jobs.checkpoints.files import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
+
 from swiftbatch.jobs.frozen import Strict
 
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, to the end of the year 9999

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, take_identity
 from swiftbatch.jobs.identity import Identity
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
 from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog

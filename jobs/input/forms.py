@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
+
 from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import FieldError, shown

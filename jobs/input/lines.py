@@ -6,6 +6,7 @@ import json
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.input.forms import (
     MAX_PROMPTS,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 

@@ -7,6 +7,7 @@ import math
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.input.reasons import reasons
 

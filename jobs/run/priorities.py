@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import TypeAdapter
+
 from swiftbatch.jobs.run.run_files import RunError, read_parsed
 from swiftbatch.jobs.storage.store import Store
 

@@ -7,6 +7,7 @@ import json
 from typing import Literal
 
 from pydantic import Field
+
 from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.repetition import LoopAction

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import line_id
 

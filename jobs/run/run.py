@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
+
 from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord

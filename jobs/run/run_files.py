@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reasons import reasons
 from swiftbatch.jobs.run.records import RUN_VERSION

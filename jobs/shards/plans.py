@@ -13,6 +13,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import Field
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.records import RUN_VERSION
 from swiftbatch.jobs.run.run_files import NUM_READERS, read_model

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, Self, get_args
 
 from pydantic import Field, ValidationError
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.records import RUN_VERSION
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model

@@ -9,9 +9,10 @@ from mmap import ACCESS_READ, mmap
 from threading import current_thread, main_thread
 from typing import BinaryIO
 
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
+
 from swiftbatch.jobs.storage.object_reader import ObjectReader, ReplacedError
 from swiftbatch.jobs.storage.object_stores import Place, as_os_error
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 SINGLE_BYTES = 5 * 2**20  # S3 allows no smaller part, so what is shorter goes up in one request
 PIECE_BYTES = 20 * 2**20  # two of pyarrow's parts; it copies what it has not sent yet

@@ -15,6 +15,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableOption,
     VariableRefresh,
 )
+
 from swiftbatch.metrics.grafana.durability import DURABILITY
 from swiftbatch.metrics.grafana.panel import Board, Panel, Query
 from swiftbatch.metrics.grafana.speculation import SPECULATION

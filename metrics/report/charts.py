@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+
 from swiftbatch.metrics.report.clock import ticks
 from swiftbatch.metrics.report.curves import ByLength, Throughput
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.metrics.report.stretches import Stretches
 
 Column = NDArray[np.float64]

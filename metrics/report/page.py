@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.charts import length_chart, throughput_chart

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.metrics.report.attempts import Attempt
 from swiftbatch.metrics.report.facts import JobFacts, RunFacts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import computed_field
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.scheduler.chaos.comparison import JobComparison
 from swiftbatch.scheduler.chaos.disturbed_run import Kill

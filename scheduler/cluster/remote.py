@@ -6,14 +6,16 @@ import functools
 import pickle
 from typing import TYPE_CHECKING, Any
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import bootstrap
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code, OtherCodeError
-from swiftbatch.worker.model.files import ModelError, OtherModelError
+from swiftbatch.worker.model.files import OtherModelError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayError
+
     from swiftbatch.worker.session.work import WorkReport
 
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder

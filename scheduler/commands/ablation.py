@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+
 from swiftbatch.scheduler.commands.model_options import (
     COMPUTING,
     DRAFT_MODEL,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from swiftbatch.jobs import sampling_defaults
 from swiftbatch.scheduler.commands.ablation import ablation
 from swiftbatch.scheduler.commands.model_options import (

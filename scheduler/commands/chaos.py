@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from swiftbatch.scheduler.commands.model_options import MODEL
 from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from swiftbatch.scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, MODEL, say
 
 if TYPE_CHECKING:

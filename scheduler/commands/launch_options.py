@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 import click
+
 from swiftbatch.scheduler.commands.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.grouping import options_of
 from swiftbatch.scheduler.commands.options.limits import LIMITS

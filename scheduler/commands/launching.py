@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+
 from swiftbatch.scheduler.process.interruption import INTERRUPTED
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
+
 from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
 from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import Computation
@@ -72,6 +73,7 @@ SEED = click.option("--seed", type=ANY_WHOLE_NUMBER, default=Computation.seed)
 def checked(model: type[Options], options: dict[str, Any]) -> Options:
     """The options as a benchmark takes them. Raises click.UsageError, which names the field."""
     from pydantic import ValidationError
+
     from swiftbatch.jobs.input.reasons import reasons
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
+
 from swiftbatch.scheduler.commands.launching import SOME_FAILED
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.dtypes import LogprobsMode

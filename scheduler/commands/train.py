@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from swiftbatch.scheduler.commands.model_options import MODEL
 from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 from swiftbatch.worker.training import defaults

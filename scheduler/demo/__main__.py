@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run, RunError, WorkerStatus
 from swiftbatch.scheduler.demo.prompts import PROMPTS

@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
 from swiftbatch.jobs.run.run import Progress, WorkerStatus
 from swiftbatch.scheduler.display.summary import counted, duration, job_counts, printable, safety, speed_of
 

@@ -8,6 +8,7 @@ from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
+
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.display.frame import Frame

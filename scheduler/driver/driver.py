@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import ModelError, UserError
 from swiftbatch.jobs.run.records import RunState
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.storage.store import Store, StoreError
@@ -24,7 +24,6 @@ from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.intake import Intake
 from swiftbatch.scheduler.driver.settlement import Settlement
 from swiftbatch.scheduler.driver.shards.sharding import Sharding
-from swiftbatch.worker.model.files import ModelError
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
+
 from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.run.records import ProcessKey
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model

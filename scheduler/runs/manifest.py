@@ -11,16 +11,17 @@ import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
 from swiftbatch.jobs.storage.uris import shown_uri
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.variants import chosen_numerics
-from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
+from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of, has_cuda
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 FOLDERS = ("draft_model", "kv_offload")
 

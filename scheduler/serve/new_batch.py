@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
+
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.forms import MAX_PRIORITY
 from swiftbatch.jobs.input.reasons import FieldError, reasons

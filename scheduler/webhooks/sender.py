@@ -7,10 +7,11 @@ import time
 from collections import deque
 from functools import partial
 
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+
 from swiftbatch.scheduler.webhooks.message import Message
 from swiftbatch.scheduler.webhooks.post import PostError, RefusedError, post
 from swiftbatch.scheduler.webhooks.receiver import Receiver
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 TRY_SECONDS = 5.0
 MESSAGE_SECONDS = 60.0  # in which a message is tried while the run goes on

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swiftbatch.jobs.identity import Identity
 
+from swiftbatch.jobs.identity import Identity
 from tests.jobs.run.run_parts import MANIFEST
 
 OWN = Identity(job_id="a-0123456789abcdef", fingerprint="fp_0123456789abcdef")

@@ -6,6 +6,7 @@ from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.job_table import from_parquet, to_parquet
 from swiftbatch.jobs.sampling import SamplingParams

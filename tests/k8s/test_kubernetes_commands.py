@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.metrics import discovery
 from swiftbatch.worker.config import CheckpointSettings
-
 from tests.k8s.kubernetes_parts import OVERLAYS, RAY, ROOT, Object, commands, one, pods, ray_containers, render
 from tests.readme.command_lines import options
 

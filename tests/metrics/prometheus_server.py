@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from swiftbatch.metrics import discovery
 
+from swiftbatch.metrics import discovery
 from tests import ROOT
 
 ALERTS = ROOT / "metrics" / "alerts.yml"

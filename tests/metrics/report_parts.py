@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.job import Job, JobRecord
@@ -14,7 +15,6 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.facts import RunFacts, gather
 from swiftbatch.metrics.report.page import render
-
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 
 BEGIN = 1_790_000_000.0

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store
@@ -24,7 +25,6 @@ from swiftbatch.scheduler.driver.endpoint import served_metrics
 from swiftbatch.scheduler.driver.fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders
-
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_context
 from tests.worker.session.session_parts import claimed, record, session, to_the_end, until

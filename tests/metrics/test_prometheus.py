@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS
-
 from tests.metrics.dashboard_files import as_shown, panel_expressions, variable_queries
 from tests.metrics.prometheus_server import Prometheus, binary, free_port, running_prometheus, until
 from tests.scheduler.driving import Driver, swiftbatch

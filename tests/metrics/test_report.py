@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.records import DriverClaim
@@ -19,7 +20,6 @@ from swiftbatch.metrics.report.gantt import gantt
 from swiftbatch.metrics.report.page import MAX_JOBS, render
 from swiftbatch.metrics.report.stretches import job_pace, stretches
 from swiftbatch.metrics.report.summary import summary
-
 from tests.jobs.run.run_parts import PROGRESS
 from tests.metrics.report_parts import (
     BEGIN,

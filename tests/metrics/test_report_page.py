@@ -12,12 +12,12 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-
 from tests.metrics.report_parts import BEGIN, attempt, finish, new_run, page_of, preempted_run, record, timeline
 
 HOSTILE = (

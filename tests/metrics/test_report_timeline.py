@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.session.work import Orders
-
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
 from tests.metrics.report_parts import facts_of, timeline

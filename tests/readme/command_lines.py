@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from swiftbatch.scheduler.cli import main
 
+from swiftbatch.scheduler.cli import main
 from tests import ROOT
 
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -8,7 +8,6 @@ from pathlib import Path
 from swiftbatch.jobs.input.forms import ChatFields, LineFields
 from swiftbatch.jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT
 from swiftbatch.scheduler.display.events import FieldsWithoutEffect
-
 from tests.jobs.input.job_lines import read_lines
 from tests.readme.command_lines import blocks, page, section, spans
 from tests.scheduler.commands.submit_parts import submit_file

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
 from swiftbatch.jobs.checkpoints.state_file import encode_state
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
@@ -28,7 +29,6 @@ from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingD
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
 from swiftbatch.worker.model.files import EMBEDDED
 from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES
-
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, output_ids, tokens_at
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.jobs.storage.fault_proxy import FaultProxy

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Thinking
@@ -20,7 +21,6 @@ from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import walk
-
 from tests.worker.constraints.words import allowed_behind, grammar
 
 VOCAB = 6

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
@@ -15,7 +16,6 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_repetition import ends_in_a_loop
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.bench.engine import BenchError
@@ -25,12 +27,11 @@ from swiftbatch.worker.drawing.finite import NotFiniteError, check_finite
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 

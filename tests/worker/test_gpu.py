@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
@@ -22,7 +23,6 @@ from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 pytestmark = [

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
@@ -18,8 +20,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-from transformers import AutoModelForCausalLM
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_exactness import PROMPTS
 

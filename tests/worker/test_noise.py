@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise, gumbel_block, philox4x32
 
 

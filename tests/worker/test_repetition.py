@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
 from swiftbatch.worker.engine import repetition
 from swiftbatch.worker.engine.repetition import LoopDetector

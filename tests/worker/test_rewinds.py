@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.repetition import rewind_seed
 from swiftbatch.jobs.sampling import SamplingParams
@@ -14,7 +15,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import may_rewind, rewound
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_exactness import PROMPTS, decode
 from tests.worker.test_repetition import ends_in_a_loop

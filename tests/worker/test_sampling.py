@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers.generation import logits_process as reference
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import PenaltyWindow, penalise
 from swiftbatch.worker.drawing.noise import GumbelNoise
@@ -20,7 +22,6 @@ from swiftbatch.worker.drawing.sampling import (
     running_sum_in_any_order,
 )
 from swiftbatch.worker.drawing.sequence import Sequence
-from transformers.generation import logits_process as reference
 
 VOCAB = 500
 

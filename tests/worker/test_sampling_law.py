@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.tree import Constraints
 from swiftbatch.worker.drafters.tokenswift.digit_tree import Sources, digit_tree
@@ -16,7 +17,6 @@ from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import walk
-
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TEXTS, TREE, VOCAB, gate, ours, plain_steps, rows_of
 
 

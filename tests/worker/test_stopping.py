@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -11,7 +12,6 @@ from swiftbatch.worker.engine.stopping import StopRule, text_of
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.texts.library_text import LibraryText
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 

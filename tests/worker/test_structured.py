@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import create_bench_drafter
 from swiftbatch.worker.constraints.tree import NOTHING_LEFT
@@ -18,7 +19,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 PROMPT = "The parish register says of the miller, in JSON: "

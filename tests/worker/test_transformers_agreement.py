@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from transformers import AutoModelForCausalLM
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -10,8 +12,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-from transformers import AutoModelForCausalLM
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 NUM_TOKENS = 500

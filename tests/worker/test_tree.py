@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.dtypes import Device, Dtype
 from swiftbatch.worker.bench.engine import BenchError

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import numpy as np
+from transformers import AutoTokenizer
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.engine import BenchEngine, BenchError
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
@@ -14,7 +16,6 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
-from transformers import AutoTokenizer
 
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "

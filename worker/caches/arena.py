@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, KVSource
 from swiftbatch.worker.caches.memory.plan import slot_capacity

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+
 from swiftbatch.worker.caches.entries import Entries
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED

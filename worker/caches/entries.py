@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache, keep_path
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
 from swiftbatch.worker.caches.copies import CudaLane
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from swiftbatch.worker.caches.copies import Computation, CopyLane, Event
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.kernels.sizes import RING_LAYERS

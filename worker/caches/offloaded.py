@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
 from swiftbatch.worker.caches.hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost
 

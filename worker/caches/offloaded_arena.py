@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena, SlotLease
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
 from swiftbatch.worker.caches.hosts import PinnedMemory

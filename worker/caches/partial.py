@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.caches.chunk_means import ChunkMeans, chunk_scores
 from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from swiftbatch.worker.constraints.definitions import reason_of, unforced
 from swiftbatch.worker.drawing.rules import ConstraintError, num_mask_words, tokens_of
 

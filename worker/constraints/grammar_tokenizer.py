@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+
 from swiftbatch.jobs.structure import Structure
 from swiftbatch.worker.constraints.definitions import StructureError, definition_of, is_lark, named_tokens, reason_of
 from swiftbatch.worker.constraints.grammar import Grammar

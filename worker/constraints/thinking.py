@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from swiftbatch.worker.constraints.thought import MISSED, Thinking, Thought
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
 

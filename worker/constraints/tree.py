@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from swiftbatch.worker.drawing.adjustments import bias_pairs, masked_behind
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, allows, mask_of, tokens_of
 from swiftbatch.worker.drawing.sequence import Sequence

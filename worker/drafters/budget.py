@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+
 from swiftbatch.worker.drafters.looks import LookRhythm
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import StepCosts

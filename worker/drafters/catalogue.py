@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
     HEADS_FILE,
     PARTS_FOLDER,
-    ModelError,
     locate_model,
     model_folder,
     read_config,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sequence import Sequence
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import numpy as np
+
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drafters.step_clock import StepClock, together

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import TrainedPart
-from swiftbatch.worker.model.files import ModelError
 from swiftbatch.worker.target.target import TargetModel
 
 Shape = tuple[int | str, ...]  # a name stands for any number above 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.worker.drawing import native as native

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 
 

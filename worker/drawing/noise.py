@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.drawing.native import noise_row
 from swiftbatch.worker.kernels.variants import chosen_variant
 

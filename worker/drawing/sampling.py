@@ -11,6 +11,7 @@ import copy
 import math
 
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import (
     MASKED,

@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.repetition import rewind_seed

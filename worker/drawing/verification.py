@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
 GUESSED = -1  # in place of the number of a node that no drafter proposed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from swiftbatch.jobs.repetition import RepetitionDetection
 
 ROOM = 4096  # tokens between two moves of the window

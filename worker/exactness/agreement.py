@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.target import TargetModel
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import TILE_ROWS

@@ -7,12 +7,13 @@ import functools
 from typing import Any
 
 import torch
-from swiftbatch.worker.kernels.team import Team
-from swiftbatch.worker.kernels.variants import chosen_variant, load_library
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import chosen_variant, load_library
 
 FAST_VARIANTS = ("avx512-bf16",)  # torch multiplies tiles itself where there is AMX
 HEAD_DIM = SIDE = 64  # of source/causal_blocks.h

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.angles import Rotary
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
 from swiftbatch.worker.kernels.rows import Rows
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.kernels.weights import LANES, DecoderSizes, LayerWeights, Linear
-from torch import Tensor
 
 SOURCES = ("feature", "token", "fused")  # in the order of `fusion_source` in source/api.h
 ROLES = {  # in the order of `griffin_role` in source/api.h

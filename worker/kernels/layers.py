@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.angles import AngleTable, Rotary
 from swiftbatch.worker.kernels.rows import CachePlace, CacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
-from torch import Tensor
 
 LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
     name: 3 + number

@@ -6,12 +6,13 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
 from swiftbatch.worker.kernels.rows import CachePlace, CacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.variants import load_library
 from swiftbatch.worker.kernels.weights import HEAD_DIMS, DecoderWeights
-from torch import Tensor
 
 EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h
 

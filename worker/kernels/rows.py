@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.kernels.sizes import BLOCK
 
 MOST_POSITIONS = 2**21
@@ -24,8 +25,19 @@ class ScannedKeys(Protocol):
         """Of their description in memory."""
 
 
+class RowCache(Protocol):
+    """Keys and values of rows, layer by layer."""
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[num_kv_heads, capacity, head_dim]` of a layer."""
+
+
 class Rows(Protocol):
     """Consecutive rows of one sequence, behind a cache: what kernels know of them."""
+
+    @property
+    def cache(self) -> RowCache:
+        """The one that they are behind."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_whole, library_path, variants
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.target.kernel_choice import CudaKernels
+    from swiftbatch.worker.kernels.choice import CudaKernels
 
 CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from swiftbatch.worker.kernels.angles import Rotary, frequencies_of
 from torch import Tensor, nn
+
+from swiftbatch.worker.kernels.angles import Rotary, frequencies_of
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone

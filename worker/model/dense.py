@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
 from swiftbatch.worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
 from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.model.digests import weight_files

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
 from swiftbatch.worker.model.faults import GENERATION_FILE, config_fault, folder_fault, weights_fault
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
@@ -20,10 +20,6 @@ PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
-
-
-class ModelError(UserError):
-    """A model that cannot be found, read or used."""
 
 
 class OtherModelError(ModelError):

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.files import ModelError
-from swiftbatch.worker.model.span import FULL, MaskFunction, Span, UnsupportedError, span_of
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.span import FULL, MaskFunction, Span, UnsupportedError, span_of
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3

@@ -14,8 +14,10 @@ from io import RawIOBase
 from typing import Any, cast
 
 import torch
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelError, ModelFiles
+from swiftbatch.worker.model.files import ModelFiles
 
 DTYPES = {
     "F64": torch.float64,

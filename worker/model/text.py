@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.run.dtypes import ThinkingMarkers
 from swiftbatch.jobs.sampling import SamplingParams
@@ -17,7 +18,7 @@ from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking
 from swiftbatch.worker.drawing.rules import ConstraintError, Rule
 from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
-from swiftbatch.worker.model.files import ModelError, ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.thinking import markers_of
 from swiftbatch.worker.model.token_length import max_chars_per_token
 from swiftbatch.worker.texts.base import OutputText

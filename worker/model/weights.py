@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from swiftbatch.worker.model.files import ModelError, ModelFiles, eos_token_ids_of
-from swiftbatch.worker.model.tensors import read_tensors
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of
+from swiftbatch.worker.model.tensors import read_tensors
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved

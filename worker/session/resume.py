@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, StateManifest
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.attention_kernel import attention_kernel, flash_attention, query_row_quantum
 from swiftbatch.worker.target.seen import Seen, see
 from swiftbatch.worker.target.tiles import SequenceRows
-from torch.nn.functional import pad
-from transformers import AttentionInterface
 
 ATTENTION_NAME = "swiftbatch_row_groups"
 

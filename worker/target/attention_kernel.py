@@ -6,6 +6,7 @@ import functools
 from typing import Literal
 
 import torch
+
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 
 KernelName = Literal["flash attention", "attention by definition"]

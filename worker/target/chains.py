@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.drawing.native import NativeSampler
 from swiftbatch.worker.drawing.native_calls import CTreeWalk, address_of, scratch
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
 
 EXPERTS_NAME = "swiftbatch_whole_tiles"
 

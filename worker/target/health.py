@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.model.files import ModelError
 from swiftbatch.worker.target.tiles import tree_rows
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.variants import kernel_numerics, load_library

@@ -6,12 +6,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.variants import chosen_variant
 from swiftbatch.worker.kernels.weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import ModelError, ModelFiles, eos_token_ids_of
+from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.target.native_forwards import NativeForwards
 
 if TYPE_CHECKING:
@@ -67,9 +69,10 @@ def load_transformers(
 
     Raises ModelError for one that is not whole or needs what we can't give.
     """
+    from transformers.utils.logging import disable_progress_bar  # seconds, that most models do without
+
     from swiftbatch.worker.model.weights import load_causal_lm
     from swiftbatch.worker.target.transformers_forwards import TransformersForwards
-    from transformers.utils.logging import disable_progress_bar  # seconds, that most models do without
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log holds no bars

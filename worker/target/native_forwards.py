@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCacheFactory

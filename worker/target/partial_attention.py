@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+
 from swiftbatch.worker.target.attention import Asked, attention_by_definition
 from swiftbatch.worker.target.partial_rows import PartialRows
-from torch.nn.functional import scaled_dot_product_attention
 
 
 class PartialAttention:

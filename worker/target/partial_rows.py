@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from swiftbatch.worker.caches.partial import PartialCache, Scanned
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK

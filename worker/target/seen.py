@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import pad
+
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.span import Span
 from swiftbatch.worker.target.tiles import SequenceRows, tail_mask
-from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)

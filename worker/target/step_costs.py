@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS

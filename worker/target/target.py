@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import MEMORY, KVRoom, place_of_caches
+from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.health import check_model
-from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers, resolve_device
 from swiftbatch.worker.target.tiles import SequenceRows
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, MIN_ROWS, TILE_ROWS

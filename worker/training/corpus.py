@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from swiftbatch.jobs.errors import UserError
 from transformers import PreTrainedTokenizerFast
+
+from swiftbatch.jobs.errors import UserError
 
 JUMP_SHARE = 1 / 3  # of the windows: the first tokens of a text, then a stretch from further back
 

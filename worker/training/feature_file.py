@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 from rich.progress import track
+from torch.utils.dlpack import from_dlpack
+
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.heads.texts import Text, hidden_states
-from torch.utils.dlpack import from_dlpack
 
 ORIGIN, TEXTS = b"origin", b"texts"  # in the schema's metadata: JSON
 TOKEN_IDS, FEATURES = "token_ids", "features"

@@ -11,7 +11,8 @@ from typing import IO, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from swiftbatch.worker.model.files import ModelError
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.training.feature_file import differing
 
 

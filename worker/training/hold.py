@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from swiftbatch.worker.model.files import ModelError
+from swiftbatch.jobs.errors import ModelError
 
 LOCK = ".training.lock"  # it says who holds it, for those who are refused
 

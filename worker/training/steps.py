@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from swiftbatch.worker.model.files import ModelError
+
+from swiftbatch.jobs.errors import ModelError
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from swiftbatch.scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
 from swiftbatch.scheduler.commands.options.grouping import GroupedCommand
 from swiftbatch.scheduler.commands.submit import run_option, submit

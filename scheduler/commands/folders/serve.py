@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+
 from swiftbatch.scheduler.commands.options.grouping import GroupedCommand
 from swiftbatch.scheduler.commands.options.serving import said_options, serving_options
 from swiftbatch.scheduler.commands.resume import resume

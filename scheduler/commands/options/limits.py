@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import click
+
 from swiftbatch.scheduler.commands.options.grouping import options_of
 from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
 from swiftbatch.scheduler.limits.deadline import parse_deadline

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import click
+
 from swiftbatch.scheduler.commands.options.grouping import Command, options_of
 from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 from swiftbatch.scheduler.commands.options.webhook import receiver_of

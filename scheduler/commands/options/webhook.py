@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from swiftbatch.scheduler.commands.options.grouping import options_of
 from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 

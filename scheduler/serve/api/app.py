@@ -7,6 +7,7 @@ import logging
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
 from swiftbatch.scheduler.serve.api.access import service_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
+
 from swiftbatch.scheduler.serve.api.access import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.new_batch import NewBatch

@@ -6,6 +6,7 @@ from collections.abc import Set
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from swiftbatch.scheduler.serve.bounds.pace import Pace
 
 MOST_BYTES = 2**20  # of a body that is no upload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from swiftbatch.metrics.server_counters import ServerCounters
 
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
+
 from swiftbatch.scheduler.serve.api.access import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, file_object, page_object
 from swiftbatch.scheduler.serve.pages import Order

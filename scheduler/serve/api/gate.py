@@ -7,6 +7,7 @@ from itertools import chain
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
+
 from swiftbatch.metrics import discovery
 from swiftbatch.scheduler.serve.api.hosts import is_cross_site, is_of_loopback
 from swiftbatch.scheduler.serve.bounds.refusing import refuse

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
+
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.records import FileRecord, LineProblem
 from swiftbatch.scheduler.serve.refusals import RefusedError

@@ -6,6 +6,7 @@ import re
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
 from swiftbatch.scheduler.serve.api.batch_routes import PAGE
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.api.watching_routes import progress_object

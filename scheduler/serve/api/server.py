@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.folder_hold import hold

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
 from swiftbatch.metrics import discovery
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.scheduler.serve.api.access import Served

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
+
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import RunError

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
 from swiftbatch.scheduler.serve.bounds.refusing import refuse
 from swiftbatch.scheduler.serve.refusals import RefusedError
 

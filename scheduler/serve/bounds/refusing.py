@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from starlette.types import Receive, Scope, Send
+
 from swiftbatch.scheduler.serve.api.objects import error_response
 from swiftbatch.scheduler.serve.refusals import RefusedError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from swiftbatch.scheduler.serve.api.objects import error_response
 from swiftbatch.scheduler.serve.refusals import RefusedError
 

@@ -7,6 +7,7 @@ import secrets
 from typing import Annotated
 
 from pydantic import Field, ValidationError
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.input.reasons import reasons

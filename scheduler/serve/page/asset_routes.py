@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
+
 from swiftbatch.scheduler.serve.page.page_route import PageRoute
 from swiftbatch.scheduler.serve.page.paths import ASSETS
 from swiftbatch.scheduler.serve.page.rendering import FOLDER

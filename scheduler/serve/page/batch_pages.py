@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Response
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run

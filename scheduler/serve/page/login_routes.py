@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse
+
 from swiftbatch.scheduler.serve.api.access import Served
 from swiftbatch.scheduler.serve.page.page_route import PageRoute
 from swiftbatch.scheduler.serve.page.rendering import page_response

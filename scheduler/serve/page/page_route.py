@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.api.access import service_of
 from swiftbatch.scheduler.serve.page.rendering import page_response

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 from starlette.datastructures import FormData
+
 from swiftbatch.scheduler.serve.api.access import Owner, Served
 from swiftbatch.scheduler.serve.page.sessions import COOKIE, SESSION_SECONDS, Sessions, is_session_id, new_session_id
 from swiftbatch.scheduler.serve.refusals import RefusedError

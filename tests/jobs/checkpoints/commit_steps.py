@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
-
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,
     JOB,

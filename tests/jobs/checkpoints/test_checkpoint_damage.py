@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.storage.store import Store
-
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, output_ids, write_state
 
 RESUME = ResumeRecord(

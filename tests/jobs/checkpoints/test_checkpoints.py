@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.checkpoints.store import AttemptRecord, CheckpointStore, ResumeRecord, StateManifest
 from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog, encode_log
 from swiftbatch.jobs.storage.store import Store
-
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY
 
 JOB = "job-0123456789abcdef"

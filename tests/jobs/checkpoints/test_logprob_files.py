@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles
@@ -21,7 +22,6 @@ from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
-
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB
 
 NUM_TOP = 2

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
@@ -16,7 +17,6 @@ from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
-
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,
     IDENTITY,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from swiftbatch.jobs.job import Job
-
 from tests.jobs.input.job_lines import CHAT, GOOD, batch, read
 
 FIRST_SEEDS = [

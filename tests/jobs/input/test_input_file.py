@@ -19,11 +19,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.input.columns import Columns
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, read_jobs
 from swiftbatch.scheduler.runs.job_files import read_job_files
-
 from tests import ROOT
 from tests.jobs.input.job_lines import CHAT, GOOD
 

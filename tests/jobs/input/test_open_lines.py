@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swiftbatch.jobs.chat import NOT_KWARGS, Message, TemplateOptions
-from swiftbatch.jobs.job import Job
 from transformers import PreTrainedTokenizerFast
 
+from swiftbatch.jobs.chat import NOT_KWARGS, Message, TemplateOptions
+from swiftbatch.jobs.job import Job
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 
 OPEN = {name: value for name, value in GOOD.items() if name != "max_tokens"}

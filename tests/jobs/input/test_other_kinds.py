@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.reader import read_jobs
-
 from tests.jobs.input.job_lines import GOOD
 
 LINES = "".join(json.dumps(GOOD | {"custom_id": name, "prompt": "Füße 😀"}, ensure_ascii=False) + "\n" for name in "ab")

@@ -20,12 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+
 from swiftbatch.jobs.input.columns import Columns
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.job_line import JobLine
 from swiftbatch.jobs.input.parquet_rows import parquet_rows
 from swiftbatch.jobs.input.reader import JobReader, Reject, read_jobs
-
 from tests.jobs.input.job_lines import CHAT
 from tests.work_counts import counted_calls
 

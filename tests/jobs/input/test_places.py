@@ -15,13 +15,13 @@ from fsspec.registry import _registry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.columns import ColumnError, Columns
 from swiftbatch.jobs.input.places import found_files
 from swiftbatch.jobs.input.reader import JobReader
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.job_files import read_job_files
-
 from tests.jobs.input.job_lines import GOOD
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swiftbatch.jobs.sampling import SamplingParams
 
+from swiftbatch.jobs.sampling import SamplingParams
 from tests.jobs.input.job_lines import CHAT, batch, read_lines
 
 COMPLETION = {"prompt": "Once", "max_tokens": 5}

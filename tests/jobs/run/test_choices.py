@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from pyarrow import parquet
+
 from swiftbatch.jobs.input.job_line import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
-
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
 

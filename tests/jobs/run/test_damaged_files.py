@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.records import DriverClaim
@@ -19,7 +20,6 @@ from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, claims
-
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record
 
 CONTENTS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
+
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.job import Job, JobRecord

@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError
-
 from tests import ROOT
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pyarrow import parquet
+
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
@@ -17,7 +18,6 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import Store
-
 from tests.jobs.run.run_parts import FINISHED, MANIFEST
 
 Rows = list[dict[str, Any]]

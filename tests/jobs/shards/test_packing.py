@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.shards.packing import SizedLine, packed
 from swiftbatch.jobs.shards.plans import PlannedLine
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shard_file import arrow_schema
 from swiftbatch.jobs.shards.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import StoreError
-
 from tests.jobs.run.run_parts import FINISHED
 from tests.jobs.shards.shard_parts import (
     all_rows,

@@ -11,11 +11,11 @@ from tempfile import TemporaryFile
 from typing import BinaryIO
 
 import pytest
+from tenacity import wait_random_exponential
+
 from swiftbatch.jobs.storage import object_stores
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
-from tenacity import wait_random_exponential
-
 from tests import ROOT
 from tests.jobs.storage.fault_proxy import FaultProxy
 

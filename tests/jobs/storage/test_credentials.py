@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
@@ -17,7 +18,6 @@ from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.jobs.storage.uris import hidden_credentials, shown_uri
 from swiftbatch.scheduler.cli import main
-
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record
 from tests.jobs.storage.s3_server import ACCESS_KEY, SECRET_KEY, S3Server

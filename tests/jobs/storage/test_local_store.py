@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swiftbatch.jobs.storage.store import Store, StoreError
 
+from swiftbatch.jobs.storage.store import Store, StoreError
 from tests import ROOT
 
 

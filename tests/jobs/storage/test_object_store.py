@@ -14,10 +14,10 @@ from uuid import uuid4
 
 import pytest
 from pyarrow import fs
+
 from swiftbatch.jobs.storage.object_stores import CHECKSUMS, open_place
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store, StoreError
-
 from tests import ROOT
 from tests.jobs.storage.fault_proxy import Fault, FaultProxy
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.retries import NO_RETRIES, Retries, is_transient
 from swiftbatch.jobs.storage.store import Store, StoreError
-
 from tests.simulated_clock import SimulatedClock
 
 

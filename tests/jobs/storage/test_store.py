@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+
 from swiftbatch.scheduler.cluster import watch as cluster_watch
 from swiftbatch.scheduler.cluster.watch import ClusterLostError, ClusterWatch
-
 from tests.simulated_clock import SimulatedClock
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.scheduler.cluster import cluster, embedded_ray
 from swiftbatch.scheduler.cluster.cluster import ClusterError, connect
 from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay

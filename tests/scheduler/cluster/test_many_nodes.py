@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
-
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, swiftbatch
 
 NUM_TOKENS = 500

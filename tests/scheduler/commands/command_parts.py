@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 from click.testing import CliRunner, Result
+
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main

@@ -7,7 +7,6 @@ import time
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.heartbeat import current_progress
-
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 

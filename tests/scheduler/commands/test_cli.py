@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-
 from tests import ROOT
 from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, refusal
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import pytest
 from pydantic import BaseModel
+
 from swiftbatch.scheduler.chaos.options import ChaosOptions
 from swiftbatch.scheduler.limits.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
@@ -27,7 +28,6 @@ from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.training.draft.recipe import DraftRecipe
 from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.heads.recipe import HeadRecipe
-
 from tests.scheduler.commands.command_parts import COMMANDS
 
 

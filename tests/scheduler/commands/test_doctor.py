@@ -10,6 +10,8 @@ from typing import NoReturn
 import pytest
 import torch
 from click.testing import CliRunner
+
+import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.dtypes import LinearName
 from swiftbatch.jobs.run.records import Exactness
@@ -20,12 +22,10 @@ from swiftbatch.worker.exactness.first_run.findings import Check, Finding
 from swiftbatch.worker.exactness.first_run.first_run import FirstRun, run_checks
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target import loading
 from swiftbatch.worker.target.hardware import hardware_of
-from swiftbatch.worker.target.kernel_choice import CudaKernels
-
-import tests.worker.interpreter  # noqa: F401
 from tests.worker.exactness.first_run.small_parts import small_parts
 
 

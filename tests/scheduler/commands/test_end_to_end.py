@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.jobs.run.run import Run
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
@@ -15,7 +16,6 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.runs import launch
-
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import finish

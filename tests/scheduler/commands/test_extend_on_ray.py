@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from swiftbatch.jobs.run.run import Run
 
+from swiftbatch.jobs.run.run import Run
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driving import Driver, bodies, outputs, swiftbatch

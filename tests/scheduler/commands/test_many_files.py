@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+
 from swiftbatch.jobs.input.columns import Columns
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import write_cancelled
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
-
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
+
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
@@ -24,7 +25,6 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands.folders import nightly as nightly_command
 from swiftbatch.scheduler.runs.folder_hold import file_of
 from swiftbatch.scheduler.runs.job_files import job_files
-
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 

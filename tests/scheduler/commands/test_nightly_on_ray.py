@@ -8,7 +8,6 @@ from pathlib import Path
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
-
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
 JOB = {"custom_id": "x", "prompt": "the quick brown fox", "max_tokens": 8}

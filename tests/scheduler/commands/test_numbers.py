@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands.launch_options import CountOrAuto
 from swiftbatch.scheduler.commands.options.limits import Deadline
 from swiftbatch.scheduler.commands.options.numbers import InOurDigits
-
 from tests.scheduler.commands.command_parts import COMMANDS
 
 OF_CLICK = (click.IntRange, click.FloatRange, type(click.INT), type(click.FLOAT))

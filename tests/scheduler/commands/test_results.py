@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from pyarrow import parquet
-from swiftbatch.jobs.run.run import Run
 
+from swiftbatch.jobs.run.run import Run
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests import ROOT
 from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
@@ -13,7 +14,6 @@ from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.runs.tailing import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 

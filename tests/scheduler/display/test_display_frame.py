@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady
 from swiftbatch.scheduler.display.frame import Frame
@@ -14,7 +15,6 @@ from swiftbatch.scheduler.display.job_events import JobCancelled, JobGivenUp
 from swiftbatch.scheduler.display.live import LiveDisplay
 from swiftbatch.scheduler.display.summary import printable
 from swiftbatch.scheduler.process.streams import Lines
-
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display import event_reference
-
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
 HOSTILE = "the\x1b[2Jsecond\nrun finished; jobs: all"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
-
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 

@@ -9,6 +9,7 @@ import pty
 import time
 
 import pytest
+
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.scheduler.display import event_reference
 from swiftbatch.scheduler.display.display import JsonDisplay, PlainDisplay, QuietDisplay
@@ -19,7 +20,6 @@ from swiftbatch.scheduler.display.live import LiveDisplay
 from swiftbatch.scheduler.display.summary import checkpoint_age, harmless, printable, summary_line
 from swiftbatch.scheduler.driver.speed import RATE_SECONDS, Speed
 from swiftbatch.scheduler.process.streams import Lines
-
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker
 
 OUTPUTS = ("r/output.jsonl", "r/output.parquet")

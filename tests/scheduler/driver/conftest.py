@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from swiftbatch.scheduler.cluster.cluster import Cluster
 
+from swiftbatch.scheduler.cluster.cluster import Cluster
 from tests.scheduler.driver.driver_parts import counting_cluster
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
@@ -25,7 +26,6 @@ from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
-
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
 from tests.work_counts import Work, counted_calls
 

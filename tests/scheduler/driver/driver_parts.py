@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
@@ -24,7 +25,6 @@ from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.limits.limits import Limits, Spending
 from swiftbatch.worker.config import EngineConfig
-
 from tests import ROOT
 
 NO_LIMITS = Limits()

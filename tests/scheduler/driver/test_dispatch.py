@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from swiftbatch.scheduler.driver.backlog import load_queue
 
+from swiftbatch.scheduler.driver.backlog import load_queue
 from tests import ROOT
 from tests.scheduler.driver.dispatch_parts import Dispatched, ask_status, dispatch, with_driver
 from tests.work_counts import counted_calls

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import line_id
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
@@ -19,8 +21,6 @@ from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.heartbeat import current_progress
-from swiftbatch.worker.model.files import ModelError
-
 from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.counters import EngineCounters
@@ -26,7 +27,6 @@ from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.speed import Speed
 from swiftbatch.worker.config import EngineConfig
-
 from tests.jobs.run.run_parts import make_record
 from tests.scheduler.driver.driver_parts import make_context, make_run
 from tests.simulated_clock import SimulatedClock

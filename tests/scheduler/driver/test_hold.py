@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.heartbeat import current_progress
@@ -18,7 +19,6 @@ from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError
 from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.settings import Settings
-
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, failed_line, make_record
 
 NUM_COMMANDS = 6

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver import dispatch
-
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     make_driver,

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError
+
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
 from swiftbatch.scheduler.cluster import remote
@@ -23,7 +24,6 @@ from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders
-
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     make_driver,

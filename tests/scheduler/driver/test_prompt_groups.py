@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shared_prompts import SharedPrompt, prompt_keys
 from swiftbatch.scheduler.driver.backlog import load_queue
@@ -16,7 +17,6 @@ from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.worker.session.work import Orders
-
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.driver.driver_parts import make_context
 from tests.scheduler.driver.test_job_queue import record, take

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cluster.actors import WorkerInfo

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder
@@ -15,7 +16,6 @@ from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.driver.backlog import load_queue
-
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.records import DriverClaim
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_files import read_model
@@ -15,7 +16,6 @@ from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
-
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,

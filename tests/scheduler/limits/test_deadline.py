@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
+
 from swiftbatch.scheduler.limits.deadline import parse_deadline
 
 

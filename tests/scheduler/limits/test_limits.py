@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from swiftbatch.scheduler.limits.limits import Limits, Spending
-
 from tests.jobs.run.run_parts import PROGRESS
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from swiftbatch.scheduler import __main__ as command_process
 from swiftbatch.scheduler.process import interruption
 from swiftbatch.scheduler.process.interruption import call_interruptibly, held, interrupt_on_signals

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.records import ProcessKey
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.heartbeat import process_liveness
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
 from swiftbatch.scheduler.process.identity import is_gone, own_key
-
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
 

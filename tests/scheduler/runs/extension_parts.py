@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.job import JobRecord
@@ -14,7 +15,6 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.runs.extension import Extension, extend_jobs
 from swiftbatch.worker.model.files import locate_model
-
 from tests.worker.session.session_parts import claimed, session, to_the_end
 
 

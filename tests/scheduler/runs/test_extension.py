@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.input.job_line import JobLine
 from swiftbatch.jobs.job import JobRecord
@@ -15,7 +16,6 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import REWINDING

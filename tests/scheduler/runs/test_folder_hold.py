@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.run_files import pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.folder_hold import FolderHeldError, Hold, Holder, file_of, hold
-
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 
 FILE = file_of("nightly")

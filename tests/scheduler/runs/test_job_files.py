@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.job_files import digest_of
 

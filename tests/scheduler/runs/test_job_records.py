@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.shared_prompts import prompt_keys
@@ -17,7 +18,6 @@ from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.model import thinking
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 

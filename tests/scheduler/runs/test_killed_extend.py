@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver import takeover
@@ -16,7 +17,6 @@ from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.takeover import RunTakenError
 from swiftbatch.scheduler.process.identity import own_key
 from swiftbatch.scheduler.runs.kept import kept_of, prune
-
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import extend, finish

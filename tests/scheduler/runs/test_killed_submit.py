@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.storage.object_folder import ObjectFolder
@@ -24,7 +25,6 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.process.identity import own_key
 from swiftbatch.scheduler.runs import job_records, launch, submission
 from swiftbatch.scheduler.runs.settings import Settings
-
 from tests.jobs.run.run_parts import FINISHED
 
 Files = dict[str, bytes]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
@@ -16,7 +17,6 @@ from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.settings import Settings
-
 from tests.scheduler.driver.driver_parts import make_run
 
 

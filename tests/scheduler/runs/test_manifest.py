@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.records import Exactness
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
@@ -16,12 +18,11 @@ from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.variants import OVERRIDE, chosen_numerics
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import kernel_choice as choice
 from swiftbatch.worker.target.hardware import hardware_of, has_cuda
-from swiftbatch.worker.target.kernel_choice import CudaKernels
-
 from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 

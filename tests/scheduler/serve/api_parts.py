@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
+
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.api.app import make_app
 from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions

@@ -12,7 +12,6 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.records import CANCEL, Cancellation
-
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.serve.server_parts import request

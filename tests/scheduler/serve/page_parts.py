@@ -15,6 +15,7 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
@@ -28,7 +29,6 @@ from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.metrics.report_parts import finish, record
 

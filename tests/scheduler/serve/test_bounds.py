@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+
 from swiftbatch.scheduler.serve.bounds import crowd
 from swiftbatch.scheduler.serve.service import Service
-
 from tests.scheduler.serve.api_parts import batch_of, client_of, service_on, upload
 
 

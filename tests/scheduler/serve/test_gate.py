@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
+
 from swiftbatch.scheduler.serve.api.gate import Gate
 from swiftbatch.scheduler.serve.keys.api_key import make_key
 from swiftbatch.scheduler.serve.keys.keyring import Keyring

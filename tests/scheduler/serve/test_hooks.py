@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import openai
 import pytest
+
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
@@ -22,7 +23,6 @@ from swiftbatch.scheduler.serve.hooks.receivers import Receivers
 from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver
-
 from tests.scheduler.serve.server_parts import wait_until
 from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, status
 

@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.scheduler.serve.keys.api_key import KeyLineError, Rights, make_key, parse_line
 from swiftbatch.scheduler.serve.keys.keyring import KeyFileError, Keyring, parse_keys
-
 from tests.scheduler.commands.command_parts import invoke, refusal
 
 HASH, OTHER_HASH = "a" * 64, "b" * 64

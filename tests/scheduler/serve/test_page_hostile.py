@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.scheduler.serve.page.rendering import FOLDER
-
 from tests.metrics.report_parts import finish
 from tests.metrics.test_report_page import Elements
 from tests.scheduler.serve.page_parts import (

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.page import batch_pages
 from swiftbatch.scheduler.serve.service import Service
-
 from tests.scheduler.serve.browser_parts import IS_INSTALLED, Browser, browsing
 from tests.scheduler.serve.page_parts import HOSTILE, app_of, in_progress, listening, new_batch
 from tests.scheduler.serve.server_parts import wait_until

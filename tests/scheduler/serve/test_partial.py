@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.serve.partial import partial_texts
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests.jobs.run.run_parts import MANIFEST
 from tests.metrics.report_parts import record
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+
 from swiftbatch.scheduler.serve.api import batch_routes, polls, watching_routes
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.keys.api_key import make_key
 from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.service import Service
 from swiftbatch.scheduler.serve.status import Watcher
-
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import submit_two
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.queue import Standing, next_batch
@@ -13,7 +14,6 @@ from swiftbatch.scheduler.serve.driving.standings import Standings
 from swiftbatch.scheduler.serve.driving.usage import BEGUN_TOKENS, DAY, HALF_LIFE, Usage, standing_of
 from swiftbatch.scheduler.serve.keys.api_key import Rights
 from swiftbatch.scheduler.serve.records import BatchRecord, Counts, Ended
-
 from tests.work_counts import num_lines
 
 NOW = 1_000_000.0

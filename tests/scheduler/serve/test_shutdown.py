@@ -12,10 +12,10 @@ from pathlib import Path
 import openai
 import pytest
 import uvicorn
+
 from swiftbatch.scheduler.serve.api.app import make_app
 from swiftbatch.scheduler.serve.bounds.connection import Connection
 from swiftbatch.scheduler.serve.files import Files
-
 from tests.scheduler.serve.api_parts import service_on
 
 WAIT_SECONDS = 60

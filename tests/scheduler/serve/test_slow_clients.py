@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+
 from swiftbatch.scheduler.serve.api.app import make_app
 from swiftbatch.scheduler.serve.bounds import connection, pace
-
 from tests.scheduler.serve.api_parts import service_on
 
 NUM_CLIENTS = 7

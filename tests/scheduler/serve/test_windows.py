@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.windows import window_seconds
 

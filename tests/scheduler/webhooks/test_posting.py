@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
@@ -17,7 +18,6 @@ from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, J
 from swiftbatch.scheduler.webhooks import sender as sending
 from swiftbatch.scheduler.webhooks.posting import INTERRUPTED_SECONDS, posting
 from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
-
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 from tests.scheduler.webhooks.receivers import SECRET, receiver, status
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from swiftbatch.scheduler.webhooks.receiver import Receiver, ReceiverError
 
+from swiftbatch.scheduler.webhooks.receiver import Receiver, ReceiverError
 from tests.scheduler.webhooks.receivers import KEY, SECRET
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from swiftbatch.scheduler.webhooks import sender as sending
 from swiftbatch.scheduler.webhooks.message import Message
 from swiftbatch.scheduler.webhooks.post import PostError, post
 from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 from swiftbatch.scheduler.webhooks.sender import Sender
-
 from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
 from tests.simulated_clock import SimulatedClock
 

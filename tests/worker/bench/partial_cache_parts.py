@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache

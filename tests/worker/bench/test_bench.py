@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode.contestants import EngineContestant
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, read_tokens, run_decode_bench
@@ -18,7 +19,6 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 ENGINES = ("autoregressive", "suffix", "token-recycling")

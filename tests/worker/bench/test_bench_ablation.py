@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
 from swiftbatch.worker.bench.caches.importance import ImportanceKVCache

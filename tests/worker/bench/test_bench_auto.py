@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rich.console import Group
+
 from swiftbatch.worker.bench.auto import auto as bench_auto
 from swiftbatch.worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
 from swiftbatch.worker.bench.auto.records import AutoRecord, render
@@ -16,7 +17,6 @@ from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drawing.sequence import Sequence
-
 from tests.worker.bench.bench_parts import words
 
 

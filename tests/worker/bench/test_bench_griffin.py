@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.griffin import ablation as griffin_ablation
@@ -26,10 +28,9 @@ from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
 from swiftbatch.worker.training.heads.recipe import HeadRecipe
-
 from tests.worker.bench.bench_parts import words
 
 PREFILL, NUM_TOKENS = 70, 12

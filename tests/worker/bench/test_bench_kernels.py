@@ -10,6 +10,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.kernels import roof
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
@@ -17,8 +19,6 @@ from swiftbatch.worker.bench.kernels.records import KernelResult, render
 from swiftbatch.worker.bench.kernels.roof import Roof
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.variants import OVERRIDE, load_library
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests.worker.bench.bench_parts import words
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 

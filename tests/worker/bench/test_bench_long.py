@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rich.console import Console
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode.decode import read_tokens
 from swiftbatch.worker.bench.engine import BenchError
@@ -30,7 +31,6 @@ from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.simulated_clock import SimulatedClock
 
 NUM_TOKENS = 200

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode import decode
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
@@ -22,8 +24,6 @@ from swiftbatch.worker.bench.variants import bench_slots
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.target import TargetModel
-
-import tests.worker.interpreter  # noqa: F401
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target
 

@@ -11,6 +11,7 @@ import matplotlib.image
 import pytest
 import torch
 from click.testing import CliRunner, Result
+
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
 from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
@@ -25,7 +26,6 @@ from swiftbatch.worker.bench.variants import TRIFORCE_PAPER
 from swiftbatch.worker.caches.summary import SummaryKVCache
 from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions
 from swiftbatch.worker.model.files import locate_model
-
 from tests.worker.bench.bench_parts import words
 
 PREFILL = 300

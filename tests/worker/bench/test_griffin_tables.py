@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
+
 from swiftbatch.worker.bench.griffin.catalogue import GRIFFIN_TABLES, Variant
 from swiftbatch.worker.bench.griffin.figures import GriffinFigures, predicted_speedup
 from swiftbatch.worker.bench.griffin.tables import ArmKey, Results, render
@@ -26,8 +28,6 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.griffin.accuracy import AccuracyRecord
 from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from transformers import AutoConfig
-
 from tests.simulated_clock import SimulatedClock
 from tests.worker.bench.bench_parts import words
 from tests.worker.drafters.drafter_parts import free_rows

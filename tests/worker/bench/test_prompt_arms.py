@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.triforce.arm_drafters import new_drafter
@@ -31,7 +32,6 @@ from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 PREFILL = 300

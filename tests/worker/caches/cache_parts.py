@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.caches import hosts as cache_hosts
 from swiftbatch.worker.caches import offloaded as offloaded_cache
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache

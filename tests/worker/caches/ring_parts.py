@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.layer_ring import Streams, Visit
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
-
 from tests.worker.caches.cache_parts import rows_of, shape
 from tests.worker.caches.lazy_stream import LazyStream
 

@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
+
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.kernels.sizes import BLOCK
-
 from tests.worker.caches.cache_parts import held, rows_of, shape, write
 
 LENGTH = 500

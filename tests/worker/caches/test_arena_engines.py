@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drafters.catalogue import create_drafter
@@ -15,7 +16,6 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.loading import load_transformers
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 NUM_SLOTS, MAX_TOKENS = 2, 40

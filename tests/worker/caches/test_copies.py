@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from swiftbatch.worker.caches.copies import CudaLane, Staging
 
+from swiftbatch.worker.caches.copies import CudaLane, Staging
 from tests.worker.caches.lazy_stream import LazyStream
 
 SIZE = (3, 2, 2, 50, 8)  # a slot's rows

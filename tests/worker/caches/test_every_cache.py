@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.caches import hosts as cache_hosts
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging
@@ -18,7 +19,6 @@ from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.streams import computing_stream
-
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.caches.lazy_stream import LazyStream
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
@@ -26,7 +27,6 @@ from swiftbatch.worker.caches.room import (
 )
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 
 HUGE = 2**31 - 1  # tokens

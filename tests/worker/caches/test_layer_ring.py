@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.caches.hosts import PinnedMemory
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
-
 from tests.worker.caches.cache_parts import shape
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.caches.ring_parts import LENGTH, EagerLane, Pair, RingForwards

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches import hosts as cache_hosts
@@ -25,7 +26,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.step_costs import StepCosts, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.simulated_clock import SimulatedClock
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, shape, use_small_blocks, write
 from tests.worker.drafters.drafter_parts import free_rows

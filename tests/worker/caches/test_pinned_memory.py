@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from swiftbatch.worker.caches.hosts import PinnedMemory
 from swiftbatch.worker.caches.room import KVRoomError
 

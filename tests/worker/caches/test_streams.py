@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.streams import ComputingStream, HostStream
-
 from tests.worker.caches.lazy_stream import LazyStream
 
 SIZE = (2, 2, 10, 8)

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.thinking import ThinkingConstraint, ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking, Thought
@@ -13,7 +14,6 @@ from swiftbatch.worker.constraints.tree import Constraints
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, mask_of, tokens_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
 
 PAIRS = (((0,), (1,)), ((0, 0, 1), (0, 1, 0, 1)), ((0, 1), (1, 1)), ((2, 0), (0, 2, 0)))

@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.tree import Constraints
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import GUESSED, Verification, Walk
-
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
 
 TEXTS = {"abc", "abd", "abcda", "da", "dab", "cccc"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
+
 from swiftbatch.jobs.structure import structure_of
 from swiftbatch.worker.constraints.definitions import definition_of
 from swiftbatch.worker.constraints.grammar import Grammar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.griffin.features import regressed_place
@@ -22,8 +24,6 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
 from tests.worker.kernels.kernel_parts import random_tree
 
 GREEDY = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)

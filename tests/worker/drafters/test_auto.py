@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
@@ -28,7 +29,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 from tests.worker.kernels.kernel_parts import needs_kernels
 

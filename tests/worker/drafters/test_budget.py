@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
@@ -23,7 +24,6 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 

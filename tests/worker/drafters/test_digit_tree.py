@@ -7,10 +7,10 @@ import math
 import random
 
 import pytest
+
 from swiftbatch.worker.bench.tokenswift.reuse import by_ngrams_alone
 from swiftbatch.worker.drafters.tokenswift.digit_tree import Ranked, Sources, digit_tree
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-
 from tests.work_counts import num_lines
 
 Paths = dict[tuple[int, ...], float]

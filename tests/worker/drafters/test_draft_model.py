@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
@@ -18,9 +20,8 @@ from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError, locate_model
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.simulated_clock import SimulatedClock
 
 VOCAB = 289  # of the tiny model

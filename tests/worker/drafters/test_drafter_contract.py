@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drafters.base import Drafter
@@ -18,10 +20,9 @@ from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Verification, walk
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
-
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.base import Drafter, ReadRows
@@ -22,7 +23,6 @@ from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Verification
-
 from tests.work_counts import num_lines
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 

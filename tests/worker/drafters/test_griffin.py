@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import GRIFFIN_PAPER
 from swiftbatch.worker.drafters.base import DraftRequest
@@ -16,7 +17,6 @@ from swiftbatch.worker.drafters.griffin.window import entry_of, window_start
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import (
     WAYS,

@@ -12,6 +12,8 @@ from types import FunctionType
 import numpy as np
 import pytest
 import torch
+
+import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.caches.memory.sizes import read_sizes
@@ -30,8 +32,6 @@ from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_mod
 from swiftbatch.worker.target.cuda.loading import drafts_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import pack_tiles
-
-import tests.worker.interpreter  # noqa: F401
 from tests.worker.drafters.griffin_parts import GREEDY, noisy_draft_model, random_rows, regressed
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target

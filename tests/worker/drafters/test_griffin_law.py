@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drafters.griffin.plan import EVERYTHING_PAYS
 from swiftbatch.worker.drafters.griffin.torch_ranking import TorchRoom
 from swiftbatch.worker.drafters.griffin.tree import GrowingTree
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
 
 # The draft model's guess of the target's logits: wrong by as much as they differ.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.griffin.features import NUM_PLACES, Features
@@ -17,7 +18,6 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.target.loading import load_transformers
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin_parts import (
     WAYS,

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drafters.griffin.plan import EVERYTHING_PAYS, PricePlanner, TreePrices

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, check_parts
 from swiftbatch.worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.drafters.griffin.weights import CONFIG, load_griffin, save_griffin
-from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, ModelError, locate_model
+from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.griffin_parts import load
 
 

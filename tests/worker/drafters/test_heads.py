@@ -11,18 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.drafters.tokenswift.heads import DecodingHeads, head_states, save_heads
-from swiftbatch.worker.model.files import HEADS_FILE, PARTS_FOLDER, ModelError, ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.corpus import CorpusError
-from swiftbatch.worker.training.heads import accuracy as head_accuracy
-from swiftbatch.worker.training.heads import training as tokenswift
-from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.heads.texts import Text, load_target, own_texts, text_states, training_states
-from swiftbatch.worker.training.heads.training import accumulate_gradients, run_steps, train_heads
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,6 +19,20 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.drafters.tokenswift.heads import DecodingHeads, head_states, save_heads
+from swiftbatch.worker.model.files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import CorpusError
+from swiftbatch.worker.training.heads import accuracy as head_accuracy
+from swiftbatch.worker.training.heads import training as tokenswift
+from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.heads.texts import Text, load_target, own_texts, text_states, training_states
+from swiftbatch.worker.training.heads.training import accumulate_gradients, run_steps, train_heads
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 FAST = HeadRecipe(num_steps=90, num_step_rows=256, num_warmup_steps=5, num_book_tokens=120, num_own_tokens=20)

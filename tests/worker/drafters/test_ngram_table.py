@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
 
 token_lists = st.lists(st.integers(0, 2), max_size=80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.tokenswift.tokenswift import whole_trees
 from swiftbatch.worker.drafters.two_level.chain import Round

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from swiftbatch.worker.drafters.step_clock import (
     FEWEST,
     LOOK_EVERY,

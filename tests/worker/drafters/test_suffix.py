@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.worker.drafters.lookup.suffix import MAX_CANDIDATES, predict
 from swiftbatch.worker.drafters.lookup.suffix_automaton import ROOT_STATE, SuffixAutomaton
 

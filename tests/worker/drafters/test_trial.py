@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from swiftbatch.worker.drafters import trial
 from swiftbatch.worker.drafters.trial import BLOCK_STEPS, CLEAR, MOST_AGE, SETTLED, Trial
 

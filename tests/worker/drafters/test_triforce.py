@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
@@ -17,7 +18,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
 PROMPT = "the quick brown fox jumps over the lazy dog. the lazy fox jumps over the brown dog. " * 3

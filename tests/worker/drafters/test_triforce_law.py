@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import walk
-
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours, plain_steps
 
 PENALISED = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, repetition_penalty=1.2)

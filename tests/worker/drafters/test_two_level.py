@@ -10,6 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
 from swiftbatch.worker.bench.variants import TOKENSWIFT_PAPER
@@ -27,10 +29,8 @@ from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelError
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
-
 from tests import ROOT
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.drafters.drafter_parts import free_rows, proposed

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from swiftbatch.worker.target.attention import ATTENTION_NAME, attend_in_groups
 from transformers import AttentionInterface
+
+from swiftbatch.worker.target.attention import ATTENTION_NAME, attend_in_groups
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan.keys import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
@@ -21,8 +23,6 @@ from swiftbatch.worker.kernels.variants import runnable_variants
 from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from torch import Tensor
-
 from tests.worker.caches.cache_parts import everything_of
 
 VARIANTS = runnable_variants()

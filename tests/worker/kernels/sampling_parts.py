@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import penalise
 from swiftbatch.worker.drawing.native_calls import kernels
@@ -16,7 +17,6 @@ from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise
 from swiftbatch.worker.drawing.rules import mask_of
 from swiftbatch.worker.drawing.sampling import draw
 from swiftbatch.worker.kernels.variants import OVERRIDE
-
 from tests.worker.kernels.kernel_parts import VARIANTS
 
 INF = float("inf")

@@ -14,6 +14,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
@@ -29,7 +30,6 @@ from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.kernels.variants import open_library
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
-
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     Shape,

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from swiftbatch.worker.kernels.angles import default_frequencies, frequencies_of
-from swiftbatch.worker.kernels.weights import decoder_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from swiftbatch.worker.kernels.angles import default_frequencies, frequencies_of
+from swiftbatch.worker.kernels.weights import decoder_weights
 
 LLAMA31: dict[str, Any] = {
     "rope_type": "llama3",

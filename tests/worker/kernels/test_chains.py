@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
@@ -18,7 +19,6 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import chains
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.kernels.kernel_parts import needs_kernels
 

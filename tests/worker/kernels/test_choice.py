@@ -6,15 +6,16 @@ import importlib.metadata
 
 import pytest
 import torch
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.model.files import ModelError, ModelFiles
+from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target import kernel_choice as choice
 from swiftbatch.worker.target.cuda import loading as cuda_loading
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 from swiftbatch.worker.target.loading import load_forwards
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.kernels.cuda import flash_stub
 
 FLASH = CudaKernels(attention="flash")

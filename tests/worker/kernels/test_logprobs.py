@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
@@ -14,7 +15,6 @@ from swiftbatch.worker.drawing.drawing import NativeDrawing, TorchDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Walk
-
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.sampling_parts import INF, any_row, in_every_variant
 from tests.worker.kernels.test_sampling_walk import VOCAB, any_rows, any_tree, sequences

@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
-from swiftbatch.worker.kernels.reference import ReferenceDecoder, reference_attention
-from swiftbatch.worker.kernels.team import Team
-from swiftbatch.worker.kernels.variants import load_library
-from swiftbatch.worker.kernels.weights import decoder_weights
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +19,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.variants import load_library
+from swiftbatch.worker.kernels.weights import decoder_weights
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,
@@ -39,6 +38,7 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     whole,
 )
+from tests.worker.kernels.reference import ReferenceDecoder, reference_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 120,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.recycling import recycler
 from swiftbatch.worker.drafters.recycling.native import MOST_NODES, NativeRecycling
@@ -14,7 +15,6 @@ from swiftbatch.worker.drafters.recycling.tables import RecyclingTables
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
-
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 pytestmark = needs_kernels

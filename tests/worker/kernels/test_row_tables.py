@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.kernels.variants import load_library
 from swiftbatch.worker.kernels.weights import DecoderSizes, Linear
 from swiftbatch.worker.target.tiles import SequenceRows
-from torch import Tensor
-
 from tests.worker.kernels.kernel_parts import (
     FLOAT32,
     SHAPES,

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing import native as sampling
 from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise, gumbel_block
 from swiftbatch.worker.drawing.sampling import draw
-
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts
 

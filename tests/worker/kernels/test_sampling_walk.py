@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing import native as sampling
 from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
@@ -15,7 +16,6 @@ from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk
-
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.sampling_parts import (
     INF,

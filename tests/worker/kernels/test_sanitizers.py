@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from swiftbatch.worker.kernels.build import compile_library
 
+from swiftbatch.worker.kernels.build import compile_library
 from tests import ROOT
 from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels

@@ -8,9 +8,9 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+
 from swiftbatch.worker.kernels.team import Team, shared_team
 from swiftbatch.worker.kernels.variants import load_library
-
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     VARIANTS,

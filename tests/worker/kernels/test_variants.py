@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.worker.kernels import build, variants
 from swiftbatch.worker.kernels.variants import (
     OVERRIDE,
@@ -15,7 +16,6 @@ from swiftbatch.worker.kernels.variants import (
     open_library,
     runnable_variants,
 )
-
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 

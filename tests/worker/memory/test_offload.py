@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.layer_ring import LayerRing, Streams

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
 from swiftbatch.worker.caches.arena import KVArena
@@ -30,7 +31,6 @@ from swiftbatch.worker.kernels.cuda.table import TableLayout
 from swiftbatch.worker.kernels.sizes import BLOCK, MOST_SLOTS, NUM_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests import ROOT
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]

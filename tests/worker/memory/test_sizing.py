@@ -21,7 +21,6 @@ from swiftbatch.worker.caches.memory.plan import CAPACITY_BLOCK, GRAPH_RESERVE, 
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
-
 from tests import ROOT
 from tests.readme.command_lines import page, table
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
 from swiftbatch.worker.exactness.agreement import Agreement, compare
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024

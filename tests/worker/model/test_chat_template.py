@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec

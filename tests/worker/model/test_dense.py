@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
 from swiftbatch.worker.kernels.weights import DecoderWeights, Linear, decoder_weights
 from swiftbatch.worker.model import tensors
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.weights import load_causal_lm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
 from tests import ROOT
 
 BF16 = torch.bfloat16

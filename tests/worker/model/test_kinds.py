@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.exactness import agreement
 from swiftbatch.worker.exactness.agreement import compare
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.model import layer_needs
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
+from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
-from transformers import AutoModelForCausalLM
-
 from tests import ROOT
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
 

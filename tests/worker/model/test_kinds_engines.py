@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel
@@ -15,7 +16,6 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
 

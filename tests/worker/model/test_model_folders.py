@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.exactness.agreement import compare
 from swiftbatch.worker.model.faults import INDEX_FILE
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.layer_needs import observe_layers
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
-
 from tests.worker.model.kind_parts import tiny_config, tiny_model, tiny_target
 
 WEIGHTS = "model.safetensors"

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.sizes import read_sizes
-from swiftbatch.worker.kernels.reference import ReferenceDecoder
-from swiftbatch.worker.kernels.weights import DecoderWeights, decoder_weights
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import ModelError, ModelFiles
-from swiftbatch.worker.model.weights import load_causal_lm
-from swiftbatch.worker.target.target import TargetModel
 from transformers import AutoConfig
 
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.kernels.weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.weights import load_causal_lm
+from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import chain
+from tests.worker.kernels.reference import ReferenceDecoder
 from tests.worker.model.test_dense import files_in, saved
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -14,16 +14,17 @@ import tokenizers
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.model.token_length import max_chars_per_token
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.token_length import max_chars_per_token
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
+
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Thinking
 from swiftbatch.worker.drawing.rules import ConstraintError
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-from transformers import PreTrainedTokenizerFast
 
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 OPENING = MESSAGES + (

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -15,7 +16,6 @@ from swiftbatch.worker.engine.prefixes.kept import MEMORY_SHARE, KeptPrefixes
 from swiftbatch.worker.engine.prefixes.sharing import Sharing
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
 from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.prefixes.sharing import SHORTEST
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.model.kind_parts import tiny_target
 from tests.worker.prefixes.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
 

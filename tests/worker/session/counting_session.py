@@ -15,12 +15,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.model.files import ModelError, OtherModelError
+from swiftbatch.worker.model.files import OtherModelError
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10

@@ -16,7 +16,6 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, Orders, WorkReport
-
 from tests.jobs.run.run_parts import MANIFEST
 
 NUM_TOKENS = 240

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
 from tests.worker.texts.text_parts import KINDS
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.target.step_costs import StepCosts
-
 from tests.worker.session.session_parts import (
     claimed,
     digest,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.target.step_costs import StepCosts
-
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import OFTEN, REWINDING, moments, wait_for_files
 

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.session import WorkerSession
-
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, to_the_end, until
 
 NUM_TOKENS = 60_000

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, StateManifest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
@@ -16,7 +17,6 @@ from swiftbatch.worker.session.work import Orders
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import DTYPES, TargetModel
-
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
     body,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
@@ -19,7 +20,6 @@ from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import _still_valid
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.target.step_costs import StepCosts
-
 from tests.worker.session.session_parts import body, claimed, made_with, make_run, record, session, to_the_end
 from tests.worker.session.test_thinking import MARKERS
 

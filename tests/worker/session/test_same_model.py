@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model import tensors
 from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.files import ModelError, OtherModelError
+from swiftbatch.worker.model.files import OtherModelError
 from swiftbatch.worker.session import same_model
 from swiftbatch.worker.session import session as sessions
-
 from tests.worker.session.session_parts import claimed, digest, made_with, make_run, record, session, to_the_end
 
 WEIGHTS = "model.safetensors"

@@ -9,14 +9,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.worker.model.files import ModelError
 from swiftbatch.worker.session.work import Assignment, Orders
-
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
     body,

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, Orders
 from swiftbatch.worker.target.step_costs import StepCosts
-
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 
 BOOK = "the quick brown fox jumps over the lazy dog, and then " * 30

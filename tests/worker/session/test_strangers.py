@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.target.step_costs import StepCosts
-
 from tests.jobs.run.run_parts import MANIFEST as BFLOAT16_MANIFEST
 from tests.worker.session.session_parts import (
     claimed,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.attention import ExactRows, attend_in_groups, attention_by_definition
 from swiftbatch.worker.target.tiles import Tile, tail_mask, tree_rows
-from torch.nn.functional import scaled_dot_product_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 

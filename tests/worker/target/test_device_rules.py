@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.verdicts import verdict_key
 from swiftbatch.worker.kernels.sizes import TILE_ROWS

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.worker.exactness.agreement import compare
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.kernels.variants import NO_KERNELS, OVERRIDE
@@ -16,7 +17,6 @@ from swiftbatch.worker.target.attention_kernel import attention_kernel
 from swiftbatch.worker.target.kernel_attention import attends_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
-
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
 

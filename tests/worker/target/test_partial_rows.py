@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -20,7 +21,6 @@ from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transfo
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import tree_rows
-
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.kernels.kernel_parts import needs_kernels, random_tree
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
-
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 FORWARD, ROW_AND_POSITION = 0.01, 1e-7

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.stopping import StopRule, text_of
@@ -12,9 +15,6 @@ from swiftbatch.worker.texts.base import OutputText
 from swiftbatch.worker.texts.decoder_steps import steps_of
 from swiftbatch.worker.texts.library_text import LibraryText
 from swiftbatch.worker.texts.stop_strings import first_stop
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
-
 from tests.worker.texts.text_parts import CHARACTERS, KINDS, Kind
 
 NAMES = st.sampled_from(sorted(KINDS))

@@ -8,13 +8,14 @@ from functools import cached_property
 from itertools import groupby, product
 
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.texts.byte_text import ByteText
 from swiftbatch.worker.texts.decoder_steps import BYTE_OF, steps_of
 from swiftbatch.worker.texts.token_bytes import TokenBytes
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 SPACE = "\u2581"
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}

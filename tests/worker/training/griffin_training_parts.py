@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
+
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.drafters.griffin.model import GriffinModel
 from swiftbatch.worker.model.files import GRIFFIN_FILE

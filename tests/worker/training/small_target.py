@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers import Qwen3Config
+
 from swiftbatch.worker.training.target import recipe
 from swiftbatch.worker.training.target import training as target_training
-from transformers import Qwen3Config
 
 
 def small_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:

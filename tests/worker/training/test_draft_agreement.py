@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.triforce.draft_model import window_of
 from swiftbatch.worker.drawing.noise import GumbelNoise
@@ -18,8 +20,6 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.draft.agreement import SAMPLING, agreement, windowed_logits
 from swiftbatch.worker.training.draft.recipe import LENGTH, draft_config
 from swiftbatch.worker.training.heads.texts import Text, load_target, own_texts
-from transformers import LlamaForCausalLM
-
 from tests import ROOT
 
 

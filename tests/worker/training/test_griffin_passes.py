@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.griffin.model import GriffinModel
 from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES, window_start
@@ -28,7 +29,6 @@ from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
 from swiftbatch.worker.training.griffin.windows import Windows, WindowSource, windows_in_use
 from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING
 from swiftbatch.worker.training.heads.texts import Text, hidden_states, load_target
-
 from tests.worker.training.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,

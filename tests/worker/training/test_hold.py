@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelError
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
 from swiftbatch.worker.training.draft.recipe import DraftRecipe
 from swiftbatch.worker.training.draft.training import train_draft
 from swiftbatch.worker.training.everything import train_all
@@ -24,7 +26,6 @@ from swiftbatch.worker.training.heads.training import train_heads
 from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.target.recipe import embedded_recipe
 from swiftbatch.worker.training.target.training import train_target
-
 from tests import ROOT
 
 HOLDS = """

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.training import everything
@@ -18,8 +20,6 @@ from swiftbatch.worker.training.everything import train_all
 from swiftbatch.worker.training.heads.recipe import HeadRecipe
 from swiftbatch.worker.training.target import evaluate, long_context
 from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowKind
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from tests import ROOT
 from tests.worker.training.griffin_training_parts import FAST as FAST_GRIFFIN
 from tests.worker.training.small_target import train_small_targets

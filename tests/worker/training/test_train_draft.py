@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import chain_rows
@@ -25,8 +29,6 @@ from swiftbatch.worker.training.draft.recipe import DraftRecipe, draft_config, d
 from swiftbatch.worker.training.draft.training import DraftWindows, distil, target_distributions, train_draft
 from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING, HeadRecipe
 from swiftbatch.worker.training.heads.texts import Text, load_target
-from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
 from swiftbatch.worker.drafters.griffin.model import GriffinConfig
 from swiftbatch.worker.drafters.griffin.weights import load_griffin
-from swiftbatch.worker.model.files import GRIFFIN_FILE, ModelError, locate_model
+from swiftbatch.worker.model.files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.griffin import training
@@ -21,7 +23,6 @@ from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRec
 from swiftbatch.worker.training.griffin.training import FILES, train_griffin
 from swiftbatch.worker.training.heads.recipe import OWN_SAMPLING
 from swiftbatch.worker.training.heads.texts import load_target
-
 from tests.worker.training.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, read_books
@@ -31,7 +33,6 @@ from swiftbatch.worker.training.target.recipe import (
     long_text_recipe,
 )
 from swiftbatch.worker.training.target.windows import WindowSource
-
 from tests.worker.training.small_target import train_small_targets
 
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, field_validator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES

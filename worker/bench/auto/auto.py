@@ -10,6 +10,7 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, Field, field_validator
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.auto.records import BASELINE, CHOOSER, AutoRecord
 from swiftbatch.worker.bench.decode.contestants import EngineContestant

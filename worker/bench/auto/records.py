@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from rich.table import Table
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.tables import new_table
 

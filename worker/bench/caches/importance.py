@@ -7,6 +7,7 @@ the least important end; when all are overwritten the cache is built anew, by th
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED, PartialCache, Queries

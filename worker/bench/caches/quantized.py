@@ -7,6 +7,7 @@ largest of each group. What is measured is what the rounding costs: entries lie 
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache, Queries

@@ -8,6 +8,7 @@ what was evicted never comes back (H2O).
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
 from swiftbatch.worker.caches.chunk_means import ChunkMeans, chunk_scores
 from swiftbatch.worker.caches.entries import Entries, NewEntries

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
 from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Run, RunManifest

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 from rich.table import Table
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.checkpoints.bench_worker import BenchWorker, Turn, make_run
 from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.bench.engine import BenchEngine, BenchError, OwnPositions
 from swiftbatch.worker.caches.full import FullKVCache
@@ -14,7 +16,6 @@ from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.texts.base import OutputText
-from transformers import AutoModelForCausalLM, DynamicCache
 
 
 @dataclass

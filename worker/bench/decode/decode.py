@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
 from swiftbatch.worker.bench.decode.records import DecodeRecord, make_records

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.decode.contestants import Contestant
 from swiftbatch.worker.bench.engine import digest

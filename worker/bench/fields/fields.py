@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 from rich.table import Table
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode.contestants import EngineContestant

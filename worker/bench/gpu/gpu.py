@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 if TYPE_CHECKING:
     from swiftbatch.worker.bench.gpu.records import GPUBenchResult

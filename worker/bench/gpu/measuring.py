@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
 from swiftbatch.worker.bench.decode.records import DecodeRecord
 from swiftbatch.worker.bench.engine import BenchError
@@ -20,7 +21,6 @@ from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.model.files import ModelError
 
 NUM_CACHES = 2  # of the engines: a job's, and that of the text which warms drafters up; a resume has as many
 TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines

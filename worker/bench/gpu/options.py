@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
+
 from swiftbatch.jobs.run.dtypes import AttentionName, Device, LinearName
 from swiftbatch.worker.bench.options import BenchOptions, Positions
 from swiftbatch.worker.config import Computation

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from swiftbatch.worker.bench.gpu.records import ReadRecord, ResumeRecord
 from swiftbatch.worker.exactness.first_run.parts import Parts
 

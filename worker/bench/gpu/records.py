@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.decode.records import DecodeRecord
 from swiftbatch.worker.bench.tables import new_table, number

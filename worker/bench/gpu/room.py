@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches.memory.plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.sizes import ModelSizes

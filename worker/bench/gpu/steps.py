@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from swiftbatch.worker.bench.gpu.records import StepRecord
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pydantic import Field, model_validator
 from rich.console import Group
+
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.griffin.catalogue import (
     GRIFFIN_TABLES,

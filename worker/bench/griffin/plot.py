@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+
 from swiftbatch.worker.bench.griffin.catalogue import MAX_FORWARDS, GriffinTable
 from swiftbatch.worker.bench.griffin.variants import Training
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.console import Group
 from rich.table import Table
+
 from swiftbatch.worker.bench.griffin.catalogue import MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
 from swiftbatch.worker.bench.griffin.figures import GriffinFigures
 from swiftbatch.worker.bench.griffin.variants import Training

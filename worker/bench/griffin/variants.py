@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
 from swiftbatch.worker.bench.griffin.catalogue import Variant
 from swiftbatch.worker.drafters.griffin.model import GriffinConfig
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.training.griffin.accuracy import AccuracyRecord
 from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
 from swiftbatch.worker.training.griffin.training import griffin_folder, train_griffin
-from transformers import AutoConfig, PreTrainedConfig
 
 FEATURES = "features"  # beside the trainings, which share them
 

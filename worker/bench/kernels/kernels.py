@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
+
 from swiftbatch.jobs.run.dtypes import Device
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.kernels.operations import (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing import native as sampling

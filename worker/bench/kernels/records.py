@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Group
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.kernels.operations import Operation
 from swiftbatch.worker.bench.kernels.roof import Roof

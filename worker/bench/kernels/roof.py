@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
 from swiftbatch.worker.drawing.native_calls import address_of
 
 LARGEST, SMALLEST = 1 << 28, 1 << 18  # bytes of memory that are read: from beyond every cache, to all within

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import Field, field_validator
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.long.generation import LongGeneration
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.engine import BenchEngine
 from swiftbatch.worker.caches.full import FullKVCache

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
 from swiftbatch.worker.bench.long.records import LongResult
 
 PLAIN, ENGINE, WINDOW, REUSE = "#7f7f7f", "#0b5fa5", "#6fa8d6", "#d9730d"  # also told apart without colours

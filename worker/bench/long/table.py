@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Group
 from rich.table import Table
+
 from swiftbatch.worker.bench.long.records import Figures, LongResult
 from swiftbatch.worker.bench.tables import new_table, number
 

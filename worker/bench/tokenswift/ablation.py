@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 from rich.console import Group
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches.catalogue import with_cache
 from swiftbatch.worker.bench.long.long import LongBenchOptions, Report, generate_long

@@ -8,6 +8,7 @@ from functools import partial
 
 from rich.console import Group
 from rich.table import Table
+
 from swiftbatch.worker.bench.long.records import LongRecord, LongResult
 from swiftbatch.worker.bench.tables import new_table, number, short
 from swiftbatch.worker.bench.tokenswift.catalogue import Ablation, View

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 from rich.console import Group
+
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.bench.text import encode, text_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.triforce.generation import PromptGeneration

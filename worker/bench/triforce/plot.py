@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
+
 from swiftbatch.worker.bench.triforce.catalogue import PromptTable
 from swiftbatch.worker.bench.triforce.tables import Results
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Group
 from rich.table import Table
+
 from swiftbatch.worker.bench.tables import new_table, number
 from swiftbatch.worker.bench.triforce.catalogue import PromptTable
 from swiftbatch.worker.bench.triforce.generation import PromptFigures

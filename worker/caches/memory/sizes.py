@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
+
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+
 from swiftbatch.worker.caches.memory.plan import NO_DRAFTS, DraftMemory
 from swiftbatch.worker.caches.partial import NUM_PINNED, capacity_for
 from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, SHORTEST_SCANNED

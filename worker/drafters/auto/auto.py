@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.auto.plan import (

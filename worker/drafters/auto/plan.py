@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
+
 from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.step_clock import together

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 import torch
 import triton
+
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.drafters.griffin.cuda_table import CudaRoom, GriffinLayout

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.griffin.features import NUM_PLACES, Features, regressed_place

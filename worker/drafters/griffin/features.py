@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES
 

@@ -13,6 +13,7 @@ import statistics
 from dataclasses import dataclass
 
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.griffin.features import NOTHING, regressed_place

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from safetensors import safe_open
+
 from swiftbatch.worker.caches.memory.plan import CAPACITY_BLOCK, NO_DRAFTS, DraftMemory, slot_capacity
 from swiftbatch.worker.caches.memory.sizes import ModelSizes, num_parameters
 from swiftbatch.worker.drafters.griffin.features import NUM_PLACES

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from swiftbatch.worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.target.step_costs import StepCosts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.drafters.griffin.model import GriffinConfig, GriffinModel

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.griffin.features import NUM_PLACES, Features
 from swiftbatch.worker.drafters.griffin.level import Candidates, DraftRows, Room, of_each

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN
 from swiftbatch.worker.drafters.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.drafters.trained_part import read_part

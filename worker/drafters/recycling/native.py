@@ -9,6 +9,7 @@ import ctypes
 from ctypes import c_double, c_int64, c_uint64, c_void_p
 
 import numpy as np
+
 from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

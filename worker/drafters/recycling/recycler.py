@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+
 from swiftbatch.worker.drafters.best_first import grow_best_first
 from swiftbatch.worker.drafters.ranking import CandidateRanker, ranking_rule
 from swiftbatch.worker.drafters.recycling.native import NativeRecycling

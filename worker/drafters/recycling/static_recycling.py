@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.recycling_matrix import RecyclingMatrix

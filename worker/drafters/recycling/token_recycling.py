@@ -10,6 +10,7 @@ pairs of tokens that stood in a text, which count as much as those of the last t
 from __future__ import annotations
 
 import numpy as np
+
 from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.recycling.recycler import create_recycler
 from swiftbatch.worker.drafters.recycling.tables import RecyclingTables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import linear
+
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, HEADS
 from swiftbatch.worker.drafters.trained_part import read_part
 from swiftbatch.worker.model.files import let_others_read
 from swiftbatch.worker.target.target import TargetModel
-from torch.nn.functional import linear
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drafters.tokenswift.cuda_heads import HeadsGraph

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.caches.partial import PartialCacheFactory
 from swiftbatch.worker.caches.summary import SummaryKVCache
@@ -16,7 +17,6 @@ from swiftbatch.worker.drafters.tokenswift.proposer import TokenSwiftProposer
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.plan import planner_of
-from swiftbatch.worker.model.files import ModelError
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.triforce.draft_model import DraftModel, window_of
 from swiftbatch.worker.drafters.two_level.chain import Chain

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.drawing.drawing import Sampler, penalised
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 import torch
+
 from swiftbatch.metrics.counters import timed
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache, PartialCacheFactory

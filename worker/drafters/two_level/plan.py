@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
+
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
 from swiftbatch.worker.drafters.two_level.chain import Round, RoundPlan

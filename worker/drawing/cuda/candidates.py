@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.candidate_kernels import candidates_of_blocks, candidates_of_rows
 from swiftbatch.worker.drawing.cuda.rows import NUM_WORDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
 from swiftbatch.worker.drawing.cuda.order import rank_of, token_of
 from swiftbatch.worker.drawing.cuda.parameters import LOG_MIN_P, POSITION, SLOT, TEMPERATURE, real, seed_of, whole

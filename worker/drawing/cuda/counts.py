@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda.buffers import expect
 
 BLOCK = 64  # tokens of one program

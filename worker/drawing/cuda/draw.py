@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.choice import best_of_blocks, best_of_rows
 from swiftbatch.worker.drawing.cuda.filters import find_cuts, temper_blocks

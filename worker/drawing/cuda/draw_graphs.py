@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.drawing.cuda.candidates import CandidateBuffers, TopCandidates
 from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw

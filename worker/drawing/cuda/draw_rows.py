@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from swiftbatch.worker.drawing.adjustments import masked_behind
 from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers

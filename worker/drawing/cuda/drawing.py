@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda.parameters import (
     ETA,
     LOG_MIN_P,

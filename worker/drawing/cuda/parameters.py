@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda import rows
 
 NUM_WORDS = tl.constexpr(rows.NUM_WORDS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.candidate_kernels import candidates_of_rows, store_block
 from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words

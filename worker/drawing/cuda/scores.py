@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda.order import number_of, order_of
 from swiftbatch.worker.drawing.cuda.parameters import (
     DEPTH,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, PADDING
 
 

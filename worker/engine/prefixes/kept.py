@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.room import MEMORY, KVRoom
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
 from swiftbatch.worker.caches.full import KVSource
 from swiftbatch.worker.engine.prefixes.kept import KeptPrefix, KeptPrefixes, num_alike
 from swiftbatch.worker.engine.slot import Slot

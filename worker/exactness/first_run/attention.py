@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.one_layer import OneLayer, Placed
 from swiftbatch.worker.exactness.first_run.parts import Parts

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
 from swiftbatch.jobs.run.records import Exactness
@@ -24,10 +25,10 @@ from swiftbatch.worker.exactness.first_run.whole_forwards import (
     check_transformers,
 )
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.variants import chosen_numerics
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import hardware_of
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 from swiftbatch.worker.target.loading import resolve_device
 
 CHECKS = (

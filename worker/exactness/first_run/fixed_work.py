@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 
 import torch
+
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.probes import SPAN, num_read, read_all

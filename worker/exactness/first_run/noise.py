@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+
 from swiftbatch.worker.drawing.noise import BLOCK, gumbel_block, philox4x32
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.parts import Parts
@@ -14,7 +16,6 @@ from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from torch import Tensor
 
 Placed = tuple[SequenceRows, int]  # rows and their slot
 SHORTER = 37  # positions by which the cache of a slot is shorter than that of the slot before

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
 from torch import Tensor
+
+from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
 
 READ_BLOCK = 4096  # numbers that a program reads at a time
 READS_PER_PROGRAM = 16

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
+
 from swiftbatch.jobs.run.dtypes import LinearName
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
@@ -12,7 +14,6 @@ from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from swiftbatch.worker.kernels.weights import Linear
-from torch import Tensor
 
 COMPARED_COLUMNS = 1024  # in float64
 SUM_ERROR = 1e-5  # of the sum of all products' sizes, that a float32 sum may be off

@@ -9,12 +9,13 @@ import sys
 from typing import Any
 
 import torch
+
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.worker.exactness.first_run.fixed_work import ROOM, work_digest
 from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 
 SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.worker.exactness.agreement import compare
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.fixed_work import ROOM, work_digest

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
-from torch import Tensor
 
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
 WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their registers

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
 from swiftbatch.jobs.run.dtypes import AttentionName
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable, TableLayout
-from torch import Tensor
 
 
 class Attention(Protocol):

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
@@ -19,7 +21,6 @@ from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
-from torch import Tensor
 
 
 class CudaDecoder:

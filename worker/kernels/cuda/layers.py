@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from torch import Tensor
 
 GATE_COLUMNS = 1024  # of a program
 

@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from swiftbatch.jobs.run.dtypes import LinearName
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from torch import Tensor
 
 TILE_COLUMNS = 32  # of a program: enough programs for every multiprocessor
 BLOCK_DEPTH = 128

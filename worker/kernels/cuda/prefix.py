@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
 LOG2_E = tl.constexpr(1.4426950408889634)

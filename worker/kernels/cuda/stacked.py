@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.angles import Rotary
 from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kernels.rows import Rows
     from torch import Tensor
+
+    from swiftbatch.worker.kernels.rows import Rows
 
 NUM_ROWS = 64  # of every forward: one shape is one numerics, one graph, one cost
 BLOCK = 64  # positions between two boundaries; also the width of a tail

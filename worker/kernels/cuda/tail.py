@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.prefix import load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 

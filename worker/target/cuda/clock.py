@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
 from swiftbatch.worker.kernels.cuda.graph import Work, capture
 
 

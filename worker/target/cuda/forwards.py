@@ -7,6 +7,7 @@ import weakref
 from typing import cast
 
 import torch
+
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.entries import NewEntries
 from swiftbatch.worker.caches.full import FullKVCache
@@ -14,6 +15,7 @@ from swiftbatch.worker.caches.partial import PartialCacheFactory
 from swiftbatch.worker.caches.streams import computing_stream
 from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
@@ -27,7 +29,6 @@ from swiftbatch.worker.target.cuda.query_tap import QueryTap
 from swiftbatch.worker.target.cuda.rounds import Rounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
 from swiftbatch.worker.target.hardware import hardware_of
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
@@ -26,13 +27,13 @@ from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.scan.room import scan_memory
 from swiftbatch.worker.caches.streams import computing_stream
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.kernel_choice import DEFAULT_KERNELS, CudaKernels
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of attention: two waves of two, as their shared memory allows
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.layer_ring import Visit
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache

@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, SlotLease
 from swiftbatch.worker.caches.entries import Entries

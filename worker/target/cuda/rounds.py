@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS

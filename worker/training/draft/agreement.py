@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from transformers import LlamaForCausalLM
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.triforce.draft_model import WINDOW, window_of
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sampling import draw
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.heads.texts import Text, hidden_states
-from transformers import LlamaForCausalLM
 
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),

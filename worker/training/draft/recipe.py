@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from transformers import LlamaConfig, PreTrainedConfig
+
 from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS, WINDOW
 from swiftbatch.worker.training.heads.recipe import HeadRecipe
 from swiftbatch.worker.training.steps import Recipe
-from transformers import LlamaConfig, PreTrainedConfig
 
 LENGTH = NUM_SINKS + 2 * WINDOW  # of the windows it learns from: the most that it reads in use
 

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.triforce.draft_model import NUM_SINKS
-from swiftbatch.worker.model.files import ModelError, ModelFiles, locate_model
+from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import jumping_positions
 from swiftbatch.worker.training.draft.agreement import measure_agreement
@@ -24,8 +28,6 @@ from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.log import write_measured, write_record
 from swiftbatch.worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from swiftbatch.worker.training.target.training import save_target
-from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
 NUM_STATE_STEPS = 100  # between two states

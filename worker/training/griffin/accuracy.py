@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+
 from swiftbatch.worker.drafters.griffin.model import GriffinModel
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.target.target import TargetModel

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import cross_entropy
+
 from swiftbatch.worker.drafters.griffin.model import GriffinModel
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.griffin.passes import forward_passes
 from swiftbatch.worker.training.griffin.recipe import FEATURE_WEIGHT, GriffinRecipe
 from swiftbatch.worker.training.griffin.windows import Windows
-from torch.nn.functional import cross_entropy
 
 NUM_LOGITS = 2**21  # held at once, whatever the vocabulary
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
+
 from swiftbatch.worker.drafters.griffin.model import GriffinModel
 from swiftbatch.worker.training.griffin.windows import Windows
-from transformers import AttentionInterface
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedConfig
+
 from swiftbatch.worker.drafters.griffin.model import Fusion, GriffinConfig
 from swiftbatch.worker.drafters.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.heads.recipe import HeadRecipe
-from transformers import PreTrainedConfig
 
 FEATURE_WEIGHT = 0.1  # of the L1 distance of features beside the cross entropy of tokens (appendix C.1)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from swiftbatch.worker.drafters.griffin.model import GriffinModel
 from swiftbatch.worker.drafters.griffin.weights import save_griffin
 from swiftbatch.worker.model.files import GRIFFIN_FILE, ModelFiles, locate_model

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.drafters.griffin.window import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.training.corpus import jumping_positions
 from swiftbatch.worker.training.feature_file import TextFeatures

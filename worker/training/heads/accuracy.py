@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
 from swiftbatch.worker.drafters.tokenswift.heads import head_states
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.heads.texts import TextStates

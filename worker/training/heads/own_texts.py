@@ -6,12 +6,14 @@ from collections import deque
 from functools import partial
 
 from rich.progress import Progress
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import MAX_SEED, SamplingParams
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelError, ModelFiles
+from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 

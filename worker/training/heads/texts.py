@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.progress import track
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec

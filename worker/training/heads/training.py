@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.functional import cross_entropy
+
 from swiftbatch.worker.drafters.tokenswift.heads import head_states, save_heads
 from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
 from swiftbatch.worker.target.target import TargetModel
@@ -31,7 +33,6 @@ from swiftbatch.worker.training.heads.texts import (
 from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.log import write_measured, write_record
 from swiftbatch.worker.training.steps import check_loss
-from torch.nn.functional import cross_entropy
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 

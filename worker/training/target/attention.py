@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from swiftbatch.worker.kernels.causal import causal_attention, is_fast
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from swiftbatch.worker.kernels.causal import causal_attention, is_fast
 
 ATTENTION_NAME = "swiftbatch_training"
 UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what a layer may ask for that `causal_attention` has not

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from swiftbatch.worker.target.target import TargetModel
 from torch.nn.functional import cross_entropy
+
+from swiftbatch.worker.target.target import TargetModel
 
 WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
 SCORED_FROM = 32_768  # tokens of its book in front of the first that is scored

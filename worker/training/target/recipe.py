@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from transformers import Qwen3Config
+
 from swiftbatch.worker.training.defaults import TARGET_TOKENS
 from swiftbatch.worker.training.steps import Recipe
-from transformers import Qwen3Config
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 131_072

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
+
 from swiftbatch.worker.training.folder import TrainingFolder
 from swiftbatch.worker.training.log import write_record
 from swiftbatch.worker.training.steps import Optimizers, StepLoss, StepRecord, repeatable, run_steps
@@ -14,7 +16,6 @@ from swiftbatch.worker.training.target.long_texts import LongTexts
 from swiftbatch.worker.training.target.losses import add_batch_gradients
 from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowRecipe
 from swiftbatch.worker.training.target.windows import WindowSource
-from transformers import PreTrainedModel
 
 NUM_STATE_STEPS = 100  # between two states of training in windows
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.model.files import let_others_read, locate_model
 from swiftbatch.worker.target.loading import resolve_device
@@ -24,7 +26,6 @@ from swiftbatch.worker.training.target.long_context import NUM_SCORED, SCORED_FR
 from swiftbatch.worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
 from swiftbatch.worker.training.target.stages import run_stages, stages_of
 from swiftbatch.worker.training.target.tokenizer import train_tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4

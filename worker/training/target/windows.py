@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from swiftbatch.worker.training.target.recipe import WindowKind, WindowRecipe
 
 SKIPPING_SHARE = 0.5  # of the windows that are read far from position 0: some stretches, in place of one

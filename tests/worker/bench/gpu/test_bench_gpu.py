@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pydantic import ValidationError
+
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.gpu import reading
 from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
@@ -25,12 +27,11 @@ from swiftbatch.worker.bench.gpu.steps import Stopwatch, step_bytes, step_record
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.memory.plan import GPUMemory
 from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.model.files import ModelError, locate_model
+from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import kernel_choice as choice
 from swiftbatch.worker.target import step_costs
-from swiftbatch.worker.target.kernel_choice import CudaKernels
-
 from tests import ROOT
 from tests.worker.bench.bench_parts import words
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row

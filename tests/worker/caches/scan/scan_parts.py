@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan.keys import ScannedKeys
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -13,8 +15,6 @@ from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.kernels.variants import load_library
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
-from torch import Tensor
-
 from tests.worker.caches.cache_parts import everything_of
 
 NUM_CHUNKS = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
@@ -14,7 +15,6 @@ from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
-
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = needs_kernels

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+
+import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.run.dtypes import AttentionName
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
@@ -21,8 +23,6 @@ from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.cuda.loading import with_rounds
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
-
-import tests.worker.interpreter  # noqa: F401
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))

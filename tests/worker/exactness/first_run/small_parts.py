@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from swiftbatch.jobs.run.dtypes import LinearName
-from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 from torch import Tensor
 
+from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
+from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
+from swiftbatch.worker.model.files import ModelFiles
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from swiftbatch.worker.exactness.first_run.attention import TIMED_ROWS, check_attention, check_attention_speed
 from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.target.kernel_choice import CudaKernels
-
 from tests.worker.exactness.first_run.small_parts import SMALL, small_parts
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.exactness.first_run import whole_forwards
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.whole_forwards import (
@@ -15,12 +17,10 @@ from swiftbatch.worker.exactness.first_run.whole_forwards import (
     check_second_process,
     check_transformers,
 )
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.graph import Repeated, Work
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.target.kernel_choice import CudaKernels
-from torch import Tensor
-
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row, small_parts
 
 

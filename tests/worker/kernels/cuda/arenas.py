@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
-from torch import Tensor
-
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 
 CAPACITY = 1024

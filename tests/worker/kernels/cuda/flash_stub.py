@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from swiftbatch.worker.target import kernel_choice as choice
 from torch import Tensor
 
+from swiftbatch.worker.target import kernel_choice as choice
 from tests.worker.library_calls import LibraryCall, Returned
 
 VERSION = "2.8.3"

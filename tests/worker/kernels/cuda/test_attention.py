@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS
 from swiftbatch.worker.target.tiles import tree_rows
-from torch import Tensor
-
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,
     NAN,

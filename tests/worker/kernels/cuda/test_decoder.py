@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from swiftbatch.worker.kernels.reference import ReferenceDecoder
 from swiftbatch.worker.kernels.weights import Linear
-from torch import Tensor
-
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,
     NAN,
@@ -29,6 +28,7 @@ from tests.worker.kernels.cuda.arenas import (
 )
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, chain, random_partial_rows, random_weights, whole
+from tests.worker.kernels.reference import ReferenceDecoder
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.rows import Rows

@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
 from swiftbatch.worker.caches.memory.plan import PADDED_ROWS
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape
@@ -17,15 +19,13 @@ from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.flash import MOST_SPLITS, FlashAttention
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
-from swiftbatch.worker.kernels.reference import ReferenceDecoder
-from torch import Tensor
-
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, Placed, padded, random_rows
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.cuda.test_attention import SCALE, alone, exactly, num_rows_of, queries, written
 from tests.worker.kernels.cuda.test_decoder import LAYER, run, upload
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights, whole
+from tests.worker.kernels.reference import ReferenceDecoder
 
 SHAPES = (
     Shape(),

@@ -7,16 +7,16 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.layers import add_norm, embed, silu_mul
 from swiftbatch.worker.kernels.cuda.rotary import rope_store
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from swiftbatch.worker.kernels.reference import ReferenceDecoder
-from torch import Tensor
-from torch.nn.functional import silu
-
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
+from tests.worker.kernels.reference import ReferenceDecoder
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 HIDDEN = 80

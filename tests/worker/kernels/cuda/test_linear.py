@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda import linear
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from torch import Tensor
-
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 
 SIZES = [(48, 16), (100, 128), (33, 400)]  # columns and depth

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import torch
+
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
 from swiftbatch.worker.caches.arena import KVArena, SlotLease
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
 from swiftbatch.worker.caches.streams import HostStream
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
-from swiftbatch.worker.target.kernel_choice import CudaKernels
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.scan import cache as scan_cache
 from swiftbatch.worker.caches.scan import slot_keys
@@ -31,7 +32,6 @@ from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target

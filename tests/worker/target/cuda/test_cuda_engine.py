@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
@@ -24,7 +25,6 @@ from swiftbatch.worker.target.cuda.loading import drafts_of
 from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
@@ -18,7 +19,6 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.drafters.griffin_parts import random_tokens
 from tests.worker.target.cuda.cuda_parts import cuda_target

@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
 from swiftbatch.worker.drawing.drawing import TorchDrawing
 from swiftbatch.worker.drawing.rules import allows, mask_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 
 PENALISED = SamplingParams(

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target

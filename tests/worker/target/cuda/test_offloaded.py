@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from swiftbatch.worker.bench.variants import BENCH_ENGINES
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.streams import ComputingStream, computing_stream
@@ -20,8 +22,6 @@ from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
 from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests.worker.kernels.kernel_parts import random_tree
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target

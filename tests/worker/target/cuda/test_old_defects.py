@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.sampling import keep_top_p
@@ -19,8 +21,6 @@ from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 from swiftbatch.worker.target.tiles import tree_rows
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
@@ -16,7 +17,6 @@ from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
-
 from tests.worker.kernels.cuda.launches import launched
 
 CPU = torch.device("cpu")

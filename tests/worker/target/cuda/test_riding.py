@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest, ReadRows
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -17,7 +18,6 @@ from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows
-
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 SPOILT = 200  # a token that no prompt has and no tree

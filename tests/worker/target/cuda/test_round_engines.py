@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
@@ -22,7 +23,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target
 

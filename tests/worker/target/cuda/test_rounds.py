@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.entries import NewEntries
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.reference import ReferenceDecoder
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.partial_arena import SlotEntries
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.target import TargetModel
-
 from tests.worker.caches.cache_parts import EverythingCache
 from tests.worker.kernels.kernel_parts import random_tree
+from tests.worker.kernels.reference import ReferenceDecoder
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 NUM_ENTRIES = (1, 70, 128)  # of a sequence each: prefixes end within blocks and at their ends

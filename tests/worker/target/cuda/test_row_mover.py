@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.target.cuda.row_mover import RowMover

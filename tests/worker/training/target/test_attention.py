@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from swiftbatch.worker.training.target import attention
-from swiftbatch.worker.training.target.attention import ATTENTION_NAME
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from swiftbatch.worker.training.target import attention
+from swiftbatch.worker.training.target.attention import ATTENTION_NAME
 
 SIZES = {
     "vocab_size": 100,

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target import long_context
 from swiftbatch.worker.training.target.long_context import logits_of_last, measure_long_context
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 FIRST = 0
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.layers import GATE_COLUMNS, is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from torch import Tensor
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
 NORM_WARPS = 8

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.griffin.layers import add, keep, layer_norm, pair, silu
@@ -16,7 +18,6 @@ from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
 from swiftbatch.worker.kernels.griffin import GriffinWeights
 from swiftbatch.worker.kernels.weights import DecoderSizes, Linear
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.moving.arena import bits_of
 
 NUM_ROWS = 32  # of one program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 
 NUM_WARPS = 4

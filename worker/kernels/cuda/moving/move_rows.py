@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 import torch
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.moving.arena import bits_of, expect_arena
 
 NUM_WARPS = 1  # of a program that holds one row at a time: a number is read and written by the same warp

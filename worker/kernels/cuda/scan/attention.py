@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
 from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.cuda.table import RowTable
-from torch import Tensor
 
 
 class ScanAttention:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.prefix import load_rows
 from swiftbatch.worker.kernels.cuda.scan.rows import group_of, tile_of
 from swiftbatch.worker.kernels.cuda.scan.scores import offset_of, quarter_of, score_block

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.scan.best import attend_best
@@ -24,7 +26,6 @@ from swiftbatch.worker.kernels.cuda.scan.texts import (
     scan_constants,
 )
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable
-from torch import Tensor
 
 
 @dataclass(frozen=True)

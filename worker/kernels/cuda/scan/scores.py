@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
 NEAR_LEVEL = tl.constexpr(0.56640625)  # of the four levels, in mean distances: 0.566 and 1.89 as bfloat16 has them

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
+
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
-from torch import Tensor
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.attention import AttentionShape

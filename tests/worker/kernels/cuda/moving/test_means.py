@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
 
+from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
 from tests.worker.kernels.cuda.moving.arena_parts import HEAD_DIM, NUM_HEADS, NUM_LAYERS
 
 CAPACITY = 90

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+
 from swiftbatch.worker.caches.full import keep_path
 from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, move_rows, moves_of
-
 from tests.worker.kernels.cuda.moving.arena_parts import CAPACITY, NUM_SLOTS, any_arena, same_bits
 
 

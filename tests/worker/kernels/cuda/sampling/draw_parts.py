@@ -1,4 +1,4 @@
-"""Steps of some sequences with draft trees as the device gets them, and what `drawing/sampling.py` draws at each row."""
+"""Steps of some sequences with draft trees as the device gets them, and what `sampling.py` draws at each row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import bias_row, masked_behind, only_allowed, output_counts
 from swiftbatch.worker.drawing.cuda.draw import DrawBuffers
@@ -17,7 +18,6 @@ from swiftbatch.worker.drawing.rules import mask_of, num_mask_words
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-
 from tests.worker.kernels.sampling_parts import any_mask, any_row, any_words
 
 NAN = float("nan")

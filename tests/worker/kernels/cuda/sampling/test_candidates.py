@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK
 from swiftbatch.worker.drawing.cuda.candidates import CandidateBuffers, TopCandidates
 from swiftbatch.worker.drawing.cuda.rows import NUM_WORDS, padding_rows
 from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
 from swiftbatch.worker.drawing.verification import TOP_K
-
 from tests.worker.kernels.sampling_parts import INF
 
 NAN = float("nan")

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.windows import committed_tokens, leaving_tokens
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
+
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK
 from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw
 from swiftbatch.worker.drawing.cuda.rows import needs_filters
 from swiftbatch.worker.drawing.tree import DraftTree
-
 from tests.worker.kernels.cuda.sampling.draw_parts import (
     FILTERS,
     NAN,

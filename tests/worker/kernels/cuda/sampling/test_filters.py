@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import torch
+
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.cuda.draw import SORTED_BLOCK, FilteredDraw
 from swiftbatch.worker.drawing.sampling import process
-
 from tests.worker.kernels.cuda.sampling.draw_parts import FILTERS, NO_FILTERS, Branch, plain, sequence_of, step_of
 from tests.worker.kernels.sampling_parts import any_params, any_row
 

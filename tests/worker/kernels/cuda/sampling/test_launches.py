@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from swiftbatch.worker.drawing.cuda import draw
 from swiftbatch.worker.drawing.cuda.buffers import MAX_VOCAB
 from swiftbatch.worker.drawing.cuda.draw import Draw, FilteredDraw
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from tests.worker.kernels.cuda.sampling.draw_parts import FILTERS, Branch, any_branch, plain, sequence_of, step_of
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
 from swiftbatch.worker.drawing.noise import BLOCK, gumbel_block, philox4x32
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.partial import PartialCache
@@ -18,8 +20,6 @@ from swiftbatch.worker.kernels.cuda.scan.texts import TILE_ROWS, ScannedTexts, S
 from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
-from torch import Tensor
-
 from tests.worker.caches.cache_parts import everything_of
 
 CPU, NAN = torch.device("cpu"), float("nan")

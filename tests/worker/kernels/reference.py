@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.rows import Rows
 from swiftbatch.worker.kernels.weights import DecoderWeights, LayerWeights, Linear
-from torch import Tensor
-from torch.nn.functional import silu
 
 
 class ReferenceDecoder:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from dataclasses import dataclass, fields
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
-from swiftbatch.worker.model.files import ModelError
 
 FLASH_PACKAGE = "flash-attn"
 MOST_FLASH_DIM = 256  # of a head
