@@ -14,13 +14,13 @@ from swiftbatch.scheduler.commands.bench import bench
 from swiftbatch.scheduler.commands.cancel import cancel
 from swiftbatch.scheduler.commands.chaos import chaos
 from swiftbatch.scheduler.commands.doctor import doctor
-from swiftbatch.scheduler.commands.ended.extend import extend
-from swiftbatch.scheduler.commands.ended.prune import prune
-from swiftbatch.scheduler.commands.folders.nightly import nightly
-from swiftbatch.scheduler.commands.folders.serve import serve
+from swiftbatch.scheduler.commands.extend import extend
+from swiftbatch.scheduler.commands.nightly import nightly
+from swiftbatch.scheduler.commands.prune import prune
 from swiftbatch.scheduler.commands.report import report
 from swiftbatch.scheduler.commands.results import results
 from swiftbatch.scheduler.commands.resume import resume
+from swiftbatch.scheduler.commands.serve import serve
 from swiftbatch.scheduler.commands.status import status
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.commands.tail import tail

@@ -23,7 +23,7 @@ from swiftbatch.scheduler.driver.fleet import Event, Lost
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.intake import Intake
 from swiftbatch.scheduler.driver.settlement import Settlement
-from swiftbatch.scheduler.driver.shards.sharding import Sharding
+from swiftbatch.scheduler.driver.sharding import Sharding
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive

@@ -10,7 +10,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.scheduler.driver.backlog import count_jobs, write_cancelled
 from swiftbatch.scheduler.driver.heartbeat import STALE_SECONDS, liveness
 from swiftbatch.scheduler.driver.hold import Hold
-from swiftbatch.scheduler.driver.shards.sharding import finish_shards
+from swiftbatch.scheduler.driver.sharding import finish_shards
 from swiftbatch.scheduler.driver.takeover import RunTakenError, has_begun
 
 POLL_SECONDS = 0.1

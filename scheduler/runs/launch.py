@@ -26,7 +26,7 @@ from swiftbatch.scheduler.driver.endpoint import served_metrics
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.shards.sharding import finish_shards
+from swiftbatch.scheduler.driver.sharding import finish_shards
 from swiftbatch.scheduler.limits.limits import Spending
 from swiftbatch.scheduler.process.interruption import held
 from swiftbatch.scheduler.runs.manifest import computation_of, with_absolute_folders

@@ -22,7 +22,7 @@ from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.commands.folders import nightly as nightly_command
+from swiftbatch.scheduler.commands import nightly as nightly_command
 from swiftbatch.scheduler.runs.folder_hold import file_of
 from swiftbatch.scheduler.runs.job_files import job_files
 from tests.scheduler.commands.nightly_parts import held_elsewhere
