@@ -20,13 +20,14 @@ WORKER = {
     "worker.model": "a model on disk: its kind, weights, tokenizer and chat template",
     "worker.caches": "keys and values, full and partial, and how a GPU's memory is shared out for them",
     "worker.target": "row-exact forwards of the target model",
-    "worker.drafters": "engines: what proposes trees to the target",
+    "worker.drafters": "engines without trained parts, what all engines share, and the catalogue of them",
     "worker.engine": "the decoding loop: reading, proposing, verifying, stopping",
     "worker.config": "what decides a run's bytes",
     "worker.exactness": "whether a machine keeps the promise",
     "worker.training": "trainings of targets and of the engines' parts",
     "worker.session": "a worker's jobs: orders, checkpoints, resumes, reports",
-    "worker.bench": "benchmarks, and the tables of papers",
+    "worker.bench": "benchmarks",
+    "worker.papers": "what belongs to one paper: its engine, training, variants and tables",
 }
 DRIVER = (
     *("jobs", "metrics", *WORKER),

@@ -19,9 +19,9 @@ from swiftbatch.scheduler.commands.model_options import (
     show,
 )
 from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER
-from swiftbatch.worker.bench.griffin.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
-from swiftbatch.worker.bench.tokenswift.catalogue import ABLATIONS, Engine
-from swiftbatch.worker.bench.triforce.catalogue import PROMPT_TABLES
+from swiftbatch.worker.papers.griffin.tables.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
+from swiftbatch.worker.papers.tokenswift.tables.catalogue import ABLATIONS, Engine
+from swiftbatch.worker.papers.triforce.tables.catalogue import PROMPT_TABLES
 
 
 @click.group()
@@ -56,7 +56,7 @@ def tokenswift(**options: Any) -> None:
     Example:
       swiftbatch bench ablation tokenswift --table 5 --tokens 20000 --json table5.json
     """
-    from swiftbatch.worker.bench.tokenswift.ablation import AblationOptions, run_ablation
+    from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions, run_ablation
 
     show(run_ablation(checked(AblationOptions, options), say))
 
@@ -82,7 +82,7 @@ def triforce(**options: Any) -> None:
     Example:
       swiftbatch bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.json
     """
-    from swiftbatch.worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
+    from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions, run_prompt_ablation
 
     show(run_prompt_ablation(checked(PromptAblationOptions, options), say))
 
@@ -120,7 +120,7 @@ def griffin(**options: Any) -> None:
     Example:
       swiftbatch bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.json
     """
-    from swiftbatch.worker.bench.griffin.ablation import GriffinAblationOptions, run_griffin_ablation
+    from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOptions, run_griffin_ablation
 
     given = {name: value for name, value in options.items() if value is not None}
     show(run_griffin_ablation(checked(GriffinAblationOptions, given), say))

@@ -14,7 +14,7 @@ from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 from swiftbatch.worker.training import defaults
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.training.griffin.recipe import GriffinRecipe
+    from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 
 Command = Callable[..., Any]
 
@@ -62,7 +62,7 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
     Example:
       swiftbatch train all --data books --output my-model
     """
-    from swiftbatch.worker.training.everything import train_all
+    from swiftbatch.worker.papers.training import train_all
     from swiftbatch.worker.training.target.recipe import embedded_recipe
 
     train_all(data, output, embedded_recipe(num_tokens), click.echo)
@@ -111,8 +111,8 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.training.heads.recipe import HeadRecipe
-    from swiftbatch.worker.training.heads.training import train_heads
+    from swiftbatch.worker.papers.tokenswift.training.training import train_heads
+    from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 
     recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
     train_heads(model, data, output, recipe, click.echo)
@@ -135,8 +135,8 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.training.draft.recipe import draft_recipe
-    from swiftbatch.worker.training.draft.training import train_draft
+    from swiftbatch.worker.papers.triforce.training.recipe import draft_recipe
+    from swiftbatch.worker.papers.triforce.training.training import train_draft
 
     train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
 
@@ -186,7 +186,7 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
     Example:
       swiftbatch train griffin --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.training.griffin.training import train_griffin
+    from swiftbatch.worker.papers.griffin.training.training import train_griffin
 
     train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
 
@@ -202,7 +202,7 @@ def _griffin_recipe(
     seed: int,
 ) -> GriffinRecipe:
     """The paper's recipe with what the options change."""
-    from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE
+    from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE
 
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")

@@ -17,7 +17,7 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.test_repetition import ends_in_a_loop
+from tests.worker.engine.test_repetition import ends_in_a_loop
 
 SCHEMA = {
     "type": "object",

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
-from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
-from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
-from swiftbatch.worker.drafters.recycling.static_recycling import StaticTokenRecyclingDrafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
-TOKENSWIFT_PAPER = TokenSwiftOptions(cache=ImportanceKVCache, budget=4096, draft_rounds=1, recycles=False)
-TRIFORCE_PAPER = TriForceOptions(cache=RetrievalKVCache, budget=4096, gammas=(2, 6))
-GRIFFIN_PAPER = GriffinOptions(is_full=True)
+PAPERS = ("token_recycling", "tokenswift", "triforce", "griffin")  # each has a dictionary of its own
 
-VARIANTS: dict[str, DrafterFactory] = {
-    "token-recycling-static": StaticTokenRecyclingDrafter,
-    "token-recycling-static-80": lambda target, *_: StaticTokenRecyclingDrafter(target, None),
-    "token-recycling-no-noise": functools.partial(TokenRecyclingDrafter, with_noise=False),
-    "tokenswift-paper": functools.partial(tokenswift, options=TOKENSWIFT_PAPER),
-    "triforce-paper": functools.partial(triforce, options=TRIFORCE_PAPER),
-    "griffin-paper": functools.partial(griffin, options=GRIFFIN_PAPER),
-}
+
+def _variants(paper: str) -> dict[str, DrafterFactory]:
+    module = importlib.import_module(f"{__package__.rpartition('.')[0]}.papers.{paper}.variants")
+    return module.VARIANTS  # type: ignore[no-any-return]
+
+
+VARIANTS = {name: factory for paper in PAPERS for name, factory in _variants(paper).items()}
 BENCH_ENGINES = {name: entry.factory() for name, entry in ENGINES.items()} | VARIANTS
 
 

@@ -19,15 +19,15 @@ from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptio
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions
 from swiftbatch.worker.bench.fields.fields import FieldBenchOptions
 from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
-from swiftbatch.worker.bench.griffin.ablation import GriffinAblationOptions
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
 from swiftbatch.worker.bench.long.long import LongBenchOptions
-from swiftbatch.worker.bench.tokenswift.ablation import AblationOptions
-from swiftbatch.worker.bench.triforce.ablation import PromptAblationOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
-from swiftbatch.worker.training.draft.recipe import DraftRecipe
-from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.training.heads.recipe import HeadRecipe
+from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOptions
+from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions
+from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions
+from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
+from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
 

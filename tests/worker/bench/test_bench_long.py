@@ -25,11 +25,11 @@ from swiftbatch.worker.bench.long.table import render
 from swiftbatch.worker.bench.text import text_tokens
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drafters.tokenswift.heads import save_heads
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock
 

@@ -17,12 +17,12 @@ from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode
 from swiftbatch.worker.bench.long import long
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.bench.options import BenchOptions
-from swiftbatch.worker.bench.tokenswift import ablation
-from swiftbatch.worker.bench.tokenswift.ablation import AblationOptions, run_ablation
-from swiftbatch.worker.bench.triforce.ablation import PromptAblationOptions, run_prompt_ablation
 from swiftbatch.worker.bench.variants import bench_slots
 from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.papers.tokenswift.tables import ablation
+from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions, run_ablation
+from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions, run_prompt_ablation
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target

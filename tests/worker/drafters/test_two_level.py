@@ -14,14 +14,12 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
-from swiftbatch.worker.bench.variants import TOKENSWIFT_PAPER
 from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.caches.entries import Entries
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.plan import FixedPlanner
@@ -30,6 +28,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.papers.tokenswift.variants import PAPER as TOKENSWIFT_PAPER
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
 from tests import ROOT
 from tests.worker.caches.cache_parts import everything_of

@@ -24,12 +24,13 @@ from swiftbatch.worker.drawing import native_calls as sampling_calls
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels import causal, native
-from swiftbatch.worker.kernels.griffin import NativeGriffin
 from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.kernels.variants import open_library
+from swiftbatch.worker.papers.griffin.native import NativeGriffin
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
+from tests.worker.drawing.native.sampling_parts import any_params, any_row, cases, penalised_counts
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     Shape,
@@ -40,7 +41,6 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     scanned_noise,
 )
-from tests.worker.kernels.sampling_parts import any_params, any_row, cases, penalised_counts
 
 NUM_ROUNDS = 6
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)

@@ -16,14 +16,14 @@ import pytest
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
-from swiftbatch.worker.training.draft.recipe import DraftRecipe
-from swiftbatch.worker.training.draft.training import train_draft
-from swiftbatch.worker.training.everything import train_all
-from swiftbatch.worker.training.griffin.recipe import GRIFFIN_RECIPE
-from swiftbatch.worker.training.griffin.training import train_griffin
-from swiftbatch.worker.training.heads.recipe import HeadRecipe
-from swiftbatch.worker.training.heads.training import train_heads
+from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE
+from swiftbatch.worker.papers.griffin.training.training import train_griffin
+from swiftbatch.worker.papers.tokenswift.training.training import train_heads
+from swiftbatch.worker.papers.training import train_all
+from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
+from swiftbatch.worker.papers.triforce.training.training import train_draft
 from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from swiftbatch.worker.training.target.recipe import embedded_recipe
 from swiftbatch.worker.training.target.training import train_target
 from tests import ROOT

@@ -21,7 +21,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, read_books
-from swiftbatch.worker.training.heads.texts import load_target
+from swiftbatch.worker.training.own_texts.texts import load_target
 from swiftbatch.worker.training.steps import Recipe
 from swiftbatch.worker.training.target import evaluate, long_context, long_texts, stages
 from swiftbatch.worker.training.target import training as target

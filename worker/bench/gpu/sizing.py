@@ -12,7 +12,7 @@ from swiftbatch.worker.caches.memory.plan import DraftMemory, GPUMemory, MemoryP
 from swiftbatch.worker.caches.memory.sizes import ModelSizes
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 GPU_BYTES = 84_000_000_000  # what programs see of 80 GiB, on the safe side
@@ -40,7 +40,7 @@ def sizing_table() -> str:
 def _rows() -> Iterator[list[str]]:
     for (model, sizes), (name, num_multiprocessors), length in product(MODELS.items(), GPUS.items(), LENGTHS):
         gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES)
-        draft_bytes = summary_positions(TokenSwiftOptions.budget, length) * sizes.bytes_per_position
+        draft_bytes = summary_positions(ENGINES["tokenswift"].partial_budget, length) * sizes.bytes_per_position
         plain = one_slot(sizes, gpu, length)
         drafting = one_slot(sizes, gpu, length, DraftMemory(slot_bytes=draft_bytes))
         figures = [plain.weight_bytes, plain.slot_bytes, plain.work_bytes]

@@ -9,7 +9,7 @@ from swiftbatch.worker.bench.decode.decode import read_tokens
 from swiftbatch.worker.bench.engine import BenchEngine, digest
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.long.records import Figures, LongRecord, LongResult, Mark
-from swiftbatch.worker.bench.tokenswift.reuse import ReuseTally
+from swiftbatch.worker.bench.long.tally import ReuseTally
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.session.diversity import distinct

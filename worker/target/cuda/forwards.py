@@ -19,7 +19,6 @@ from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
-from swiftbatch.worker.kernels.cuda.griffin.model import Surroundings
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
@@ -28,6 +27,7 @@ from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.cuda.query_tap import QueryTap
 from swiftbatch.worker.target.cuda.rounds import Rounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
+from swiftbatch.worker.target.cuda.surroundings import Surroundings
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows

@@ -15,20 +15,20 @@ from swiftbatch.worker.caches.memory.plan import SlotsWanted
 from swiftbatch.worker.caches.memory.sizes import read_sizes
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
-from swiftbatch.worker.drafters.triforce.draft_model import DraftModel
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.loading import drafts_of
 from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.engine.test_rewinds import Outcome, run
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
-from tests.worker.test_rewinds import Outcome, run
 
 LAUNCHES_PER_LAYER = 10
 # Prompts, the interpreter takes its time for each token: those that reach the second block or begin in it take more.

@@ -10,17 +10,17 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.griffin.cuda_rows import CudaRows
-from swiftbatch.worker.drafters.griffin.forwards import GriffinForwards
-from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter, GriffinOptions
-from swiftbatch.worker.drafters.griffin.rows import GriffinRows, TiledRows, rows_of
-from swiftbatch.worker.drafters.griffin.weights import load_griffin
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.papers.griffin.cuda_rows import CudaRows
+from swiftbatch.worker.papers.griffin.forwards import GriffinForwards
+from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter, GriffinOptions
+from swiftbatch.worker.papers.griffin.rows import GriffinRows, TiledRows, rows_of
+from swiftbatch.worker.papers.griffin.weights import load_griffin
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import proposed
-from tests.worker.drafters.griffin_parts import random_tokens
+from tests.worker.papers.griffin.griffin_parts import random_tokens
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 OPTIONS = GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True)

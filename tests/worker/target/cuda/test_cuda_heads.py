@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.drafters.tokenswift.heads import DecodingHeads
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target

@@ -1,0 +1,60 @@
+"""The page about GPUs has the table that the plan gives, and its words agree with it."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+
+from swiftbatch.worker.bench.gpu.sizing import (
+    CONTEXT_BYTES,
+    GPU_BYTES,
+    GPUS,
+    LENGTHS,
+    MODELS,
+    gpu_memory,
+    sizing_table,
+)
+from swiftbatch.worker.caches.copies import STAGING_BYTES
+from swiftbatch.worker.caches.memory.plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
+from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
+from tests import ROOT
+from tests.readme.command_lines import page, table
+
+GPU_PAGE = page("docs/gpu.md")
+PROSE = " ".join(GPU_PAGE.split())
+
+
+def test_the_page_has_the_table_that_the_command_prints() -> None:
+    assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
+    command = [sys.executable, "-m", "swiftbatch.worker.bench.gpu.sizing"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == sizing_table() + "\n"
+
+
+def test_the_slots_are_those_that_follow_by_hand() -> None:
+    rows = {tuple(row[:3]): row for row in table(GPU_PAGE, "model")}
+    assert len(rows) == len(MODELS) * len(GPUS) * len(LENGTHS)
+    for (model, _, positions), row in rows.items():
+        parameters, position_bytes = {"Llama 3.1 8B": (8.030e9, 131_072), "Qwen2.5 32B": (32.764e9, 262_144)}[model]
+        slot = math.ceil((int(positions.replace(",", "")) + 127) / 64) * 64 * position_bytes / 1e9
+        left = 84 - 0.6 - parameters * 2 / 1e9 - float(row[5])
+        assert abs(float(row[4]) - slot) < 0.06
+        assert row[6] == (str(int(left / slot)) if left > slot else "none")
+        assert row[8] == (str(int(left / float(row[7]))) if left > float(row[7]) else "none")
+
+
+def test_the_words_around_it_are_those_of_the_code() -> None:
+    work = [
+        one_slot(sizes, gpu_memory(number, 0), 1000).work_bytes for sizes in MODELS.values() for number in GPUS.values()
+    ]
+    assert f"{min(work) / 1e9:.1f} to {max(work) / 1e9:.1f} GB for work space" in PROSE
+    assert f"{2 * STAGING_BYTES / 1e6:.0f} MB of pinned buffers" in PROSE
+    assert f"a GPU that has {GPU_BYTES / 1e9:.0f} GB of which CUDA keeps {CONTEXT_BYTES / 1e9:.1f}" in PROSE
+    assert f"whole blocks of {CAPACITY_BLOCK} positions" in PROSE
+    assert f"{NUM_ROWS} rows of activations" in PROSE
+    assert len(re.findall(rf"{GRAPH_RESERVE / 1e9:.1f} GB for graphs and workspaces", PROSE)) == 2
+    assert f"{TokenSwiftOptions.budget:,} entries and one for {CHUNK_SIZE} positions" in PROSE

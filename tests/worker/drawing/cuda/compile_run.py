@@ -1,0 +1,100 @@
+"""`python -m`: a line for each kernel and GPU, with what it takes there; ends with 1 where one takes too much."""
+
+from __future__ import annotations
+
+import sys
+
+from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.drawing.cuda import (
+    buffers,
+    candidate_kernels,
+    candidates,
+    choice,
+    counts,
+    draw,
+    filters,
+    ranking,
+    scores,
+)
+from swiftbatch.worker.drawing.drawing import UNLIKELY
+from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels.cuda.moving import gather, means, move_rows
+from tests.worker.drawing.cuda.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
+
+FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
+TYPES = {
+    "rows_ptr": INTS,
+    "logits_ptr": FLOATS,
+    "counts_ptr": INTS,
+    "ancestors_ptr": INTS,
+    "leaving_ptr": INTS,
+    "output_ptr": INTS,
+    "bias_ptr": FLOATS,
+    "allowed_ptr": INTS,
+    "masked_ptr": INTS,
+    "scores_ptr": FLOATS,
+    "peaks_ptr": INTS,
+    "tops_ptr": INTS,
+    "tempered_ptr": FLOATS,
+    "sorted_ptr": FLOATS,
+    "order_ptr": LONGS,
+    "cut_scores_ptr": FLOATS,
+    "cut_tokens_ptr": INTS,
+    "best_ptr": LONGS,
+    "tokens_ptr": INTS,
+    "highest_ptr": FLOATS,
+    "ranks_ptr": LONGS,
+    "sums_ptr": FLOATS,
+    "ids_ptr": INTS,
+    "logprobs_ptr": FLOATS,
+    "arriving_ptr": INTS,
+}
+UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
+MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16", "moves_ptr": INTS, "entries_ptr": INTS}
+WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
+
+
+def every_launch() -> list[Launch]:
+    """As draw.py, candidates.py, counts.py and the room `moving` launch them, with heads of 128."""
+    block, top = {"BLOCK": buffers.BLOCK}, {"TOP": TOP_K}
+    ranked = {"TOP": 16}  # candidates of a draft model's row
+    width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
+    sorted_block = {"BLOCK": draw.SORTED_BLOCK}
+    moved = width | {"HEAD_DIM": 128}
+    gathered = moved | {"NUM_ROWS": gather.NUM_ROWS}
+    averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE}
+    return [
+        Launch(scores.penalise_blocks, TYPES, block, draw.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": False}, draw.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": True}, draw.NUM_WARPS),
+        Launch(choice.best_of_rows, TYPES, width, draw.NUM_WARPS),
+        Launch(filters.temper_blocks, TYPES, block | width, draw.NUM_WARPS),
+        Launch(filters.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
+        Launch(candidate_kernels.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
+        Launch(candidate_kernels.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
+        Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
+        Launch(candidate_kernels.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
+        Launch(counts.count_tokens, TYPES, {"BLOCK": counts.BLOCK}, counts.NUM_WARPS),
+        Launch(move_rows.move_slot_rows, MOVING_TYPES, moved, move_rows.NUM_WARPS),
+        Launch(move_rows.move_slot_rows, MOVING_TYPES | WIDE, moved, move_rows.NUM_WARPS),
+        Launch(gather.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": True}, gather.NUM_WARPS),
+        Launch(gather.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": False, "entries_ptr": None}, gather.NUM_WARPS),
+        Launch(gather.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, gather.NUM_WARPS),
+        Launch(means.average_chunk, {"source_ptr": BF16, "out_ptr": BF16}, averaged, means.NUM_WARPS),
+        Launch(means.average_chunk, {"source_ptr": FLOATS, "out_ptr": FLOATS}, averaged, means.NUM_WARPS),
+    ]
+
+
+def main() -> int:
+    """Compile all; 0 where none spills or takes more shared memory than there is."""
+    num_greedy = 0
+    for launch in every_launch():
+        for capability in CAPABILITIES:
+            taken = resources(launch, capability)
+            num_greedy += taken.stack > 0 or taken.local > 0 or taken.shared > MOST_SHARED
+            print(f"{launch.kernel.__name__} sm_{capability}: {taken}", flush=True)
+    return min(num_greedy, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

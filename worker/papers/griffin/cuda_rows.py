@@ -1,0 +1,98 @@
+"""GRIFFIN's draft model on a GPU: a table goes up, one graph runs and ranks the rows, the candidates come down."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+import triton
+
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.drawing.cuda.counts import update_counts
+from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
+from swiftbatch.worker.drawing.cuda.ranking import Ranking, RankingBuffers
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.upload import Download, Upload
+from swiftbatch.worker.papers.griffin.cuda_table import CudaRoom, GriffinLayout
+from swiftbatch.worker.papers.griffin.features import NUM_PLACES
+from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, of_each, tables, wanted_rows
+from swiftbatch.worker.papers.griffin.model import GriffinModel
+from swiftbatch.worker.papers.griffin.native import GriffinWeights
+from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
+from swiftbatch.worker.papers.griffin.triton.model import CudaGriffin, layout_of
+from swiftbatch.worker.papers.griffin.weights import packed_weights
+from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.forwards import Forwards
+
+
+def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:
+    """For a target in a GPU's arena. Raises ValueError for sizes that the kernels do not take."""
+    on_gpu = cast(CudaForwards, forwards)
+    return CudaRows(packed_weights(model, on_gpu.vocab_size), on_gpu, num_candidates)
+
+
+class CudaRows:
+    """All rows `NUM_ROWS` at a time; a slot for each sequence that the target has one for."""
+
+    def __init__(self, weights: GriffinWeights, forwards: CudaForwards, num_candidates: int) -> None:
+        """Raises ValueError for sizes that the kernels do not take."""
+        sizes, device, num_slots = weights.sizes, forwards.device, forwards.arena.num_slots
+        self._num_candidates = num_candidates
+        shape = CacheShape(1, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device)
+        self._arena = KVArena(shape, num_slots, NUM_ENTRIES)
+        self._features = torch.zeros(num_slots, NUM_PLACES, sizes.hidden, dtype=sizes.dtype, device=device)
+        self._slots = SlotBuffers.empty(num_slots, NUM_ROWS, sizes.vocab, device)
+        self._layout = GriffinLayout(layout_of(sizes, self._arena.buffer), DrawLayout(num_slots))
+        table = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
+        self._upload = Upload(table)
+        rows, places, self._draws = self._layout.parts(table)
+        self._layout.fill(self._upload.buffer(), [], self._slots)
+        self._upload.send()
+        self._model = CudaGriffin(
+            weights, forwards.surroundings, self._arena.buffer, self._features.flatten(0, 1),
+            self._layout.rows.table(rows), places,
+        )  # fmt: skip
+        self._rank_into(triton.next_power_of_2(num_candidates))
+        self._graph = forwards.capture(self._work, device)
+
+    def new_room(self, sequence: Sequence) -> Room:
+        return CudaRoom.of(sequence, self._arena.new_cache(NUM_ENTRIES), self._features)
+
+    @torch.inference_mode()
+    def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
+        found: list[Candidates] = []
+        for table in tables(parts, NUM_ROWS):
+            self._layout.fill(self._upload.buffer(), table, self._slots)
+            self._upload.send()
+            self._graph.replay()
+            if wanted := wanted_rows(table):
+                found += self._candidates(wanted)
+        return of_each(parts, found)
+
+    def _rank_into(self, num_kept: int) -> None:
+        """Make what ranks; the `num_kept` candidates of a row that it finds are at least those that are wanted."""
+        words, ancestors, leaving, self._arriving, self._gone = self._layout.draws.parts(self._draws)
+        out = torch.zeros(2 * NUM_ROWS * num_kept, dtype=torch.int32, device=self._draws.device)
+        ids, confidences = out.view(2, NUM_ROWS, num_kept).unbind()
+        buffers = RankingBuffers(
+            self._model.logits, words, ancestors, self._slots, leaving, ids, confidences.view(torch.float32)
+        )
+        self._ranking = Ranking(buffers, SPREAD)
+        self._download = Download(out)
+
+    def _work(self) -> None:
+        self._model.forward()
+        update_counts(self._slots.counts, self._slots.output, self._arriving, self._gone)
+        self._ranking.launch()
+
+    def _candidates(self, wanted: list[int]) -> list[Candidates]:
+        """Of some rows; waits for them."""
+        ids, confidences = self._download.wait().reshape(2, NUM_ROWS, -1)[:, wanted, : self._num_candidates]
+        scores = confidences.copy().view(np.float32)
+        pairs = zip(scores.tolist(), ids.tolist(), strict=True)
+        return [[pair for pair in zip(*row, strict=True) if pair[0] > -np.inf] for row in pairs]

@@ -1,0 +1,84 @@
+"""TriForce's first level: a small draft model proposes chains, or chains with siblings (4.2, 4.3, 5.2.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.two_level.chain import Chain
+from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drawing.drawing import Drawing, penalised
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.papers.triforce.draft_model import DraftModel, window_of
+
+
+class DraftModelProposer(Proposer):
+    """Draws with the coupled noise, as the target will; sequences of a batch share the draft model's forwards."""
+
+    def __init__(self, draft_model: DraftModel, width: int, drawing: Drawing) -> None:
+        """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children.
+
+        Chains' samplers are of `drawing`.
+        """
+        self.node_seconds = draft_model.token_seconds() / width  # that every proposed node takes
+        self._draft_model = draft_model
+        self._width = width
+        self._drawing = drawing
+
+    def start(self, sequence: Sequence) -> None:
+        self._draft_model.start(sequence.sequence_id)
+
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        trees = [_Tree(chain, *limit, self._width) for chain, limit in zip(chains, limits, strict=True)]
+        while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
+            windows = {name: tree.window() for name, tree in growing.items()}
+            found = self._draft_model.logits(windows)
+            roots, samplers = [DraftTree()] * len(found), [tree.sampler for tree in growing.values()]
+            walks = self._drawing.walks(samplers, roots, [logits[None] for logits in found])
+            for tree, logits, walk in zip(growing.values(), found, walks, strict=True):
+                tree.grow(logits, walk.drawn[0] if walk.drawn else 0)  # a damaged draft model ends no job
+        return [tree.tree for tree in trees]
+
+    def stop(self, sequence: Sequence) -> None:
+        self._draft_model.stop(sequence.sequence_id)
+
+
+class _Tree:
+    """Nodes below a chain's newest token, one behind the other, with siblings, while they grow."""
+
+    def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
+        self.tree = DraftTree()
+        self.sequence_id = chain.sequence.sequence_id
+        self._sequence, self.sampler = chain.sequence, chain.sampler
+        if max_nodes > 0 and max_depth > 0:
+            self._sequence = chain.sequence.fork()
+            self.sampler = chain.sampler.fork(self._sequence)
+        self._num_committed = len(chain.sequence) - chain.num_tokens
+        self._max_nodes = max_nodes
+        self._depth_left = max_depth
+        self._width = width
+        self._newest = ROOT
+
+    @property
+    def wants_more(self) -> bool:
+        return self._depth_left > 0 and len(self.tree) < self._max_nodes
+
+    def window(self) -> np.ndarray:
+        return window_of(self._sequence.token_ids, self._num_committed)
+
+    def grow(self, logits: torch.Tensor, token_id: int) -> None:
+        """Add the chain's next token, drawn from the draft model's logits `[vocab]`, and the next best beside it."""
+        candidates = self._siblings(logits) if self._width > 1 else []
+        parent, self._newest = self._newest, len(self.tree)
+        others = [other for other in candidates if other != token_id][: self._width - 1]
+        for candidate in [token_id, *others][: self._max_nodes - len(self.tree)]:
+            self.tree.token_ids.append(candidate)
+            self.tree.parents.append(parent)
+        self._sequence.extend([token_id])
+        self._depth_left -= 1
+
+    def _siblings(self, logits: torch.Tensor) -> list[int]:
+        [ranked] = CandidateRanker(self._sequence).rank_logits(penalised(self.sampler, logits)[None], [1], self._width)
+        return [token_id for _, token_id in ranked]

@@ -1,0 +1,131 @@
+"""Training of a small draft model for a target: `swiftbatch train draft`.
+
+It is distilled: at every token it learns the whole distribution that the target has there, since what it is to guess is
+what the target draws, with the same noise, and not what an author wrote. Half of the text is the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS
+from swiftbatch.worker.papers.triforce.training.agreement import measure_agreement
+from swiftbatch.worker.papers.triforce.training.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.corpus import jumping_positions
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.log import write_measured, write_record
+from swiftbatch.worker.training.own_texts.texts import Text, book_texts, held_out_texts, learned_texts, load_target
+from swiftbatch.worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.target.training import save_target
+
+FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
+NUM_STATE_STEPS = 100  # between two states
+NUM_LOGITS = 2**21  # held at once, whatever the vocabulary; more than fits the processor's cache is slower
+
+
+class DraftWindows:
+    """Draws random windows of equal length from texts, a share of them as a draft model reads a long text in use."""
+
+    def __init__(self, texts: list[Text]) -> None:
+        self._texts = [np.asarray(text.token_ids) for text in texts]
+        sizes = np.asarray([len(text) for text in self._texts], dtype=np.float64)
+        self._shares = sizes / sizes.sum()
+
+    def batch(self, random: np.random.Generator, num_windows: int, length: int) -> torch.Tensor:
+        """Return windows `[num_windows, length] int64`; no text may be shorter than one."""
+        chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
+        windows = [text[jumping_positions(random, len(text), length, NUM_SINKS)] for text in chosen]
+        return torch.from_numpy(np.stack(windows))
+
+
+def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
+    """Train a draft model for a model on books under `data` and on own texts; write it and its log to `output`.
+
+    A training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` has
+    test books (`*test*.jsonl`), agreement with the target is measured before and after. Raises ModelError and
+    CorpusError.
+    """
+    files = locate_model(model)
+    if output.resolve() == files.path.resolve():
+        raise ModelError(f"output {output}: holds the target model itself; give another folder, as {output / 'draft'}")
+    with held(output):
+        _train(files, data, output, recipe, report)
+
+
+def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
+    folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
+    if folder.is_finished():
+        report(f"{output}: holds this training, finished; nothing to do")
+        return
+    target = load_target(files)
+    batch = window_source(target, data, recipe)
+    held_out = held_out_texts(target, data, recipe.texts, report)
+    torch.manual_seed(recipe.seed)
+    draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
+    optimizers = Optimizers(draft, recipe)
+    step, seconds = folder.restore(draft, optimizers)
+    report(f"{draft.num_parameters():,} parameters, {step:,} of {recipe.num_steps:,} steps behind it")
+
+    def add_gradients(step: int) -> StepLoss:
+        windows = batch(step)
+        return StepLoss("draft", windows.numel(), distil(draft, target, windows))
+
+    with repeatable(draft.device), folder.open_log(step) as log:
+        if step == 0:
+            write_measured(log, measure_agreement("before", target, draft, held_out), report)
+            folder.save(draft, optimizers, 0, 0.0)
+        for done in run_steps(draft, optimizers, recipe, add_gradients, step, seconds):
+            write_record(log, done)
+            if done.step % NUM_STATE_STEPS == 0 or done.step == recipe.num_steps:
+                folder.save(draft, optimizers, done.step, done.seconds)
+        save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
+        write_measured(log, measure_agreement("after", target, draft, held_out), report)
+    folder.finish()
+
+
+def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
+    """What draws the windows of a step: some from books, some from what the target says behind parts of them."""
+    length = recipe.window_length
+    texts = book_texts(data, "*train*.jsonl", target.files, NUM_BOOK_TOKENS, length)
+    books, own = DraftWindows(texts), DraftWindows(learned_texts(target, texts, recipe.texts))
+    num_own = round(recipe.own_share * recipe.num_step_windows)
+
+    def batch(step: int) -> torch.Tensor:
+        random = np.random.default_rng([recipe.seed, step])
+        parts = [books.batch(random, recipe.num_step_windows - num_own, length), own.batch(random, num_own, length)]
+        return torch.cat(parts)
+
+    return batch
+
+
+def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) -> float:
+    """Add the gradients of the cross entropy against the target's distributions in `windows [num_windows, length]`.
+
+    Returns it, in nats per token. The target sees the same window.
+    """
+    total = 0.0
+    for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
+        labels = target_distributions(target, part).flatten(0, 1)
+        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+            logits = draft(input_ids=part, use_cache=False).logits  # [part, length, vocab]
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum") / windows.numel()
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:
+    """What the target expects behind every token of `windows [num_windows, length]`: `[..., vocab] float32`."""
+    hidden = target.model.model(input_ids=windows, use_cache=False).last_hidden_state
+    return target.logits(hidden).softmax(dim=-1)
