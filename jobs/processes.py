@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import swiftbatch
+
 INSTALLED = ("site-packages", "dist-packages")  # which every Python knows by itself
 
 
@@ -16,7 +18,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 def environment_of_code() -> dict[str, str]:
     """This process's environment, in which a checkout that nobody has installed is found, too."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(swiftbatch.__file__).resolve().parents[1]
     if root.name in INSTALLED:
         return dict(os.environ)
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -18,10 +18,10 @@ from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.kernels import choice
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.variants import OVERRIDE, chosen_numerics
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target import kernel_choice as choice
 from swiftbatch.worker.target.hardware import hardware_of, has_cuda
 from tests import ROOT
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels

@@ -27,10 +27,10 @@ from swiftbatch.worker.bench.gpu.steps import Stopwatch, step_bytes, step_record
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.memory.plan import GPUMemory
 from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.kernels import choice
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target import kernel_choice as choice
 from swiftbatch.worker.target import step_costs
 from tests import ROOT
 from tests.worker.bench.bench_parts import words

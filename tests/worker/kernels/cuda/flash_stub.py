@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.target import kernel_choice as choice
+from swiftbatch.worker.kernels import choice
 from tests.worker.library_calls import LibraryCall, Returned
 
 VERSION = "2.8.3"
