@@ -92,5 +92,5 @@ def test_every_embedded_file_is_packaged() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
         "package-data"
     ]
-    packaged = {path for pattern in patterns["worker"] for path in (ROOT / "worker").glob(pattern)}
+    packaged = {path for pattern in patterns["swiftbatch.worker"] for path in (ROOT / "worker").glob(pattern)}
     assert {path for path in (ROOT / "worker" / "embedded").rglob("*") if path.is_file()} <= packaged
