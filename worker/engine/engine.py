@@ -194,8 +194,18 @@ class Engine:
         hidden = rows_of_path(outputs.hidden, walk.path) if self.drafter.needs_hidden else None
         kind = self.drafter.draft_kind if len(tree) else "none"
         self.counters.num_tokens_by_draft[kind] += len(walk.drawn)
-        top = (row_token_ids, top_ids, top_logprobs, hidden)
-        return Verification(tree, walk.path, walk.drawn, *top, kind, given.numbers, given.num_left_out)
+        return Verification(
+            tree=tree,
+            path=walk.path,
+            committed_ids=walk.drawn,
+            row_token_ids=row_token_ids,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            hidden=hidden,
+            draft_kind=kind,
+            numbers=given.numbers,
+            num_left_out=given.num_left_out,
+        )
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):

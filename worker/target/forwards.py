@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from swiftbatch.worker.caches.entries import NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.target.chains import Drawn
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from swiftbatch.worker.caches.arena import KVArena
     from swiftbatch.worker.drawing.drawing import Drawing
 
+DrawChains = Callable[[list[PartialRows], list[Any], int], list[Drawn]]
+"""As `chains.draw_chains`: rows of chains, samplers of this target's drawing, and a number of rounds."""
 MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
 
 
@@ -30,6 +35,14 @@ class Forwards(Protocol):
     cache_shape: CacheShape
     rows_per_forward: int
     """Forwards have multiples of so many rows, padding included; 1: every row takes time of its own."""
+
+    @property
+    def team(self) -> Team | None:
+        """CPU threads of the compiled kernels that run all of it; None where something else does."""
+
+    @property
+    def draw_chains(self) -> DrawChains | None:
+        """Draws several rounds of one row each in one call; None where each round is a forward and draws."""
 
     @property
     def arena(self) -> KVArena | None:

@@ -7,14 +7,14 @@ import torch
 from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCacheFactory
-from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
+from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
 from swiftbatch.worker.drawing.native import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.variants import numerics_of
 from swiftbatch.worker.kernels.weights import DecoderWeights
 from swiftbatch.worker.target.chains import Drawn, draw_chains
-from swiftbatch.worker.target.forwards import MOST_READ
+from swiftbatch.worker.target.forwards import MOST_READ, DrawChains
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows
 
@@ -56,8 +56,12 @@ class NativeForwards:
         assert logits is not None
         return hidden, logits
 
-    def draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:
-        """As `worker.target.chains` has it: what as many calls of `check` and draws give, nearly."""
+    @property
+    def draw_chains(self) -> DrawChains | None:
+        """What as many calls of `check` and draws give, nearly; None where draws are not in C."""
+        return self._draw_chains if isinstance(self.new_drawing(), NativeDrawing) else None
+
+    def _draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:
         return draw_chains(self._decoder, groups, samplers, num_rounds)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:

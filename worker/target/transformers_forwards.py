@@ -31,6 +31,8 @@ class TransformersForwards:
     """`Forwards` whose layers are the model's own but for their attention."""
 
     arena = None
+    team = None
+    draw_chains = None
 
     def __init__(self, model: Any, files: ModelFiles, variant: str | None = None) -> None:
         """Plain layers attend in the kernels of an instruction set, the others and, for None, all in torch.

@@ -277,8 +277,8 @@ import sys
 from swiftbatch.jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from swiftbatch.worker.caches import summary
-from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.drafters.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.drawing.sequence import Sequence

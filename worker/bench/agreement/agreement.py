@@ -27,7 +27,6 @@ from swiftbatch.worker.drawing.drawing import Drawing, Sampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
@@ -74,7 +73,7 @@ def run_agreement_bench(
     files, highest = locate_model(options.model), options.positions[-1]
     check_length(files, highest, options.num_tokens)
     target = options.load(files)
-    if any(_name(entry) == "scan" for entry in options.caches) and not isinstance(target.forwards, NativeForwards):
+    if any(_name(entry) == "scan" for entry in options.caches) and target.forwards.team is None:
         raise BenchError(
             f"keys are scanned by compiled kernels alone, and {files.name} runs on {target.forwards.numerics}"
         )

@@ -30,7 +30,6 @@ from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
@@ -54,7 +53,7 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
     """None where no kernel scans keys, and where all texts stay short."""
-    if isinstance(target.forwards, NativeForwards):
+    if target.forwards.team is not None:
         return ON_A_CPU
     arena = target.forwards.arena
     if arena is None or arena.longest_job < SHORTEST_SCANNED:

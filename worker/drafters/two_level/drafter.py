@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -23,12 +22,11 @@ from swiftbatch.worker.drafters.two_level.chain import Chain, Round
 from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree, assemble
 from swiftbatch.worker.drafters.two_level.plan import Planner
 from swiftbatch.worker.drafters.two_level.proposer import Proposer
-from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, Sampler
-from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.drawing import Sampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.forwards import DrawChains
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 
@@ -69,7 +67,7 @@ class TwoLevelDrafter(Drafter):
         self._new_entries = target.forwards.room_for(new_cache, budget)
         self._num_alternatives = num_alternatives
         reads_rounds = num_alternatives > 1 or self.needs_hidden  # logits or hidden states of their rows
-        self._native = None if reads_rounds else _native_forwards(target, self._drawing)
+        self._draw_chains = None if reads_rounds else target.forwards.draw_chains
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -81,8 +79,8 @@ class TwoLevelDrafter(Drafter):
         chains = [self._open(request, len(requests)) for request in requests]
         while active := [chain for chain in chains if chain.wants_round]:
             num_bare = min(chain.num_bare_rounds for chain in active)
-            if self._native is not None and num_bare:
-                self._draw(self._native, active, num_bare)
+            if self._draw_chains is not None and num_bare:
+                self._draw(self._draw_chains, active, num_bare)
             else:
                 self._round(active)
         return self._close(chains)
@@ -157,12 +155,12 @@ class TwoLevelDrafter(Drafter):
         except KVRoomError:  # a draft less is no reason to refuse a job
             return None
 
-    def _draw(self, forwards: NativeForwards, chains: list[Chain], num_rounds: int) -> None:
+    def _draw(self, draw_chains: DrawChains, chains: list[Chain], num_rounds: int) -> None:
         """So many rounds without trees at once."""
         started = time.perf_counter()
         with timed(self.counters.seconds, "check"):
             rows, samplers = [chain.row_ahead() for chain in chains], [chain.sampler for chain in chains]
-            drawn = forwards.draw_chains(rows, cast("list[NativeSampler]", samplers), num_rounds)
+            drawn = draw_chains(rows, samplers, num_rounds)
         seconds = (time.perf_counter() - started) / (len(chains) * num_rounds)
         for chain, tokens in zip(chains, drawn, strict=True):
             chain.extend(tokens, seconds)
@@ -209,9 +207,3 @@ class TwoLevelDrafter(Drafter):
         cache = self._tracked[sequence.sequence_id].cache
         with cache.replayed(position) as before:
             return self._target.queries(before, int(sequence.token_ids[position]))
-
-
-def _native_forwards(target: TargetModel, drawing: Drawing) -> NativeForwards | None:
-    """Those that draw chains in one call, where draws are in C as well."""
-    forwards = target.forwards
-    return forwards if isinstance(forwards, NativeForwards) and isinstance(drawing, NativeDrawing) else None

@@ -8,6 +8,7 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native import NativeGriffin
@@ -16,7 +17,6 @@ from swiftbatch.worker.papers.griffin.weights import packed_weights
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import Tile, needs_whole_tiles, pack_tiles
 
@@ -37,8 +37,8 @@ class GriffinRows(Protocol):
 def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> GriffinRows:
     """The kernels where the target runs on them and they take the draft model's sizes, else torch."""
     try:
-        if isinstance(target.forwards, NativeForwards):
-            return NativeRows(model, target.forwards, num_candidates)
+        if (team := target.forwards.team) is not None:
+            return NativeRows(model, target.forwards, team, num_candidates)
         if target.forwards.arena:
             from swiftbatch.worker.papers.griffin.cuda_rows import cuda_rows
 
@@ -51,9 +51,9 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
 class NativeRows:
     """All rows in one forward through the compiled kernels, on the target's threads."""
 
-    def __init__(self, model: GriffinModel, forwards: NativeForwards, num_candidates: int) -> None:
+    def __init__(self, model: GriffinModel, forwards: Forwards, team: Team, num_candidates: int) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
-        self._native = NativeGriffin(packed_weights(model, forwards.vocab_size), forwards.team)
+        self._native = NativeGriffin(packed_weights(model, forwards.vocab_size), team)
         self._forwards = forwards
         self._num_candidates = num_candidates
         self._cache_shape = cache_shape_of(model.config, forwards)

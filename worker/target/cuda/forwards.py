@@ -40,6 +40,8 @@ class CudaForwards:
     """
 
     rows_per_forward = NUM_ROWS
+    team = None
+    draw_chains = None
 
     def __init__(
         self,
