@@ -173,7 +173,7 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
     if not target.is_offloaded:
         num_bytes //= shape.num_layers
     longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS, PROBE_LENGTHS[-1])
-    lengths = _probe_lengths(longest)
+    lengths = _probe_lengths(max(BLOCK, longest))
     capacity = max(lengths) + TILE_ROWS
     if target.is_offloaded or capacity * shape.bytes_per_position() <= PROBE_BYTES:
         cache = target.new_cache(capacity)
@@ -186,5 +186,5 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
 
 def _probe_lengths(longest: int) -> tuple[int, ...]:
     """The lengths to time, in whole blocks: the longest of all is one, or costs would not rise with the cache."""
-    last = max(1, longest // BLOCK) * BLOCK
+    last = max(0, longest) // BLOCK * BLOCK
     return (*(length for length in PROBE_LENGTHS if length < last), last)

@@ -310,7 +310,8 @@ def steps_of_plans(target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths
         engine.start(sequence)
         planned.append([])
         for step in range(61):  # noqa: B007
-            engine.step()
+            while not engine.step():
+                pass  # its prompt is read
         engine.stop(sequence)
     return planned
 

@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.verdicts import verdict_key
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import attention, attention_kernel, hardware, step_costs
 from swiftbatch.worker.target.loading import DTYPES, load_transformers
@@ -137,3 +137,11 @@ def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) 
     (tmp_path / "version").write_text(VERSION_FILE, encoding="utf-8")
     assert hardware.driver_version(tmp_path / "version") == "570.86.15"
     assert hardware.driver_version(tmp_path / "absent") == "unknown"
+
+
+def test_costs_are_measured_at_the_longest_length_too(tiny: dict[str, TargetModel]) -> None:
+    """Behind one length alone attention would seem to cost nothing, however long the text becomes."""
+    target = tiny["float32"]
+    longest = (target.files.max_positions - TILE_ROWS) // BLOCK * BLOCK
+    assert BLOCK < longest < PROBE_LENGTHS[1]
+    assert measure_step_costs(target).lengths == (BLOCK, longest)

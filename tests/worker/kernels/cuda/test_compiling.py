@@ -103,8 +103,9 @@ def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., li
 
 
 def test_every_kernel_that_is_launched_is_among_them() -> None:
-    folder = ROOT / "worker/kernels/cuda"
-    sources = [*folder.glob("*.py"), *(folder / "griffin").glob("*.py"), *(folder / "scan").glob("*.py")]
+    folders = ("worker/kernels/cuda", "worker/kernels/cuda/scan", "worker/papers/griffin/triton")
+    sources = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    sources.append(ROOT / "worker/exactness/first_run/probes.py")
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
