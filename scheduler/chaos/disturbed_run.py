@@ -9,7 +9,7 @@ from functools import partial
 
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.scheduler.chaos.driver_process import DriverProcess
+from swiftbatch.scheduler.chaos.driver_process import DisturbedDriver
 from swiftbatch.scheduler.chaos.plan import Kind, PlannedKill
 from swiftbatch.scheduler.chaos.victims import Way
 
@@ -39,8 +39,8 @@ class DisturbedRun:
     def __init__(
         self,
         run_uri: str,
-        submit: Callable[[str], DriverProcess],
-        resume: Callable[[str], DriverProcess],
+        submit: Callable[[str], DisturbedDriver],
+        resume: Callable[[str], DisturbedDriver],
         ways: Mapping[Kind, Way],
         show: Callable[[str], None],
     ) -> None:
@@ -49,8 +49,8 @@ class DisturbedRun:
         self._resume = resume
         self._ways: Mapping[Kind, Way] = {
             **ways,
-            "driver": partial(self._end_driver, DriverProcess.kill),
-            "hangup": partial(self._end_driver, DriverProcess.hang_up),
+            "driver": partial(self._end_driver, DisturbedDriver.kill),
+            "hangup": partial(self._end_driver, DisturbedDriver.hang_up),
         }
         self._show = show
 
@@ -90,7 +90,7 @@ class DisturbedRun:
             return None
         return progress if progress is not None and progress.driver_pid == self._driver.pid else None
 
-    def _end_driver(self, end: Callable[[DriverProcess], None], _workers: Sequence[object]) -> str:
+    def _end_driver(self, end: Callable[[DisturbedDriver], None], _workers: Sequence[object]) -> str:
         pid = self._driver.pid
         end(self._driver)
         self._driver = self._resume(self._run_uri)

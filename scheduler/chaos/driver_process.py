@@ -13,7 +13,7 @@ from swiftbatch.scheduler.chaos.options import ChaosError
 ENDED_WELL = (0, 1)  # 1: some jobs have no result, which the comparison tells
 
 
-class DriverProcess:
+class DisturbedDriver:
     """The command, started; what it prints goes to a file."""
 
     def __init__(self, args: Sequence[str], environment: Mapping[str, str], output: Path) -> None:

@@ -16,7 +16,7 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.jobs.storage.uris import local_path
 from swiftbatch.scheduler.chaos.comparison import RunOutput, compare
 from swiftbatch.scheduler.chaos.disturbed_run import DisturbedRun, Kill
-from swiftbatch.scheduler.chaos.driver_process import DriverProcess
+from swiftbatch.scheduler.chaos.driver_process import DisturbedDriver
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
 from swiftbatch.scheduler.chaos.options import ChaosError, ChaosOptions, write_jobs
 from swiftbatch.scheduler.chaos.plan import DRIVER_KINDS, KINDS, Kind, plan_kills
@@ -94,15 +94,15 @@ class Experiment:
         kills = run.run(plan)
         return round(time.monotonic() - started, 1), kills
 
-    def _submit(self, run_uri: str) -> DriverProcess:
+    def _submit(self, run_uri: str) -> DisturbedDriver:
         return self._start(self._options.submit_args(self._jobs_file, run_uri, self._arena.address))
 
-    def _resume(self, run_uri: str) -> DriverProcess:
+    def _resume(self, run_uri: str) -> DisturbedDriver:
         return self._start(self._options.resume_args(run_uri, self._arena.address))
 
-    def _start(self, args: list[str]) -> DriverProcess:
+    def _start(self, args: list[str]) -> DisturbedDriver:
         self._num_drivers += 1
-        return DriverProcess(args, self._arena.environment, self._folder / f"driver-{self._num_drivers}.log")
+        return DisturbedDriver(args, self._arena.environment, self._folder / f"driver-{self._num_drivers}.log")
 
 
 @contextlib.contextmanager

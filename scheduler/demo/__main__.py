@@ -30,7 +30,7 @@ SAMPLING = {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1, "ignor
 
 
 @dataclass(frozen=True)
-class Kill:
+class DemoKill:
     """What the demo broke."""
 
     worker: WorkerStatus
@@ -68,7 +68,7 @@ def prepare(folder: Path) -> Path:
     return jobs_file
 
 
-def kill_a_worker_midway(process: subprocess.Popen[bytes], num_tokens: int) -> Kill | None:
+def kill_a_worker_midway(process: subprocess.Popen[bytes], num_tokens: int) -> DemoKill | None:
     """Wait until the run has `num_tokens`, then SIGKILL a worker that has jobs. None if the run ended before."""
     while process.poll() is None:
         try:
@@ -79,12 +79,12 @@ def kill_a_worker_midway(process: subprocess.Popen[bytes], num_tokens: int) -> K
             busy = [worker for worker in progress.workers if worker.jobs]
             if busy:
                 os.kill(busy[0].pid, signal.SIGKILL)
-                return Kill(busy[0], progress.num_generated_tokens)
+                return DemoKill(busy[0], progress.num_generated_tokens)
         time.sleep(POLL_SECONDS)
     return None
 
 
-def show_summary(run: Run, kill: Kill | None, seconds: float) -> None:
+def show_summary(run: Run, kill: DemoKill | None, seconds: float) -> None:
     bodies = {record.job.custom_id: result_body(run, record.job_id) for record in run.jobs()}
     click.echo("\nWhat happened\n")
     for line in [*run_lines(run, bodies, seconds), *kill_lines(kill, bodies)]:
@@ -112,7 +112,7 @@ def run_lines(run: Run, bodies: dict[str, dict[str, Any]], seconds: float) -> li
     ]
 
 
-def kill_lines(kill: Kill | None, bodies: dict[str, dict[str, Any]]) -> list[str]:
+def kill_lines(kill: DemoKill | None, bodies: dict[str, dict[str, Any]]) -> list[str]:
     if kill is None:
         return ["no worker was killed: the jobs were done too soon"]
     lines = [

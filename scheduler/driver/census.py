@@ -6,14 +6,14 @@ from typing import Any
 
 from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
 
 
 class Census:
     """Keeps the driver's counters in step with its queue and its fleet, and says what a beat tells of them."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._num_rejects = len(context.run.rejects())
         self._last: float | None = None

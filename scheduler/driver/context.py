@@ -13,7 +13,7 @@ from swiftbatch.scheduler.limits.limits import Limits, Spending
 
 
 @dataclass(frozen=True)
-class Context:
+class DriverContext:
     """A run that is driven: its jobs, its workers, and where it is told what happens."""
 
     run: Run

@@ -8,7 +8,7 @@ from dataclasses import replace
 from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.scheduler.display.job_events import JobStarted
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.worker.session.work import Assignment
@@ -21,7 +21,7 @@ MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and
 class Dispatcher:
     """Gives every idle worker its next slice, with new jobs where it has room; has those drain that are to end."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._queue, self._fleet = context.queue, context.fleet
         self._checkpoints = CheckpointStore.of(context.run)

@@ -17,7 +17,7 @@ from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.census import Census
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.fleet import Event, Lost
 from swiftbatch.scheduler.driver.hold import Hold
@@ -37,7 +37,7 @@ class DriverError(UserError):
 class Driver:
     """Runs the jobs of one run to their end."""
 
-    def __init__(self, context: Context, hold: Hold) -> None:
+    def __init__(self, context: DriverContext, hold: Hold) -> None:
         self._context = context
         self._hold = hold
         self._run, self._queue, self._fleet = context.run, context.queue, context.fleet

@@ -9,13 +9,13 @@ from swiftbatch.metrics import discovery
 from swiftbatch.metrics.endpoint import METRICS_PATH, serve
 from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
 from swiftbatch.scheduler.display.events import MetricsServed
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.worker.config import EngineConfig
 
 
 @contextmanager
-def served_metrics(context: Context, config: EngineConfig, port: int) -> Iterator[None]:
+def served_metrics(context: DriverContext, config: EngineConfig, port: int) -> Iterator[None]:
     """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
     store, fleet = context.run.store, context.fleet
     run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.scheduler.driver.settlement import Settlement
 from swiftbatch.worker.session.work import WorkReport
@@ -14,7 +14,7 @@ from swiftbatch.worker.session.work import WorkReport
 class Intake:
     """Takes in what happens in the fleet, and keeps the queue in step with it."""
 
-    def __init__(self, context: Context, settlement: Settlement) -> None:
+    def __init__(self, context: DriverContext, settlement: Settlement) -> None:
         self._queue, self._fleet = context.queue, context.fleet
         self._counters, self._display = context.counters, context.display
         self._spent = context.spent

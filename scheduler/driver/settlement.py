@@ -9,14 +9,14 @@ from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens, write_cancelled
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
 
 
 class Settlement:
     """Writes what became of jobs, and keeps queue, counters and display in step with it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: DriverContext) -> None:
         self._run, self._queue = context.run, context.queue
         self._counters, self._display = context.counters, context.display
         self._checkpoints = CheckpointStore.of(context.run)

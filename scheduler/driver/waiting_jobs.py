@@ -38,7 +38,7 @@ class UnfinishedJob:
         return is_as_long and self.priority == first.priority
 
 
-class Place(NamedTuple):
+class JobPlace(NamedTuple):
     """Where a job stands; two of them never compare by the job, since no two tickets are equal."""
 
     priority: int
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     job: UnfinishedJob
 
 
-Heap = list[Place]
+Heap = list[JobPlace]
 
 
 class WaitingJobs:
@@ -108,7 +108,7 @@ class WaitingJobs:
         """Let those whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
             _, ticket, job = heappop(self._delayed)
-            place = Place(job.priority, -job.record.max_length, job.record.line_number, ticket, job)
+            place = JobPlace(job.priority, -job.record.max_length, job.record.line_number, ticket, job)
             heappush(self._loners if job.runs_alone else self._sociable, place)
             if job.runs_alone:
                 continue

@@ -48,7 +48,7 @@ class Holder(BaseModel):
     updated: Moment
 
 
-class Hold:
+class FolderHold:
     """The hold of a command (`nightly`, `serve`) on a folder of runs, renewed by a thread until `stop`."""
 
     def __init__(self, runs: Store, command: str) -> None:
@@ -92,7 +92,7 @@ class Hold:
 
 
 @contextlib.contextmanager
-def hold(runs: Store, is_patient: bool, command: str) -> Iterator[Hold]:
+def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderHold]:
     """Hold a folder of runs for a command.
 
     While another process of that command holds it, wait for that (`is_patient`) or raise FolderHeldError.
@@ -105,7 +105,7 @@ def hold(runs: Store, is_patient: bool, command: str) -> Iterator[Hold]:
             Lines(sys.stderr).write(f"{_who(runs, command, holder)} is at work: waiting for it to end")
             is_told = True
         time.sleep(POLL_SECONDS)
-    held = Hold(runs, command)
+    held = FolderHold(runs, command)
     try:
         yield held
     finally:

@@ -20,7 +20,7 @@ from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
 from swiftbatch.scheduler.display.job_events import LineDamaged
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.endpoint import served_metrics
 from swiftbatch.scheduler.driver.fleet import Fleet
@@ -104,7 +104,7 @@ def _drive(
     )
     with contextlib.ExitStack() as stack:
         fleet = Fleet(spec, cluster, settings.patience)
-        context = Context(
+        context = DriverContext(
             run,
             queue,
             fleet,

@@ -51,7 +51,7 @@ class Watcher:
         self._fresh_seconds = beat_seconds(batch.store)
         self._read = -self._fresh_seconds
         self._newest = Status("validating")
-        self._lines: Lines | None = None
+        self._lines: BatchLines | None = None
 
     def status(self) -> Status:
         """Raises StoreError, RunError."""
@@ -81,7 +81,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Lines:
+class BatchLines:
     """How many good lines the input has, of how many jobs, and how many rejects."""
 
     num_lines: int
@@ -89,12 +89,12 @@ class Lines:
     num_rejects: int
 
 
-def lines_of(store: Store) -> Lines | None:
+def lines_of(store: Store) -> BatchLines | None:
     """None until all lines were read and checked."""
     if not is_submitted(store):
         return None
     run = Run.open(store.uri)
-    return Lines(len(run.custom_ids()), len(run.job_ids()), len(run.rejects()))
+    return BatchLines(len(run.custom_ids()), len(run.job_ids()), len(run.rejects()))
 
 
 def is_submitted(store: Store) -> bool:
@@ -102,7 +102,7 @@ def is_submitted(store: Store) -> bool:
     return store.exists(REJECTS) and store.exists(MANIFEST)
 
 
-def running_status(store: Store, lines: Lines) -> Status:
+def running_status(store: Store, lines: BatchLines) -> Status:
     """As the run's progress says it, once the lines are in it. Raises StoreError, RunError."""
     run = Run.open(store.uri)
     progress = current_progress(run)
@@ -139,7 +139,7 @@ def unread_status(batch: Batch, problem: str) -> Status:
     return Status(state, problems=(LineProblem(code=DAMAGED, message=problem),))
 
 
-def _counts(jobs: dict[str, int], lines: Lines) -> Counts:
+def _counts(jobs: dict[str, int], lines: BatchLines) -> Counts:
     """In lines; those of several choices count by the share of their choices until the batch has ended."""
     share = lines.num_lines / max(1, lines.num_jobs)
     num_failed = jobs.get("failed", 0) + jobs.get("cancelled", 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Message:
+class WebhookMessage:
     """Something that has happened; `data` says what, without any text of prompts and outputs."""
 
     kind: str  # run.ended or job.ended

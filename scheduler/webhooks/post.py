@@ -9,7 +9,7 @@ import ssl
 import threading
 from collections.abc import Callable
 
-from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.receiver import Receiver
 
 AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken later
@@ -39,11 +39,11 @@ class PostError(Exception):
     """A message that was not taken; the text says why, without the address."""
 
 
-class RefusedError(PostError):
+class PostRefusedError(PostError):
     """A message that would not be taken later either."""
 
 
-def post(receiver: Receiver, message: Message, seconds: float, dial: Dial | None = None) -> None:
+def post(receiver: Receiver, message: WebhookMessage, seconds: float, dial: Dial | None = None) -> None:
     """Deliver a message within `seconds`, but for the time that a slow name server takes. Raises PostError.
 
     `dial` opens the connection where not every address of the receiver's host will do.
@@ -82,8 +82,8 @@ def _check(status: int) -> None:
     if status in AGAIN or status >= 500:
         raise PostError(f"it answered {status}")
     if 300 <= status < 400:
-        raise RefusedError(f"it answered {status}: redirects are not followed, give the address that it leads to")
-    raise RefusedError(f"it answered {status}")
+        raise PostRefusedError(f"it answered {status}: redirects are not followed, give the address that it leads to")
+    raise PostRefusedError(f"it answered {status}")
 
 
 def _reason(error: Exception, seconds: float) -> str:

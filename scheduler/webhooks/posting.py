@@ -11,7 +11,7 @@ from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.end_events import RunEnded, WebhookFailed
 from swiftbatch.scheduler.display.events import Event, RunOpened
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp
-from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 from swiftbatch.scheduler.webhooks.sender import Sender
 
@@ -61,11 +61,11 @@ class PostingDisplay:
         data = self._run | {"state": state, "jobs": jobs, "num_tokens": num_tokens, "limit": limit}
         is_hurried = state == "interrupted" and limit is None
         seconds = INTERRUPTED_SECONDS if is_hurried else PATIENCE_SECONDS
-        self._sender.finish(Message("run.ended", data | {"exit_code": exit_code}), seconds)
+        self._sender.finish(WebhookMessage("run.ended", data | {"exit_code": exit_code}), seconds)
 
     def _post_job(self, event: Event) -> None:
         fields = {name: value for name, value in vars(event).items() if name in ("custom_id", "num_tokens")}
-        self._sender.put(Message("job.ended", self._run | fields | {"state": STATES[type(event)]}))
+        self._sender.put(WebhookMessage("job.ended", self._run | fields | {"state": STATES[type(event)]}))
 
     def _tell_failure(self) -> None:
         if self._sender.failure is not None and not self._is_told:

@@ -9,8 +9,8 @@ from functools import partial
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
-from swiftbatch.scheduler.webhooks.message import Message
-from swiftbatch.scheduler.webhooks.post import PostError, RefusedError, post
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
+from swiftbatch.scheduler.webhooks.post import PostError, PostRefusedError, post
 from swiftbatch.scheduler.webhooks.receiver import Receiver
 
 TRY_SECONDS = 5.0
@@ -26,15 +26,15 @@ class Sender:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[WebhookMessage] = deque()
         self._has_news = threading.Condition()
-        self._last: Message | None = None
+        self._last: WebhookMessage | None = None
         self._end_by = float("inf")  # in `time.monotonic()` seconds
         self._is_ending, self._has_ended = threading.Event(), threading.Event()
         self.failure: str | None = None
         threading.Thread(target=self._run, name="webhook", daemon=True).start()
 
-    def put(self, message: Message) -> None:
+    def put(self, message: WebhookMessage) -> None:
         """Have a message delivered soon."""
         with self._has_news:
             if len(self._waiting) >= MOST_WAITING:
@@ -43,7 +43,7 @@ class Sender:
             self._waiting.append(message)
             self._has_news.notify()
 
-    def finish(self, message: Message, seconds: float) -> None:
+    def finish(self, message: WebhookMessage, seconds: float) -> None:
         """Deliver a last message before all that wait, then those; give up what is left after `seconds`.
 
         What is waited in vain is taken off the receiver's patience.
@@ -66,7 +66,7 @@ class Sender:
                 stop=partial(self._is_over, message),
                 wait=PAUSE,
                 sleep=self._sleep,
-                retry=retry_if_exception(lambda error: not isinstance(error, RefusedError)),
+                retry=retry_if_exception(lambda error: not isinstance(error, PostRefusedError)),
                 reraise=True,
             )
             try:
@@ -77,7 +77,7 @@ class Sender:
                 self._lose(type(error).__name__)
         self._has_ended.set()
 
-    def _next(self) -> Message | None:
+    def _next(self) -> WebhookMessage | None:
         with self._has_news:
             while not self._waiting and not self._is_ending.is_set():
                 self._has_news.wait()
@@ -86,11 +86,11 @@ class Sender:
                 return None
             return self._waiting.popleft() if self._waiting else None
 
-    def _try(self, message: Message) -> None:
+    def _try(self, message: WebhookMessage) -> None:
         left = self._end_by - time.monotonic()
         post(self._receiver, message, max(0.1, min(TRY_SECONDS, left)))
 
-    def _is_over(self, message: Message, state: RetryCallState) -> bool:
+    def _is_over(self, message: WebhookMessage, state: RetryCallState) -> bool:
         """Whether a message that was not taken is given up."""
         if self._is_ending.is_set():
             return message is not self._last or time.monotonic() >= self._end_by

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.copies import Staging
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, KVSource
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.memory.plan import slot_capacity
 from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
@@ -118,7 +118,7 @@ class ArenaKVCache(FullKVCache):
             self._arena.move_rows(self.slot, self.length, path)
             self.advance(1 + len(path))
 
-    def copy_from(self, source: KVSource, end: int) -> None:
+    def copy_from(self, source: CacheSource, end: int) -> None:
         """As `FullKVCache` has it; from one slot to another nothing leaves the device."""
         if self._arena.holds_all and isinstance(source, ArenaKVCache):
             behind = slice(self.length, end)

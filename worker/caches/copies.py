@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 STAGING_BYTES = 1 << 24  # of one buffer: a piece takes about a millisecond, so that little waits for the first
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
         """Return once all that was queued before it is done."""
 
 
-class Computation(Protocol):
+class CopyComputation(Protocol):
     """The stream that computes, as `torch.cuda.Stream` has it. No graph may be captured on it meanwhile."""
 
     def record_event(self) -> Any:
@@ -43,7 +43,7 @@ class CopyLane(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue one."""
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         """A point behind all copies queued until now."""
 
 
@@ -76,7 +76,7 @@ class _Side:
 
     host: torch.Tensor  # [STAGING_BYTES] uint8
     device: torch.Tensor
-    is_done: Event | None = None
+    is_done: CopyEvent | None = None
 
     def views(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both buffers in the form of `rows`, contiguous: so one launch gathers them, and one copy crosses."""
@@ -92,7 +92,7 @@ class _Side:
 class Staging:
     """Brings positions of a cache on the device to the host and back, in pieces; any thread may ask."""
 
-    def __init__(self, lane: CopyLane, computation: Computation, num_bytes: int = STAGING_BYTES) -> None:
+    def __init__(self, lane: CopyLane, computation: CopyComputation, num_bytes: int = STAGING_BYTES) -> None:
         """`computation` is the stream that writes and reads the cache, whichever thread asks for copies."""
         self._lane, self._computation, self._num_bytes = lane, computation, num_bytes
         self._sides = [_Side(*lane.buffers(num_bytes)) for _ in range(2)]

@@ -30,7 +30,7 @@ class CacheShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class KVSource(Protocol):
+class CacheSource(Protocol):
     """Whoever has keys and values of a text's first positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
@@ -110,7 +110,7 @@ class FullKVCache:
         self._copy_in(behind, bits.reshape(behind.shape))
         self.length = end
 
-    def copy_from(self, source: KVSource, end: int) -> None:
+    def copy_from(self, source: CacheSource, end: int) -> None:
         """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""
         self.load(source.kv(self.length, end))
         self.num_copied = end

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftbatch.worker.caches.copies import Computation, CopyLane, Event
+from swiftbatch.worker.caches.copies import CopyComputation, CopyEvent, CopyLane
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
@@ -24,7 +24,7 @@ NO_LAYER = -1
 class Streams:
     """What computes, and one lane for each direction: a GPU copies both ways at a time."""
 
-    computation: Computation
+    computation: CopyComputation
     coming: CopyLane
     going: CopyLane
 
@@ -59,7 +59,7 @@ class _Side:
 
     rows: torch.Tensor  # [num_slots, capacity, 2, num_kv_heads, head_dim]
     held: list[_Held]
-    arrival: Event | None = None
+    arrival: CopyEvent | None = None
 
 
 class LayerRing:
@@ -76,7 +76,7 @@ class LayerRing:
         self.buffer = rows.permute(0, 3, 1, 4, 2, 5)  # [num_sides, 2, num_slots, num_kv_heads, capacity, head_dim]
         self._sides = [_Side(side, [_Held() for _ in range(num_slots)]) for side in rows]
         self._visits: Sequence[Visit] = ()
-        self._went: Event | None = None  # all that was written until now is on the host
+        self._went: CopyEvent | None = None  # all that was written until now is on the host
 
     def begin(self, visits: Sequence[Visit]) -> None:
         """Rows of these slots, each of them once, are about to run: what is missing of the first layers comes."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.caches.copies import Event
+from swiftbatch.worker.caches.copies import CopyEvent
 
 
 class ComputingStream:
@@ -43,7 +43,7 @@ class HostStream:
     def record_event(self) -> HostStream:
         return self
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CopyEvent) -> None:
         event.synchronize()
 
     def synchronize(self) -> None:

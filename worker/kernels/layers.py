@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import AngleTable, Rotary
-from swiftbatch.worker.kernels.rows import CachePlace, CacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.rows import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
 
@@ -58,7 +58,7 @@ class NativeLayers:
         self.sizes = sizes
         self.team = team
         self._library = team.library
-        self._shape = CacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
+        self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
         self._angles = AngleTable(rotary, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
         counts = {name: getattr(sizes, name) for name in CDecoderSizes.COUNTS}

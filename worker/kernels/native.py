@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
-from swiftbatch.worker.kernels.rows import CachePlace, CacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.rows import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.variants import load_library
 from swiftbatch.worker.kernels.weights import HEAD_DIMS, DecoderWeights
@@ -102,7 +102,7 @@ def native_attention(
     query = checked("queries", query, (num_rows, num_heads, head_dim), query.dtype)
     key = checked("keys", key, (num_rows, num_kv_heads, head_dim), query.dtype)
     value = checked("values", value, (num_rows, num_kv_heads, head_dim), query.dtype)
-    shape = CacheShape(num_kv_heads, head_dim, query.dtype)
+    shape = LayerCacheShape(num_kv_heads, head_dim, query.dtype)
     table = RowTable.of(
         team.library, groups, [CachePlace.of([group.cache.layer(layer)], shape) for group in groups], 2**31 - 1
     )

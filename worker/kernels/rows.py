@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.sizes import BLOCK
 MOST_POSITIONS = 2**21
 
 
-class ScannedKeys(Protocol):
+class CodedKeys(Protocol):
     """Keys of a cache that a call finds by their codes, as the kernels take them."""
 
     @property
@@ -68,7 +68,7 @@ class Rows(Protocol):
         """`[boundary] float32`, added to the prefix's scores; None where all would be 0."""
 
     @property
-    def scanned(self) -> ScannedKeys | None:
+    def scanned(self) -> CodedKeys | None:
         """What rows see beside the entries."""
 
     def __len__(self) -> int: ...
@@ -94,7 +94,7 @@ class CRowGroup(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class CacheShape:
+class LayerCacheShape:
     """What all caches of a call must be."""
 
     num_kv_heads: int
@@ -113,7 +113,7 @@ class CachePlace:
     capacity: int  # slots
 
     @classmethod
-    def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: CacheShape) -> CachePlace:
+    def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: LayerCacheShape) -> CachePlace:
         """Of the keys and values `[num_kv_heads, capacity, head_dim]` of consecutive layers. Raises ValueError."""
         (keys, values), last = layers[0], layers[-1]
         expected = (shape.num_kv_heads, keys.shape[1], shape.head_dim)

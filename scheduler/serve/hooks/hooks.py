@@ -15,7 +15,7 @@ from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.hooks.lanes import Item, Lane
 from swiftbatch.scheduler.serve.hooks.outstanding import OutstandingMessages, Target
 from swiftbatch.scheduler.serve.hooks.receivers import Receivers
-from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.post import PostError
 from swiftbatch.scheduler.webhooks.receiver import ReceiverError
 
@@ -128,7 +128,7 @@ class Hooks:
             self._outstanding.keep(batch.id, left)
 
 
-def message_of(batch: Batch) -> Message:
+def message_of(batch: Batch) -> WebhookMessage:
     """What is told of a batch's end: of OpenAI's kinds, with what its object says of the outcome."""
     ended, record = batch.ended, batch.record
     assert ended is not None
@@ -142,7 +142,7 @@ def message_of(batch: Batch) -> Message:
         "request_counts": ended.counts.model_dump(),
         "metadata": record.metadata,
     }
-    return Message(f"batch.{ended.state}", data, ended.ended)
+    return WebhookMessage(f"batch.{ended.state}", data, ended.ended)
 
 
 def _shown(item: Item) -> str:

@@ -11,7 +11,7 @@ from swiftbatch.scheduler.serve.hooks.addresses import dial, reach
 from swiftbatch.scheduler.serve.hooks.hosts import WebhookHosts
 from swiftbatch.scheduler.serve.hooks.outstanding import Target
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.post import post
 from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
 
@@ -48,7 +48,7 @@ class Receivers:
             raise ReceiverError("there is no --webhook any more")
         return self._of_server
 
-    def post(self, receiver: Receiver, target: Target, message: Message, seconds: float) -> None:
+    def post(self, receiver: Receiver, target: Target, message: WebhookMessage, seconds: float) -> None:
         """Deliver a message; the address of a batch's receiver is looked at first. Raises PostError."""
         allowed = self._hosts.allowed(receiver.host)
         post(receiver, message, seconds, partial(dial, allowed) if target == "batch" else None)

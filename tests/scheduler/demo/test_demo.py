@@ -6,7 +6,7 @@ from pathlib import Path
 
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.run.run import WorkerStatus
-from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, Kill, kill_lines, prepare
+from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, DemoKill, kill_lines, prepare
 from swiftbatch.scheduler.runs.job_records import make_records
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
@@ -37,7 +37,7 @@ def test_every_demo_starts_afresh_and_deletes_no_other_folder(tmp_path: Path) ->
 def test_the_summary_says_what_was_killed_and_where_it_went_on() -> None:
     calm = {"num_attempts": 1, "num_recovered_tokens": 0, "num_recomputed_tokens": 0}
     hit = {"num_attempts": 2, "num_recovered_tokens": 950, "num_recomputed_tokens": 30}
-    kill = Kill(WorkerStatus(id="w1", host="h", pid=77, jobs=("a",)), 4000)
+    kill = DemoKill(WorkerStatus(id="w1", host="h", pid=77, jobs=("a",)), 4000)
     lines = kill_lines(kill, {"a": {"metrics": hit}, "b": {"metrics": calm}})
     assert "worker w1 (process 77) was killed" in lines[0]
     assert lines[1:] == [

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster, connect
 from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.backlog import load_queue
-from swiftbatch.scheduler.driver.context import Context
+from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.hold import Hold
@@ -94,8 +94,8 @@ def make_context(
     grace: float = 20.0,
     limits: Limits = NO_LIMITS,
     spent: Spending | None = None,
-) -> Context:
-    return Context(
+) -> DriverContext:
+    return DriverContext(
         run,
         queue or JobQueue(max_attempts=5),
         fleet,

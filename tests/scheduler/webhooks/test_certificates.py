@@ -12,12 +12,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.post import PostError, post
 from swiftbatch.scheduler.webhooks.receiver import Receiver
 from tests.scheduler.webhooks.receivers import receiver, status
 
-END = Message("run.ended", {"run_id": "run-1"})
+END = WebhookMessage("run.ended", {"run_id": "run-1"})
 SECONDS = 60.0
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from swiftbatch.scheduler.webhooks import sender as sending
-from swiftbatch.scheduler.webhooks.message import Message
+from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.post import PostError, post
 from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 from swiftbatch.scheduler.webhooks.sender import Sender
 from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
 from tests.simulated_clock import SimulatedClock
 
-END = Message("run.ended", {"run_id": "run-1", "state": "finished", "jobs": {"finished": 2}})
-JOB = Message("job.ended", {"run_id": "run-1", "custom_id": "ä", "state": "finished", "num_tokens": 7})
+END = WebhookMessage("run.ended", {"run_id": "run-1", "state": "finished", "jobs": {"finished": 2}})
+JOB = WebhookMessage("job.ended", {"run_id": "run-1", "custom_id": "ä", "state": "finished", "num_tokens": 7})
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,9 @@ def test_without_a_secret_there_is_no_signature() -> None:
 
 
 def test_the_same_news_has_the_same_id_whoever_tells_it_and_other_news_another() -> None:
-    again = Message("run.ended", {"jobs": {"finished": 2}, "state": "finished", "run_id": "run-1"}, moment=5.0)
+    again = WebhookMessage("run.ended", {"jobs": {"finished": 2}, "state": "finished", "run_id": "run-1"}, moment=5.0)
     assert again.id == END.id
-    assert len({END.id, JOB.id, Message("run.ended", {**END.data, "state": "cancelled"}).id}) == 3
+    assert len({END.id, JOB.id, WebhookMessage("run.ended", {**END.data, "state": "cancelled"}).id}) == 3
 
 
 @pytest.mark.parametrize("code", [500, 503, 429, 408])
@@ -134,7 +134,7 @@ def test_a_receiver_that_hangs_is_waited_for_within_the_bound(
 ) -> None:
     tries: list[float] = []
 
-    def post_in_vain(receiver: Receiver, message: Message, seconds: float) -> None:
+    def post_in_vain(receiver: Receiver, message: WebhookMessage, seconds: float) -> None:
         tries.append(seconds)
         clock.now += seconds
         raise PostError("no answer within 5.0 s")
@@ -152,7 +152,7 @@ def test_a_receiver_that_hangs_is_waited_for_within_the_bound(
 def test_nobody_there_costs_the_bound_and_the_next_ends_of_the_same_command_less(
     clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def post_in_vain(receiver: Receiver, message: Message, seconds: float) -> None:
+    def post_in_vain(receiver: Receiver, message: WebhookMessage, seconds: float) -> None:
         raise PostError("Connection refused")
 
     monkeypatch.setattr(sending, "post", post_in_vain)
@@ -176,7 +176,7 @@ def test_a_last_message_overtakes_those_that_wait_for_a_server_in_trouble() -> N
     with receiver(answer) as inbox:
         sender = Sender(Receiver.parse(inbox.url, SECRET))
         for number in range(50):
-            sender.put(Message("job.ended", {"number": number}))
+            sender.put(WebhookMessage("job.ended", {"number": number}))
         inbox.wait_for(2)  # the first job's message is being tried again and again
         sender.finish(END, 60)
         told = list(dict.fromkeys(request.headers["webhook-id"] for request in inbox.requests))
@@ -193,7 +193,7 @@ def test_what_a_slow_receiver_does_not_take_in_time_is_told_of() -> None:
     with receiver(answer) as inbox:
         sender = Sender(Receiver.parse(inbox.url, SECRET))
         for number in range(50):
-            sender.put(Message("job.ended", {"number": number}))
+            sender.put(WebhookMessage("job.ended", {"number": number}))
         sender.finish(END, 5.0)  # for all it would take 25
         assert END.id in {request.headers["webhook-id"] for request in inbox.requests}
     assert sender.failure is not None
@@ -206,5 +206,5 @@ def test_nobody_who_puts_a_message_waits_and_there_is_a_bound_to_what_waits(monk
     with receiver(silence) as inbox:
         sender = Sender(Receiver.parse(inbox.url, SECRET))
         for number in range(100):
-            sender.put(Message("job.ended", {"number": number}))
+            sender.put(WebhookMessage("job.ended", {"number": number}))
         assert sender.failure == "more than 20 messages wait"

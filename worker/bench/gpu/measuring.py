@@ -33,7 +33,7 @@ def measured(parts: Parts, options: GPUBenchOptions, report: Callable[[str], Non
     if parts.loaded is None:
         raise BenchError(f"model {options.model}: the kernels do not know this kind, expected one of docs/kernels.md")
     meter.note("weights")
-    figures = Figures(options, parts, meter)
+    figures = GPUFigures(options, parts, meter)
     bandwidth = read_bandwidth(parts)
     figures.add(machine=device_facts(parts.device), bytes_per_second=bandwidth)
     parts.forget_unused()
@@ -55,7 +55,7 @@ def measured(parts: Parts, options: GPUBenchOptions, report: Callable[[str], Non
     return GPUBenchResult.model_validate(figures.so_far)
 
 
-class Figures:
+class GPUFigures:
     """What was measured so far. It is in the file at any moment, so that a run which is cut off leaves it behind."""
 
     def __init__(self, options: GPUBenchOptions, parts: Parts, meter: MemoryMeter) -> None:

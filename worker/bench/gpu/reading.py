@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from swiftbatch.worker.bench.gpu.records import ReadRecord, ResumeRecord
+from swiftbatch.worker.bench.gpu.records import GPUResumeRecord, ReadRecord
 from swiftbatch.worker.exactness.first_run.parts import Parts
 
 PIECE = 1024  # positions of a checkpoint's segment
@@ -32,7 +32,7 @@ def read_records(parts: Parts, starts: Sequence[int], num_tokens: int) -> Iterat
         yield ReadRecord(start=start, num_tokens=num_tokens, seconds=time.perf_counter() - started)
 
 
-def resume_record(parts: Parts, length: int) -> ResumeRecord:
+def resume_record(parts: Parts, length: int) -> GPUResumeRecord:
     """Keys and values of a slot to the host, piece by piece as checkpoints take them, and into another slot."""
     target = parts.target(2, length)
     target.arena.buffer.normal_(generator=parts.generator(7))
@@ -48,7 +48,7 @@ def resume_record(parts: Parts, length: int) -> ResumeRecord:
         target.synchronize()
         times.append(time.perf_counter())
         out_seconds, in_seconds = out_seconds + times[1] - times[0], in_seconds + times[2] - times[1]
-    return ResumeRecord(
+    return GPUResumeRecord(
         length=length,
         num_bytes=length * parts.cache_shape().bytes_per_position(),
         out_seconds=out_seconds,

@@ -11,7 +11,7 @@ from swiftbatch.worker.bench.decode.records import DecodeRecord
 from swiftbatch.worker.bench.tables import new_table, number
 
 
-class StepRecord(Frozen):
+class GPUStepRecord(Frozen):
     """A step of `num_slots` sequences, `num_rows` rows of each. `roofline_ms`: to read its bytes, and nothing else."""
 
     length: int  # positions in each cache
@@ -40,7 +40,7 @@ class ReadRecord(Frozen):
         return self.num_tokens / self.seconds
 
 
-class ResumeRecord(Frozen):
+class GPUResumeRecord(Frozen):
     """A cache that went to the host and into another slot, without the disk."""
 
     length: int
@@ -55,9 +55,9 @@ class GPUBenchResult(Frozen):
 
     machine: dict[str, str]
     bytes_per_second: float
-    steps: list[StepRecord]
+    steps: list[GPUStepRecord]
     reads: list[ReadRecord]
-    resume: ResumeRecord
+    resume: GPUResumeRecord
     engines: list[DecodeRecord]
     left_out: list[str]  # engines, each with the reason
     memory: dict[str, int]  # bytes
@@ -96,7 +96,7 @@ def _reads(result: GPUBenchResult) -> Table:
     return table
 
 
-def _resume(resume: ResumeRecord) -> Table:
+def _resume(resume: GPUResumeRecord) -> Table:
     headers = ("length", "GB", "out, s", "GB/s", "in, s", "GB/s", "same bits")
     table = new_table("A cache out of one slot and into another", (), headers)
     gigabytes = resume.num_bytes / 1e9

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from swiftbatch.worker.bench.gpu.records import StepRecord
+from swiftbatch.worker.bench.gpu.records import GPUStepRecord
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
@@ -37,7 +37,7 @@ class Stopwatch:
 
 def step_records(
     parts: Parts, fitting: dict[int, list[int]], row_counts: Sequence[int], bandwidth: float
-) -> Iterator[StepRecord]:
+) -> Iterator[GPUStepRecord]:
     """Steps of so many slots at each of their `fitting` lengths; `bandwidth` is the memory's, bytes a second."""
     for num_slots, lengths in fitting.items():
         if not lengths:
@@ -60,7 +60,7 @@ def _step(
     caches: list[ArenaKVCache],
     place: tuple[int, int],
     bandwidth: float,
-) -> StepRecord:
+) -> GPUStepRecord:
     """Medians of some rounds at `place`: length, and rows of each slot."""
     length, num_rows = place
     busy, whole = [], []
@@ -72,7 +72,7 @@ def _step(
         busy.append(stopwatch.seconds)
     busy_seconds, whole_seconds = (statistics.median(times[1:]) for times in (busy, whole))  # the first one warms up
     num_bytes = step_bytes(parts, length, len(caches))
-    return StepRecord(
+    return GPUStepRecord(
         length=length,
         num_slots=len(caches),
         num_rows=num_rows,

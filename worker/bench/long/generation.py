@@ -8,7 +8,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.decode.decode import read_tokens
 from swiftbatch.worker.bench.engine import BenchEngine, digest
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
-from swiftbatch.worker.bench.long.records import Figures, LongRecord, LongResult, Mark
+from swiftbatch.worker.bench.long.records import LongFigures, LongRecord, LongResult, Mark
 from swiftbatch.worker.bench.long.tally import ReuseTally
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -67,8 +67,8 @@ class LongGeneration:
         self._records.append(
             LongRecord(
                 num_tokens=now.num_tokens,
-                window=Figures.between(before, now, plain),
-                total=Figures.between(start, now, plain),
+                window=LongFigures.between(before, now, plain),
+                total=LongFigures.between(start, now, plain),
                 distinct=distinct(self.sequence.output_ids),
             )
         )

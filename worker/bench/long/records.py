@@ -23,7 +23,7 @@ class Mark(Frozen):
     draft_seconds: dict[str, float]  # what proposing is made of, where the drafter tells
 
 
-class Figures(Frozen):
+class LongFigures(Frozen):
     """One stretch of the generation, `[first_token, last_token)` of the output.
 
     `alpha` is the paper's equation 4, accepted tokens over T x (gamma + 1), where gamma + 1 is the depth of the tree
@@ -46,7 +46,7 @@ class Figures(Frozen):
     draft_ms: dict[str, float]
 
     @classmethod
-    def between(cls, first: Mark, last: Mark, plain: PlainWindows) -> Figures:
+    def between(cls, first: Mark, last: Mark, plain: PlainWindows) -> LongFigures:
         """What happened from one mark to a later one, and what plain decoding takes there."""
         num_tokens = last.num_tokens - first.num_tokens
         num_steps = last.num_steps - first.num_steps
@@ -78,8 +78,8 @@ class LongRecord(Frozen):
     """Figures when so many tokens were there: of the window behind the record before, and of all since the start."""
 
     num_tokens: int
-    window: Figures
-    total: Figures
+    window: LongFigures
+    total: LongFigures
     distinct: dict[str, float]  # distinct_1 to distinct_4 of the output so far
 
 

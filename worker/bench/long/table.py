@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from swiftbatch.worker.bench.long.records import Figures, LongResult
+from swiftbatch.worker.bench.long.records import LongFigures, LongResult
 from swiftbatch.worker.bench.tables import new_table, number
 
 RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
@@ -47,7 +47,7 @@ def _per_step(result: LongResult) -> Table:
     return table
 
 
-def _rates(figures: Figures) -> tuple[str, ...]:
+def _rates(figures: LongFigures) -> tuple[str, ...]:
     length = f"{figures.tokens_per_step:.2f}"
     return f"{figures.speedup:.2f}x", number(figures.alpha), number(figures.beta), length
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kernels.native import CAttentionSizes
-from swiftbatch.worker.kernels.rows import CachePlace, CacheShape
+from swiftbatch.worker.kernels.rows import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
 from swiftbatch.worker.kernels.team import ELEMENTS, shared_team
 from swiftbatch.worker.kernels.variants import chosen_variant, load_library
@@ -55,7 +55,7 @@ class ScannedKeys:
         self._sizes = CAttentionSizes(
             element=ELEMENTS[keys.dtype], num_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=0
         )
-        place = CachePlace.of(layers, CacheShape(num_kv_heads, head_dim, keys.dtype))
+        place = CachePlace.of(layers, LayerCacheShape(num_kv_heads, head_dim, keys.dtype))
         self._struct = CScannedKeys(
             cache=place.address,
             layer_stride=place.layer_stride,

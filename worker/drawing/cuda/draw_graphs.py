@@ -22,7 +22,7 @@ WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and thei
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnRows:
     """What a draw says of its rows, on the host."""
 
     tokens: NDArray[np.int32]  # [NUM_ROWS]; -1 where nothing can be drawn
@@ -53,12 +53,12 @@ class DrawGraphs:
             capture(self._work(kind(self._buffers)), device) for kind in (Draw, FilteredDraw)
         )
 
-    def replay(self, is_filtered: bool) -> Drawn:
+    def replay(self, is_filtered: bool) -> DrawnRows:
         """Draw; waits for the tokens."""
         (self._filtered if is_filtered else self._plain).replay()
         out = self._download.wait().copy()
         ids, logprobs = np.split(out[2 * NUM_ROWS :].reshape(-1, TOP_K), 2)
-        return Drawn(out[:NUM_ROWS], ids, logprobs.view(np.float32))
+        return DrawnRows(out[:NUM_ROWS], ids, logprobs.view(np.float32))
 
     def _work(self, draw: Draw) -> Work:
         def work() -> None:

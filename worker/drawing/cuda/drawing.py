@@ -14,7 +14,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import Context, bias_row, masked_behind, output_counts
-from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs, Drawn
+from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs, DrawnRows
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows, rows_of
 from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, needs_filters, needs_slot
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
 
 
-class Counts:
+class TokenCounts:
     """The place of a sequence's penalty window among the counts on the device."""
 
     def __init__(self, sequence: Sequence, slot: int) -> None:
@@ -62,7 +62,7 @@ class Counts:
 class CudaSampler:
     """Draws one sequence's tokens, or those of its forks, by the drawing that made it."""
 
-    def __init__(self, drawing: CudaDrawing, sequence: Sequence, counts: Counts) -> None:
+    def __init__(self, drawing: CudaDrawing, sequence: Sequence, counts: TokenCounts) -> None:
         self.sequence = sequence
         self.counts = counts
         self._drawing = drawing
@@ -104,7 +104,7 @@ class CudaDrawing:
         self._free = list(range(MOST_SLOTS, NO_SLOT, -1))
         self._graphs = DrawGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
-        self._counts = weakref.WeakValueDictionary[int, Counts]()  # by sequences, which counts keep alive
+        self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
         """Engine and drafter share a sequence's counts. Raises RuntimeError for more of them than a worker takes.
@@ -112,12 +112,12 @@ class CudaDrawing:
         Raises ValueError for a bias of a token that the model does not have.
         """
         if not needs_slot(sequence.sampling):
-            return CudaSampler(self, sequence, Counts(sequence, NO_SLOT))
+            return CudaSampler(self, sequence, TokenCounts(sequence, NO_SLOT))
         if known := self._counts.get(id(sequence)):
             return CudaSampler(self, sequence, known)
         if not self._free:
             raise RuntimeError(f"more than {MOST_SLOTS} sequences with penalties or a bias at a time")
-        counts = Counts(sequence, self._free.pop())
+        counts = TokenCounts(sequence, self._free.pop())
         weakref.finalize(counts, self._free.append, counts.slot)
         self._counts[id(sequence)] = counts
         return CudaSampler(self, sequence, counts)
@@ -168,7 +168,7 @@ class CudaDrawing:
         self, rows: list[DrawRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
-        found: list[Drawn] = []
+        found: list[DrawnRows] = []
         for start in range(0, len(rows), NUM_ROWS):
             part = rows[start : start + NUM_ROWS]
             self._graphs.logits[: len(part)] = logits[start : start + len(part)]

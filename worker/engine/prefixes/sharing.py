@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full import KVSource
+from swiftbatch.worker.caches.full import CacheSource
 from swiftbatch.worker.engine.prefixes.kept import KeptPrefix, KeptPrefixes, num_alike
 from swiftbatch.worker.engine.slot import Slot
 
@@ -86,7 +86,7 @@ class Sharing:
             self.kept.use(source)
         return end - start
 
-    def _sources(self, slot: Slot) -> Iterator[tuple[KVSource | None, int]]:
+    def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
         """What has some first tokens of a sequence, and how many."""
         own = self._members[slot.sequence.sequence_id]
         yield self.kept.longest(own.token_ids)

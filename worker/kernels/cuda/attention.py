@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
-from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, CudaRowTable
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
 
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
@@ -97,7 +97,7 @@ def attend(
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf leaves an entry out
-    table: RowTable[Tensor],
+    table: CudaRowTable[Tensor],
     scratch: Scratch,
     mixed: Tensor,  # as query
     scale: float,

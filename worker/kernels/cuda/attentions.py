@@ -11,7 +11,7 @@ from torch import Tensor
 from swiftbatch.jobs.run.dtypes import AttentionName
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, CudaRowTable, TableLayout
 
 
 class Attention(Protocol):
@@ -23,18 +23,18 @@ class Attention(Protocol):
     def numerics(self) -> str:
         """What decides bits beside the shape."""
 
-    def places(self, table: RowTable[Tensor]) -> Tensor | None:
+    def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
         """Of the rows there, `[NUM_ROWS]`, their heads in another order, for `rope_store`; None: all in order."""
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
     ) -> None:
         """As `attention.attend`, of the decoder's layer `layer`; nothing that is ours is allocated.
 
         Raises ValueError.
         """
 
-    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Take queries `[num_rows, num_heads, head_dim]` of the table's first rows; NaN lies wherever none may look."""
 
     def heads(self) -> Tensor:
@@ -54,15 +54,15 @@ class TritonAttention:
     def numerics(self) -> str:
         return f"{len(self.scratch.lse)} splits"
 
-    def places(self, table: RowTable[Tensor]) -> None:
+    def places(self, table: CudaRowTable[Tensor]) -> None:
         return None
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
     ) -> None:
         attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale)
 
-    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         for numbers in (self.scratch.output, self.scratch.lse, self.query):
             numbers.fill_(torch.nan)
         self.query[: len(query)] = query

@@ -19,7 +19,7 @@ from swiftbatch.worker.kernels.cuda.attention import AttentionShape
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, load_rows
 from swiftbatch.worker.kernels.cuda.rotary import packed_head
 from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.tail import attend_tail, merge_part
 
 MOST_SPLITS = 128  # that flash-attn takes
@@ -91,11 +91,11 @@ class FlashAttention:
         block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64  # that flash-attn takes at a time
         return int(triton.cdiv(triton.cdiv(self._capacity, block), self._num_splits) * block)
 
-    def places(self, table: RowTable[Tensor]) -> Tensor:
+    def places(self, table: CudaRowTable[Tensor]) -> Tensor:
         return table.packed
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
     ) -> None:
         if bias is not None:
             raise ValueError("found a bias, which flash-attn does not add to scores; attend with triton")
@@ -113,7 +113,7 @@ class FlashAttention:
         )
         merge_tails(self.query, keys, values, output, lse, mixed, table, self._scale, self._shape)
 
-    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         self.query.fill_(torch.nan)
         heads = query.unflatten(1, (-1, self._shape.heads_per_kv)).transpose(1, 2)
         self.query[table.packed[: len(query)].long()] = heads.flatten(1, 2)
@@ -130,7 +130,7 @@ def merge_tails(
     output: Tensor,  # [num_groups, rows_per_group * heads_per_kv, num_kv_heads, head_dim], of prefixes
     lse: Tensor,  # [num_groups, num_kv_heads, rows_per_group * heads_per_kv] float32, natural; inf: an empty prefix
     mixed: Tensor,  # [NUM_ROWS, num_heads, head_dim]
-    table: RowTable[Tensor],
+    table: CudaRowTable[Tensor],
     scale: float,
     shape: AttentionShape,
 ) -> None:

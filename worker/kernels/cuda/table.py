@@ -26,7 +26,7 @@ Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])
 
 
 @dataclass(frozen=True)
-class RowTable(Generic[Ints]):
+class CudaRowTable(Generic[Ints]):
     """Parts of one buffer: a tensor on the device, or the array that is uploaded to it."""
 
     groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
@@ -59,14 +59,14 @@ class TableLayout:
         """Numbers in the buffer."""
         return sum(math.prod(shape) for shape in self._shapes())
 
-    def table(self, buffer: Ints) -> RowTable[Ints]:
+    def table(self, buffer: Ints) -> CudaRowTable[Ints]:
         """A buffer `[size] int32` by its parts."""
         parts, start = [], 0
         for shape in self._shapes():
             end = start + math.prod(shape)
             parts.append(buffer[start:end].reshape(shape))
             start = end
-        return RowTable(*cast("list[Any]", parts))
+        return CudaRowTable(*cast("list[Any]", parts))
 
     def fill(self, buffer: NDArray[np.int32], sequences: Sequence[tuple[Rows, int]]) -> None:
         """Write the rows of some sequences, each with its slot, in order; biases go to the device on their own.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows
-from swiftbatch.worker.drawing.cuda.drawing import Counts
+from swiftbatch.worker.drawing.cuda.drawing import TokenCounts
 from swiftbatch.worker.drawing.cuda.rows import needs_slot
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -27,12 +27,12 @@ NOWHERE = -1  # as a feature's place
 class CudaRoom(Room):
     """A room in a slot."""
 
-    counts: Counts  # of the sequence's penalty window
+    counts: TokenCounts  # of the sequence's penalty window
 
     @classmethod
     def of(cls, sequence: Sequence, cache: ArenaKVCache, features: torch.Tensor) -> CudaRoom:
         """The slot is the cache's in all buffers; `features [num_slots, NUM_PLACES, hidden]`."""
-        return cls(sequence, cache, Features(features[cache.slot]), Counts(sequence, cache.slot))
+        return cls(sequence, cache, Features(features[cache.slot]), TokenCounts(sequence, cache.slot))
 
 
 def slot_of(cache: FullKVCache) -> int:

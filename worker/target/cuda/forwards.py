@@ -24,8 +24,8 @@ from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
-from swiftbatch.worker.target.cuda.query_tap import QueryTap
-from swiftbatch.worker.target.cuda.rounds import Rounds, entries_of
+from swiftbatch.worker.target.cuda.query_tap import CudaQueryTap
+from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
 from swiftbatch.worker.target.cuda.surroundings import Surroundings
 from swiftbatch.worker.target.hardware import hardware_of
@@ -67,7 +67,7 @@ class CudaForwards:
         self._decoder = CudaDecoder(weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention)
         self._table = Upload(self._decoder.table_buffer)
         self.surroundings = Surroundings(weights.embedding, weights.head, linear)
-        self._rounds = weakref.WeakKeyDictionary[PartialArena, Rounds]()  # as long as a drafter has the arena
+        self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
         self._prepare()
 
     def new_drawing(self) -> CudaDrawing:
@@ -102,7 +102,7 @@ class CudaForwards:
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
         arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
-        self._rounds[arena] = Rounds(self._decoder, arena, self.capture)
+        self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
         self._prepare_queries()
         return arena.new_entries
 
@@ -118,8 +118,8 @@ class CudaForwards:
         return torch.nn.functional.linear(hidden, head.weight, head.bias).float()
 
     @functools.cached_property
-    def _tap(self) -> QueryTap:
-        return QueryTap(self._decoder, self.device, self.capture)
+    def _tap(self) -> CudaQueryTap:
+        return CudaQueryTap(self._decoder, self.device, self.capture)
 
     @functools.cached_property
     def _drawing(self) -> CudaDrawing:

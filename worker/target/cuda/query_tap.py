@@ -8,7 +8,7 @@ from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture
 
 
-class QueryTap:
+class CudaQueryTap:
     """Runs the rows of the decoder's table and keeps the first one's queries."""
 
     def __init__(self, decoder: CudaDecoder, device: torch.device, capture: Capture) -> None:

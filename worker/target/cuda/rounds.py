@@ -16,7 +16,7 @@ from swiftbatch.worker.target.cuda.partial_arena import PartialArena, SlotEntrie
 from swiftbatch.worker.target.partial_rows import PartialRows
 
 
-class Rounds:
+class CudaRounds:
     """Rounds over one `PartialArena`. Captured at once: copies of other threads would disturb it later."""
 
     def __init__(self, decoder: CudaDecoder, arena: PartialArena, capture: Capture) -> None:

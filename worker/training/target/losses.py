@@ -10,12 +10,12 @@ from torch.nn.functional import kl_div, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
 from swiftbatch.worker.training.target.attention import EarlierSegments
-from swiftbatch.worker.training.target.windows import Batch
+from swiftbatch.worker.training.target.windows import WindowBatch
 
 NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # whose logits are held at once: on a CPU they fit its cache
 
 
-def add_batch_gradients(model: PreTrainedModel, batch: Batch) -> float:
+def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
     """Add the gradients of a batch's loss, and return it, in nats per token."""
     states = states_of(model, batch.token_ids[:, :-1], batch.positions)
     return add_row_gradients(model, states.flatten(0, 1), batch.token_ids[:, 1:].flatten())[0]

@@ -21,7 +21,7 @@ TURN_LENGTHS = (256, 1024)  # tokens of one book before the other's turn
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     """Windows of one length."""
 
     token_ids: torch.Tensor  # [batch, length + 1] int64: inputs and, shifted by one, their targets
@@ -38,13 +38,13 @@ class WindowSource:
         sizes = np.array([len(book) for book in books], dtype=np.float64)
         self._shares = sizes / sizes.sum()
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> WindowBatch:
         """Those of a step (from 0)."""
         kind = self._recipe.kind_of(step)
         random = np.random.default_rng([self._recipe.seed, step, 1])
         windows = [self._window(random, kind) for _ in range(kind.batch_size)]
         token_ids, positions = (torch.from_numpy(np.stack(part)) for part in zip(*windows, strict=True))
-        return Batch(token_ids, positions[:, :-1].contiguous())
+        return WindowBatch(token_ids, positions[:, :-1].contiguous())
 
     def long_text(self, number: int, length: int, pieces: tuple[int, int] | None = None) -> torch.Tensor:
         """Token ids `[length + 1]` of a text (from 0), the first token in front.

@@ -20,7 +20,7 @@ from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
 from swiftbatch.worker.bench.gpu.measuring import measured
 from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
 from swiftbatch.worker.bench.gpu.reading import read_records, resume_record
-from swiftbatch.worker.bench.gpu.records import GPUBenchResult, ResumeRecord, StepRecord, render
+from swiftbatch.worker.bench.gpu.records import GPUBenchResult, GPUResumeRecord, GPUStepRecord, render
 from swiftbatch.worker.bench.gpu.room import fitting_lengths
 from swiftbatch.worker.bench.gpu.sizing import MODELS
 from swiftbatch.worker.bench.gpu.steps import Stopwatch, step_bytes, step_records
@@ -175,10 +175,10 @@ def test_wrong_options_are_named(tiny_model: Path) -> None:
 
 
 def test_figures_stand_in_their_tables() -> None:
-    step = StepRecord(
+    step = GPUStepRecord(
         length=20_000, num_slots=4, num_rows=16, busy_ms=12.5, host_ms=0.75, num_bytes=10**10, roofline_ms=5.0
     )
-    resume = ResumeRecord(length=1000, num_bytes=10**9, out_seconds=0.5, in_seconds=0.25, same_bits=False)
+    resume = GPUResumeRecord(length=1000, num_bytes=10**9, out_seconds=0.5, in_seconds=0.25, same_bits=False)
     result = GPUBenchResult(
         machine={"device": "NVIDIA Test"}, bytes_per_second=2e12, steps=[step], reads=[], resume=resume, engines=[],
         left_out=["engine griffin: no file"], memory={"weights, at most": 16 * 10**9},

@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape
-from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 
@@ -38,7 +38,7 @@ class Arena:
         attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, NUM_SPLITS, shape.dtype)
         return TableLayout(len(self.caches), CAPACITY, attention.rows_per_group, CAPACITY, shape.vocab)
 
-    def table(self, sequences: Sequence[Placed]) -> RowTable[Tensor]:
+    def table(self, sequences: Sequence[Placed]) -> CudaRowTable[Tensor]:
         """Of the rows; entries of tails that are not real lead to NaN."""
         buffer = np.full(self.layout.size, -1, dtype=np.int32)
         self.layout.fill(buffer, sequences)

@@ -22,7 +22,7 @@ from swiftbatch.worker.papers.griffin.training.features import griffin_features
 from swiftbatch.worker.papers.griffin.training.loss import accumulate_gradients, token_loss
 from swiftbatch.worker.papers.griffin.training.passes import forward_passes
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.papers.griffin.training.windows import Windows, WindowSource, windows_in_use
+from swiftbatch.worker.papers.griffin.training.windows import FeatureWindowSource, Windows, windows_in_use
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES, window_start
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
@@ -113,7 +113,7 @@ def test_features_are_reused_and_those_of_something_else_refused(
 def test_windows_lie_in_one_text_and_a_third_of_them_jump(tiny_target: TargetModel) -> None:
     texts = [text(tiny_target, 400), text(tiny_target, 48, seed=1)]
     recipe = replace(FAST, num_step_windows=300)
-    drawn = WindowSource(texts, [], recipe).windows(0, CPU)
+    drawn = FeatureWindowSource(texts, [], recipe).windows(0, CPU)
     num_tokens, num_jumps, num_long = 48, 0, 0
     for ids, inputs, features, num_before in zip(
         drawn.token_ids, drawn.inputs, drawn.features, drawn.num_before, strict=True
@@ -139,14 +139,16 @@ def test_windows_lie_in_one_text_and_a_third_of_them_jump(tiny_target: TargetMod
 
 def test_windows_depend_on_seed_and_step_alone_and_half_of_them_are_own_text(tiny_target: TargetModel) -> None:
     texts, own = [text(tiny_target, 200)], [text(tiny_target, 100, seed=1)]
-    source = WindowSource(texts, own, FAST)
+    source = FeatureWindowSource(texts, own, FAST)
     fifth = source.windows(5, CPU)
-    assert torch.equal(fifth.inputs, WindowSource(texts, own, FAST).windows(5, CPU).inputs)
+    assert torch.equal(fifth.inputs, FeatureWindowSource(texts, own, FAST).windows(5, CPU).inputs)
     assert not torch.equal(fifth.token_ids, source.windows(6, CPU).token_ids)
-    assert not torch.equal(fifth.token_ids, WindowSource(texts, own, replace(FAST, seed=1)).windows(5, CPU).token_ids)
+    assert not torch.equal(
+        fifth.token_ids, FeatureWindowSource(texts, own, replace(FAST, seed=1)).windows(5, CPU).token_ids
+    )
     is_own = [any(torch.equal(row, other) for other in own[0].features) for row in fifth.features[:, -1]]
     assert is_own == [False, False, True, True]
-    [share] = {len(WindowSource(texts, part, FAST).windows(0, CPU).token_ids) for part in ([], own)}
+    [share] = {len(FeatureWindowSource(texts, part, FAST).windows(0, CPU).token_ids) for part in ([], own)}
     assert share == 4
 
 

@@ -25,7 +25,7 @@ from swiftbatch.worker.papers.griffin.tables.catalogue import GRIFFIN_TABLES, Va
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures, predicted_speedup
 from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, render
 from swiftbatch.worker.papers.griffin.tables.variants import Training, recipe_of
-from swiftbatch.worker.papers.griffin.training.accuracy import AccuracyRecord
+from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock
@@ -120,7 +120,9 @@ def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None
     falling, swapped = [5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 3.0, 4.0, 2.0, 1.0]
     for seed, at_0, at_1 in ((0, falling, swapped), (1, falling, swapped), (2, swapped, [3.5, *swapped[1:]])):
         for row, tau_0, tau_1 in zip(table.rows, at_0, at_1, strict=True):
-            record = AccuracyRecord("after", 2, "test books", 10, {"T 0": [tau_0 / 10] * 6, "T 1": [0.0] * 6}, {})
+            record = GriffinAccuracyRecord(
+                "after", 2, "test books", 10, {"T 0": [tau_0 / 10] * 6, "T 1": [0.0] * 6}, {}
+            )
             results.trainings.append(Training(row, seed, Path(), GRIFFIN_RECIPE, [record]))
             results.figures[ArmKey(row, seed, 0.0, "paper")] = made_up(tau_0)
             results.figures[ArmKey(row, seed, 1.0, "paper")] = made_up(tau_1)

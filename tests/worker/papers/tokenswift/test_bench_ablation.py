@@ -15,7 +15,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
 from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
 from swiftbatch.worker.bench.engine import BenchError
-from swiftbatch.worker.bench.long.records import Figures, LongRecord, LongResult
+from swiftbatch.worker.bench.long.records import LongFigures, LongRecord, LongResult
 from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions, run_ablation
@@ -50,7 +50,7 @@ def made_up(table: str) -> list[LongResult]:
     for arm in range(len(ABLATIONS[table].arms)):
         records = []
         for index, length in enumerate(LENGTHS):
-            figures = Figures(
+            figures = LongFigures(
                 first_token=0,
                 last_token=length,
                 seconds=1.0,

@@ -29,7 +29,7 @@ from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.papers.triforce.tables.arm_drafters import new_drafter
-from swiftbatch.worker.papers.triforce.tables.catalogue import TOP_P, Arm, Plan
+from swiftbatch.worker.papers.triforce.tables.catalogue import TOP_P, Plan, PromptArm
 from swiftbatch.worker.papers.triforce.triforce import hierarchy
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
@@ -37,7 +37,7 @@ from tests.worker.drafters.drafter_parts import free_rows
 PREFILL = 300
 NUM_TOKENS = 40
 SEED, TEMPERATURE = 7, 1.0
-ARM = Arm({"budget": 64}, TEMPERATURE)
+ARM = PromptArm({"budget": 64}, TEMPERATURE)
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +225,7 @@ def test_the_naive_policy_asks_no_partial_cache(
 
 
 def test_plans_are_the_paper_s_or_as_many_as_pay(tiny_target: TargetModel) -> None:
-    own, paper, naive = (new_drafter(tiny_target, free_rows, Arm(plan=plan), None) for plan in get_args(Plan))
+    own, paper, naive = (new_drafter(tiny_target, free_rows, PromptArm(plan=plan), None) for plan in get_args(Plan))
     assert paper._planner.plan(1000, 1, 40) == hierarchy(2, 6, 1)
     assert naive._planner.plan(1000, 1, 40).num_rounds == 0
     assert type(own._planner) is not type(naive._planner)

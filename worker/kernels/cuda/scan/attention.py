@@ -7,7 +7,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
 from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
-from swiftbatch.worker.kernels.cuda.table import RowTable
+from swiftbatch.worker.kernels.cuda.table import CudaRowTable
 
 
 class ScanAttention:
@@ -26,11 +26,11 @@ class ScanAttention:
     def numerics(self) -> str:
         return self._other.numerics
 
-    def places(self, table: RowTable[Tensor]) -> None:
+    def places(self, table: CudaRowTable[Tensor]) -> None:
         return None
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: RowTable[Tensor], mixed: Tensor
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
     ) -> None:
         """Raises ValueError without biases."""
         if bias is None:
@@ -38,7 +38,7 @@ class ScanAttention:
         scratch = self._other.scratch
         scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)
 
-    def put(self, query: Tensor, table: RowTable[Tensor]) -> None:
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         self._other.put(query, table)
 
     def heads(self) -> Tensor:

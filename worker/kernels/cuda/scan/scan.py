@@ -25,7 +25,7 @@ from swiftbatch.worker.kernels.cuda.scan.texts import (
     ScanScratch,
     scan_constants,
 )
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, RowTable
+from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, CudaRowTable
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Scan:
     scale: float
     strides: tuple[int, int, int]  # of a layer of full caches: from keys to values, heads, entries
 
-    def choose(self, layer: int, query: Tensor, table: RowTable[Tensor]) -> None:
+    def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Fill the scratch but for what is attended: queries `[NUM_ROWS, num_heads, head_dim]` behind the table."""
         texts, scratch, num_kv_heads = self.texts, self.scratch, self.shape.num_kv_heads
         constants = scan_constants(self.shape, texts.sizes)
@@ -60,7 +60,7 @@ class Scan:
             texts.num_chunks, **constants["choose_keys"],
         )  # fmt: skip
 
-    def read_best(self, layer: int, query: Tensor, table: RowTable[Tensor]) -> None:
+    def read_best(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """To the chosen keys of one layer of full caches."""
         texts, scratch = self.texts, self.scratch
         attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
@@ -70,7 +70,7 @@ class Scan:
         )  # fmt: skip
 
     def merge(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: RowTable[Tensor],
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
         mixed: Tensor,
     ) -> None:  # fmt: skip
         """All parts, and the tails of one layer of entries; padding rows of `mixed` stay as they are."""
@@ -89,7 +89,7 @@ def scan_attend(
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
     entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
     bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
-    table: RowTable[Tensor],
+    table: CudaRowTable[Tensor],
     prefixes: Scratch,
     mixed: Tensor,  # as query
 ) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.papers.griffin.model import GriffinConfig
 from swiftbatch.worker.papers.griffin.tables.catalogue import Variant
-from swiftbatch.worker.papers.griffin.training.accuracy import AccuracyRecord
+from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.papers.griffin.training.training import griffin_folder, train_griffin
 
@@ -27,7 +27,7 @@ class Training:
     seed: int
     folder: Path
     recipe: GriffinRecipe
-    accuracy: list[AccuracyRecord]  # after training, for each kind of held-out text; none where there are none
+    accuracy: list[GriffinAccuracyRecord]  # after training, for each kind of held-out text; none where there are none
 
 
 def train_variants(
@@ -49,7 +49,7 @@ def train_variants(
             report(f"{row}, seed {seed}: training in {folder}")
             train_griffin(files.name, data, folder, own, report, work / FEATURES)
             log = griffin_folder(folder, files.fingerprint, own).records()
-            accuracy = [AccuracyRecord(**record) for record in log if record.get("when") == "after"]
+            accuracy = [GriffinAccuracyRecord(**record) for record in log if record.get("when") == "after"]
             trainings.append(Training(row, seed, folder, own, accuracy))
     return trainings
 

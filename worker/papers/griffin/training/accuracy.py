@@ -21,7 +21,7 @@ WAYS = ("T 0", "T 1")  # of drawing
 
 
 @dataclass(frozen=True)
-class AccuracyRecord:
+class GriffinAccuracyRecord:
     """Accuracy of each forward along held-out texts, as the log keeps it; rates are by way of drawing, then forward."""
 
     when: str  # before, during or after training
@@ -38,20 +38,20 @@ class AccuracyRecord:
 
 def measure_accuracy(
     when: str, step: int, target: TargetModel, model: GriffinModel, texts: list[TextFeatures]
-) -> Iterator[AccuracyRecord]:
+) -> Iterator[GriffinAccuracyRecord]:
     """Accuracy along texts, a record for each name among them."""
     for name, named in groupby(texts, key=lambda text: text.name):
         same = torch.cat([same_tokens(target, model, text, seed) for seed, text in enumerate(named)], dim=-1)
         yield _record(when, step, name, same)
 
 
-def _record(when: str, step: int, name: str, same: torch.Tensor) -> AccuracyRecord:
+def _record(when: str, step: int, name: str, same: torch.Tensor) -> GriffinAccuracyRecord:
     """`same [2 ways, 2, num_forwards, num_rows]`, see `same_tokens`."""
     shares, rates = {}, {}
     for way, (right, reached) in zip(WAYS, same, strict=True):
         shares[way] = _rounded(right.float().mean(dim=1))
         rates[way] = _rounded((reached & ~right).sum(dim=1) / reached.sum(dim=1).clamp(min=1))
-    return AccuracyRecord(when, step, name, same.shape[-1], shares, rates)
+    return GriffinAccuracyRecord(when, step, name, same.shape[-1], shares, rates)
 
 
 def _rounded(rates: torch.Tensor) -> list[float]:

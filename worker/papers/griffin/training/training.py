@@ -21,7 +21,7 @@ from swiftbatch.worker.papers.griffin.training.features import FOLDER, GriffinFe
 from swiftbatch.worker.papers.griffin.training.loss import accumulate_gradients
 from swiftbatch.worker.papers.griffin.training.plot import plot_training
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.papers.griffin.training.windows import WindowSource
+from swiftbatch.worker.papers.griffin.training.windows import FeatureWindowSource
 from swiftbatch.worker.papers.griffin.weights import save_griffin
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
@@ -37,7 +37,7 @@ NUM_CURVE_TEXTS = 2  # that the curve is measured on, of the first name
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class GriffinStepRecord:
     """One optimiser step, as the log keeps it."""
 
     step: int
@@ -101,7 +101,7 @@ def run_training(
     optimizer = torch.optim.AdamW(draft.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
     step, seconds = folder.restore(draft, optimizer)
     report(f"{sum(p.numel() for p in draft.parameters()):,} parameters, {step} of {recipe.num_steps} steps behind it")
-    source = WindowSource(texts.books, texts.own, recipe)
+    source = FeatureWindowSource(texts.books, texts.own, recipe)
     with folder.open_log(step) as log:
         if step == 0:
             write_measured(log, measure_accuracy("before", 0, target, draft, texts.held_out), report)
@@ -117,12 +117,12 @@ def run_training(
 def run_steps(
     draft: GriffinModel,
     target: TargetModel,
-    source: WindowSource,
+    source: FeatureWindowSource,
     recipe: GriffinRecipe,
     optimizer: torch.optim.Optimizer,
     first: int,
     seconds: float,
-) -> Iterator[StepRecord]:
+) -> Iterator[GriffinStepRecord]:
     """Train from step `first` (0 at the beginning), `seconds` behind it, and yield every step when it is done."""
     start = time.monotonic() - seconds
     columns = (TextColumn("griffin"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
@@ -137,4 +137,4 @@ def run_steps(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             progress.update(task, advance=1, loss=losses[0])
-            yield StepRecord(step + 1, losses, aligned, round(time.monotonic() - start, 2))
+            yield GriffinStepRecord(step + 1, losses, aligned, round(time.monotonic() - start, 2))

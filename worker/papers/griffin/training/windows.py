@@ -46,7 +46,7 @@ def _rows(text: TextFeatures, positions: np.ndarray) -> tuple[torch.Tensor, ...]
     return text.token_ids[places].long(), inputs, text.features[places], torch.from_numpy(num_before)
 
 
-class WindowSource:
+class FeatureWindowSource:
     """Draws the windows of a step, which depend on the recipe's seed and the step's number alone."""
 
     def __init__(self, books: list[TextFeatures], own: list[TextFeatures], recipe: GriffinRecipe) -> None:

@@ -11,7 +11,7 @@ from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, at
 from swiftbatch.worker.kernels.cuda.layers import add_norm, silu_mul
 from swiftbatch.worker.kernels.cuda.rotary import rope_store
 from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
-from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.weights import DecoderSizes, Linear
 from swiftbatch.worker.papers.griffin.native import GriffinWeights
 from swiftbatch.worker.papers.griffin.triton.layers import add, keep, layer_norm, pair, silu
@@ -37,7 +37,7 @@ class CudaGriffin:
         around: Surroundings,
         arena: Tensor,
         features: Tensor,
-        table: RowTable[Tensor],
+        table: CudaRowTable[Tensor],
         places: Tensor,
     ) -> None:
         """Rows see entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`, as `layout_of` lays them.

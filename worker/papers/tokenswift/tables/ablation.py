@@ -17,7 +17,13 @@ from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.bench.variants import bench_slots
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.papers.tokenswift.tables.catalogue import ABLATIONS, PAPER_SAMPLING, Ablation, Arm, Engine
+from swiftbatch.worker.papers.tokenswift.tables.catalogue import (
+    ABLATIONS,
+    PAPER_SAMPLING,
+    Ablation,
+    AblationArm,
+    Engine,
+)
 from swiftbatch.worker.papers.tokenswift.tables.reuse import BASE_OPTIONS, metered_drafter
 from swiftbatch.worker.papers.tokenswift.tables.tables import render
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
@@ -41,7 +47,7 @@ class AblationOptions(BenchOptions):
     def ablation(self) -> Ablation:
         return ABLATIONS[self.table]
 
-    def arm_options(self, arm: Arm) -> LongBenchOptions:
+    def arm_options(self, arm: AblationArm) -> LongBenchOptions:
         every = self.num_tokens // NUM_LENGTHS
         sampling = PAPER_SAMPLING | arm.sampling
         shared = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "text"})
@@ -53,7 +59,7 @@ class AblationOptions(BenchOptions):
             **shared,
         )
 
-    def tokenswift_options(self, arm: Arm) -> TokenSwiftOptions:
+    def tokenswift_options(self, arm: AblationArm) -> TokenSwiftOptions:
         return replace(BASE_OPTIONS[self.engine], **with_cache(arm.options))
 
 
@@ -76,7 +82,7 @@ def run_ablation(options: AblationOptions, report: Report = lambda line: None) -
     return render(options.ablation, results, options.arm_options(arms[0]).record_stops())
 
 
-def _documents(arms: tuple[Arm, ...], results: list[LongResult]) -> list[dict[str, Any]]:
+def _documents(arms: tuple[AblationArm, ...], results: list[LongResult]) -> list[dict[str, Any]]:
     return [
         {"label": arm.label, "options": arm.options, "sampling": arm.sampling, "prefill": arm.prefill}
         | {"result": result.model_dump()}

@@ -26,7 +26,7 @@ Layout = Literal["by_length", "by_arm", "at_end"]
 
 
 @dataclass(frozen=True)
-class Arm:
+class AblationArm:
     """One generation: what it changes in `TokenSwiftOptions` (a cache by its name) and in the sampling."""
 
     label: str
@@ -46,7 +46,7 @@ class View:
 
 @dataclass(frozen=True)
 class Ablation:
-    arms: tuple[Arm, ...]
+    arms: tuple[AblationArm, ...]
     views: tuple[View, ...]
 
 
@@ -70,13 +70,13 @@ PREFILLS = (2048, 3072, 4096, 5120, 6144, 7168, 8192)
 WINDOWS = (20, 50, 128, 256, 512, 1024, 2048)
 
 
-def _by_reuse(*nums_ngrams: int) -> tuple[Arm, ...]:
-    return tuple(Arm(f"k = {k}", {"num_ngrams": k}) for k in nums_ngrams)
+def _by_reuse(*nums_ngrams: int) -> tuple[AblationArm, ...]:
+    return tuple(AblationArm(f"k = {k}", {"num_ngrams": k}) for k in nums_ngrams)
 
 
 ABLATIONS: dict[str, Ablation] = {
     "5": Ablation(
-        tuple(Arm(label, NO_REUSE | {"cache": cache}) for cache, label in CACHES.items()),
+        tuple(AblationArm(label, NO_REUSE | {"cache": cache}) for cache, label in CACHES.items()),
         (
             View(
                 "Table 5: KV management, k = 0; the summary holds one entry more for every 32 positions",
@@ -87,34 +87,37 @@ ABLATIONS: dict[str, Ablation] = {
     ),
     "6": Ablation(
         tuple(
-            Arm(f"{name}{note}", sampling=sampling | change)
+            AblationArm(f"{name}{note}", sampling=sampling | change)
             for name, sampling in SAMPLERS.items()
             for note, change in (("", {}), (" w/o penalty", NO_PENALTY))
         ),
         (View("Table 6: contextual penalty and sampling methods", "at_end", (*DIVERSITY, "speedup")),),
     ),
     "7": Ablation(
-        tuple(Arm(str(list(digits)), NO_REUSE | {"digits": digits}) for digits in DIGITS),
+        tuple(AblationArm(str(list(digits)), NO_REUSE | {"digits": digits}) for digits in DIGITS),
         (View("Table 7: tree configurations, at most 127 nodes, k = 0", "by_length", RATES),),
     ),
     "8": Ablation(
-        tuple(Arm(f"theta {t}", sampling={"repetition_penalty": t}) for t in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)),
+        tuple(AblationArm(f"theta {t}", sampling={"repetition_penalty": t}) for t in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)),
         (View("Table 8: penalty value", "at_end", DIVERSITY),),
     ),
     "12": Ablation(
-        tuple(Arm(name, NO_REUSE, sampling) for name, sampling in SAMPLERS.items()),
+        tuple(AblationArm(name, NO_REUSE, sampling) for name, sampling in SAMPLERS.items()),
         (View("Table 12: sampling methods, k = 0", "by_length", RATES),),
     ),
     "13": Ablation(
-        tuple(Arm(f"T {t}", sampling=SAMPLERS["top-p 0.9"] | {"temperature": t}) for t in (0.4, 0.6, 0.8, 1.0, 1.2)),
+        tuple(
+            AblationArm(f"T {t}", sampling=SAMPLERS["top-p 0.9"] | {"temperature": t})
+            for t in (0.4, 0.6, 0.8, 1.0, 1.2)
+        ),
         (View("Table 13: temperatures, top-p 0.9", "by_length", RATES),),
     ),
     "14": Ablation(
-        tuple(Arm(f"{p:,}", NO_REUSE | {"budget": p}, prefill=p) for p in PREFILLS),
+        tuple(AblationArm(f"{p:,}", NO_REUSE | {"budget": p}, prefill=p) for p in PREFILLS),
         (View("Table 14: prefill length, which is the budget too, k = 0", "by_arm", RATES),),
     ),
     "15": Ablation(
-        tuple(Arm(f"W {w:,}", sampling={"penalty_window": w}) for w in WINDOWS),
+        tuple(AblationArm(f"W {w:,}", sampling={"penalty_window": w}) for w in WINDOWS),
         (
             View("Table 15: penalty window", "by_arm", RATES),
             View("Table 16: penalty window and diversity", "at_end", DIVERSITY),

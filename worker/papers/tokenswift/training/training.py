@@ -38,7 +38,7 @@ FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class HeadStepRecord:
     """One optimiser step, as the log keeps it."""
 
     step: int
@@ -101,7 +101,7 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: HeadRecipe, repo
 
 def run_steps(
     target: TargetModel, weight: torch.Tensor, states: TextStates, recipe: HeadRecipe
-) -> Iterator[StepRecord]:
+) -> Iterator[HeadStepRecord]:
     """Train `weight [num_heads, hidden, hidden]` in place, and yield every step."""
     optimizer = torch.optim.AdamW(
         [weight], lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
@@ -121,7 +121,7 @@ def run_steps(
             optimizer.zero_grad(set_to_none=True)
             scheduler.step()
             progress.update(task, advance=1, loss=sum(losses) / len(losses))
-            yield StepRecord(step, [round(loss, 4) for loss in losses], round(time.monotonic() - start, 2))
+            yield HeadStepRecord(step, [round(loss, 4) for loss in losses], round(time.monotonic() - start, 2))
 
 
 def accumulate_gradients(

@@ -29,7 +29,7 @@ from swiftbatch.worker.papers.triforce.tables.catalogue import (
     OFFLOADED,
     PROMPT_TABLES,
     TOP_P,
-    Arm,
+    PromptArm,
     PromptTable,
 )
 from swiftbatch.worker.papers.triforce.tables.plot import plot
@@ -126,7 +126,7 @@ def _all_prompts(table: PromptTable) -> list[Prompts]:
     return list(dict.fromkeys(arm.prompts for row in table.rows for arm in row.arms.values()))
 
 
-def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[int, str], Arm]]:
+def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[int, str], PromptArm]]:
     """The arms that go on from these prompts, with row number and name."""
     for number, row in enumerate(table.rows):
         for name, arm in row.arms.items():

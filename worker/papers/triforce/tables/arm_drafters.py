@@ -13,21 +13,21 @@ from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.plan import MeasuredPlanner
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.papers.triforce.proposer import DraftModelProposer
-from swiftbatch.worker.papers.triforce.tables.catalogue import Arm
+from swiftbatch.worker.papers.triforce.tables.catalogue import PromptArm
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.papers.triforce.variants import PAPER
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
 
-def new_drafter(target: TargetModel, costs: Costs, arm: Arm, parts_folder: Path | None) -> TwoLevelDrafter:
+def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> TwoLevelDrafter:
     """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
     if arm.plan == "naive":
         return _naive_policy(target, costs, parts_folder)
     return triforce(target, costs, parts_folder, triforce_options(arm))
 
 
-def triforce_options(arm: Arm) -> TriForceOptions:
+def triforce_options(arm: PromptArm) -> TriForceOptions:
     return replace(PAPER if arm.plan == "paper" else TriForceOptions(), **with_cache(arm.options))
 
 

@@ -22,7 +22,7 @@ Plan = Literal["own", "paper", "naive"]
 
 
 @dataclass(frozen=True)
-class Arm:
+class PromptArm:
     """One generation behind the prompts."""
 
     options: dict[str, Any] = field(default_factory=dict)  # what it changes in `TriForceOptions`, its cache by name
@@ -36,7 +36,7 @@ class Row:
     """One row of a table: what it is called, and its arms by the names that columns use."""
 
     labels: tuple[str, ...]
-    arms: dict[str, Arm]
+    arms: dict[str, PromptArm]
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def budget_for(prefill: int, most: int) -> int:
 
 
 def _table_1(prefill: int, model: str) -> PromptTable:
-    def arms(cache: str) -> dict[str, Arm]:
+    def arms(cache: str) -> dict[str, PromptArm]:
         options = {"cache": cache, "gammas": (0, 6), "budget": budget_for(prefill, BUDGET)}
-        return {kind: Arm(options, 0.0, prompts=Prompts(kind)) for kind in ("books", "needle")}
+        return {kind: PromptArm(options, 0.0, prompts=Prompts(kind)) for kind in ("books", "needle")}
 
     return PromptTable(
         "Table 1: acceptance of self-speculation, gamma 6, T = 0",
@@ -104,13 +104,14 @@ def _table_1(prefill: int, model: str) -> PromptTable:
 def _table_2(prefill: int, model: str) -> PromptTable:
     own, budget = {"budget": budget_for(prefill, OWN_BUDGET)}, {"budget": budget_for(prefill, BUDGET)}
     by_temperature = (
-        Row(("TriForce", f"{t:.1f}"), {"triforce": Arm(own, t), "naive": Arm(own, t, "naive")}) for t in TEMPERATURES
+        Row(("TriForce", f"{t:.1f}"), {"triforce": PromptArm(own, t), "naive": PromptArm(own, t, "naive")})
+        for t in TEMPERATURES
     )
     others = {
-        "TriForce, retrieval cache": Arm(budget | {"cache": "retrieval"}),
-        "the same, gammas 2 and 6": Arm(budget, plan="paper"),
-        "retrieval w/o hierarchy": Arm(budget | {"cache": "retrieval", "gammas": (0, 6)}),
-        "StreamingLLM w/ hierarchy": Arm(budget | {"cache": "streaming"}),
+        "TriForce, retrieval cache": PromptArm(budget | {"cache": "retrieval"}),
+        "the same, gammas 2 and 6": PromptArm(budget, plan="paper"),
+        "retrieval w/o hierarchy": PromptArm(budget | {"cache": "retrieval", "gammas": (0, 6)}),
+        "StreamingLLM w/ hierarchy": PromptArm(budget | {"cache": "streaming"}),
     }
     return PromptTable(
         "Table 2: speed-up over plain decoding, and the share of drafted tokens that was accepted",
@@ -131,7 +132,7 @@ def _table_3(prefill: int, model: str) -> PromptTable:
             Column("AR\n(ms)", "triforce", "plain_ms_per_token"),
             Column("speed-up", "triforce", "speedup"),
         ),
-        tuple(Row((model, f"{t:.1f}"), {"triforce": Arm(budget, t)}) for t in (0.6, 0.0)),
+        tuple(Row((model, f"{t:.1f}"), {"triforce": PromptArm(budget, t)}) for t in (0.6, 0.0)),
         "AR is plain decoding with its cache in the same place.",
     )
 
@@ -143,8 +144,8 @@ def _table_4(prefill: int, model: str) -> PromptTable:
         batch = f"({num_sequences}, {length_of(prompts, prefill) / 1000:.1f}K)"
         for t in (0.0, 0.6):
             arms = {
-                "triforce": Arm({"budget": budget}, t, prompts=prompts),
-                "naive": Arm({"budget": budget}, t, "naive", prompts),
+                "triforce": PromptArm({"budget": budget}, t, prompts=prompts),
+                "naive": PromptArm({"budget": budget}, t, "naive", prompts),
             }
             rows.append(Row((batch, f"({num_sequences}, {budget})", f"{t:.1f}"), arms))
     return PromptTable(
@@ -158,14 +159,14 @@ def _table_4(prefill: int, model: str) -> PromptTable:
 
 def _figure_6a(prefill: int, model: str) -> PromptTable:
     budgets = [budget for budget in BUDGETS if budget < prefill]
-    rows = (Row((f"{budget:,}",), {"triforce": Arm({"budget": budget}, plan="paper")}) for budget in budgets)
+    rows = (Row((f"{budget:,}",), {"triforce": PromptArm({"budget": budget}, plan="paper")}) for budget in budgets)
     return PromptTable("Figure 6a: cache budget, gammas 2 and 6", ("budget",), FIGURE, tuple(rows), AT, "budget")
 
 
 def _figure_6b(prefill: int, model: str) -> PromptTable:
     budget = budget_for(prefill, BUDGET)
     sizes = [size for size in CHUNK_SIZES if 2 * size <= budget]
-    arms = {size: Arm({"budget": budget, "chunk_size": size}, plan="paper") for size in sizes}
+    arms = {size: PromptArm({"budget": budget, "chunk_size": size}, plan="paper") for size in sizes}
     title = f"Figure 6b: chunk size at a budget of {budget:,}, gammas 2 and 6"
     rows = (Row((f"{size:,}",), {"triforce": arm}) for size, arm in arms.items())
     return PromptTable(title, ("chunk size",), FIGURE, tuple(rows), AT, "chunk_size")

@@ -26,7 +26,7 @@ SAMPLING = {
 
 
 @dataclass(frozen=True)
-class AgreementRecord:
+class DraftAgreementRecord:
     """Agreement along held-out texts, as the log keeps it."""
 
     when: str  # before or after training
@@ -41,9 +41,9 @@ class AgreementRecord:
 
 def measure_agreement(
     when: str, target: TargetModel, draft: LlamaForCausalLM, held_out: dict[str, list[Text]]
-) -> Iterator[AgreementRecord]:
+) -> Iterator[DraftAgreementRecord]:
     for name, texts in held_out.items():
-        yield AgreementRecord(when, name, *agreement(target, draft, texts))
+        yield DraftAgreementRecord(when, name, *agreement(target, draft, texts))
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
 from swiftbatch.worker.kernels.cuda.scan.texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
-from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, RowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from tests.worker.caches.cache_parts import everything_of
@@ -87,7 +87,7 @@ class Texts:
     def attention(self) -> AttentionShape:
         return AttentionShape(self.num_kv_heads, self.group, self.shape.head_dim, NUM_SPLITS, self.shape.dtype)
 
-    def table(self) -> RowTable[Tensor]:
+    def table(self) -> CudaRowTable[Tensor]:
         layout = TableLayout(len(self.sequences), ENTRIES, self.attention.rows_per_group, 10**6, 10, 1)
         buffer = np.full(layout.size, -1, dtype=np.int32)
         chains = [self.chain(slot) for slot in range(len(self.sequences))]

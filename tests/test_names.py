@@ -1,0 +1,27 @@
+"""Names: who reads or searches for one finds one thing. Read from the sources alone."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+from tests import ROOT
+from tests.test_rooms import ROOMS
+
+
+def classes_of(source: str) -> list[str]:
+    """The classes of a module that others may use."""
+    names = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def test_a_class_s_name_stands_for_one_class_in_the_whole_project() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for name in classes_of(path.read_text(encoding="utf-8")):
+            places[name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_classes_are_found() -> None:
+    assert classes_of("class A: ...\nclass _B: ...\ndef f():\n    class C: ...\n") == ["A"]
