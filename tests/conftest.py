@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.griffin.weights import save_griffin
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target.tokenizer import train_tokenizer

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
@@ -19,7 +20,6 @@ from swiftbatch.jobs.checkpoints.files import (
     dump_file,
 )
 from swiftbatch.jobs.checkpoints.logprob_spans import encode_span, span_name
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs

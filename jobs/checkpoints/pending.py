@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
-from swiftbatch.jobs.checkpoints.store import (
+from swiftbatch.jobs.checkpoints.checkpoint_store import (
     CheckpointStore,
     DrafterEntry,
     Segment,
@@ -21,6 +20,7 @@ from swiftbatch.jobs.checkpoints.store import (
     TokenIds,
     TokenLog,
 )
+from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.logprobs import TokenLogprobs
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
 from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
 from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.logprobs import TokenLogprobs

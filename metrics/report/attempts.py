@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from swiftbatch.jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 
 Outcome = Literal["finished", "released", "lost", "cancelled", "running"]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from swiftbatch.jobs.checkpoints.store import AttemptRecord, CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.records import DriverClaim, RunManifest

@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.chaos.options import ChaosError
+from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 
 
 class JobComparison(Frozen):

@@ -9,7 +9,7 @@ from functools import partial
 
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.scheduler.chaos.driver_process import DisturbedDriver
+from swiftbatch.scheduler.chaos.disturbed_driver import DisturbedDriver
 from swiftbatch.scheduler.chaos.plan import Kind, PlannedKill
 from swiftbatch.scheduler.chaos.victims import Way
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftbatch.jobs.processes import environment_of_code
-from swiftbatch.scheduler.chaos.options import ChaosError
+from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.cluster.cluster import OBJECT_STORE_BYTES
 from swiftbatch.scheduler.cluster.embedded_ray import kill_sessions
 

@@ -103,7 +103,7 @@ def auto(**options: Any) -> None:
     Example:
       swiftbatch bench auto --positions 2048,16384 --slots 1,8 --temperatures 0.6,1.0 --text book.txt --json auto.json
     """
-    from swiftbatch.worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
+    from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
     from swiftbatch.worker.bench.auto.records import render
 
     show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
@@ -241,7 +241,7 @@ def long(**options: Any) -> None:
     """
     from swiftbatch.jobs.sampling import SamplingParams
     from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
-    from swiftbatch.worker.bench.long.table import render
+    from swiftbatch.worker.bench.long.long_table import render
 
     sampling = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
     bench_options = checked(LongBenchOptions, options | {"sampling": sampling | {"ignore_eos": True}})
@@ -275,7 +275,7 @@ def gpu(**options: Any) -> None:
       swiftbatch bench gpu --model DIR --text book.txt --json gpu.json
     """
     from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
-    from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
+    from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
     from swiftbatch.worker.bench.gpu.records import render
 
     show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))

@@ -36,8 +36,8 @@ def chaos(run_uri: str | None, json_path: Path | None, **options: Any) -> None:
     Example:
       swiftbatch chaos --jobs 12 --tokens 3000 --kills 25 --seed 1 --json chaos.json
     """
+    from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
     from swiftbatch.scheduler.chaos.experiment import run_chaos
-    from swiftbatch.scheduler.chaos.options import ChaosOptions
 
     chaos_options = ChaosOptions(run_uri=run_uri or f"chaos-{time.strftime('%Y%m%d-%H%M%S')}", **options)
     report = run_chaos(chaos_options, click.echo)

@@ -9,7 +9,7 @@ import click
 
 from swiftbatch.scheduler.commands.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.grouping import options_of
-from swiftbatch.scheduler.commands.options.limits import LIMITS
+from swiftbatch.scheduler.commands.options.limit_options import LIMITS
 from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
 from swiftbatch.scheduler.commands.options.webhook import OUTPUT
 from swiftbatch.scheduler.limits.limits import Limits

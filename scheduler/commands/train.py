@@ -62,7 +62,7 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
     Example:
       swiftbatch train all --data books --output my-model
     """
-    from swiftbatch.worker.papers.training import train_all
+    from swiftbatch.worker.papers.all_trainings import train_all
     from swiftbatch.worker.training.target.recipe import embedded_recipe
 
     train_all(data, output, embedded_recipe(num_tokens), click.echo)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.results import error_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.scheduler.display.job_events import JobStarted
 from swiftbatch.scheduler.driver.context import DriverContext

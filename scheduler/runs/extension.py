@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.checkpoints.inheritance import inherit
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
-from swiftbatch.jobs.checkpoints.store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.job import JobRecord

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
 from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.variants import chosen_numerics
+from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of, has_cuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.scheduler.driver.heartbeat import current_progress

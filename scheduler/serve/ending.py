@@ -17,12 +17,12 @@ from swiftbatch.jobs.run.run_files import DamagedError, read_model
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.expiry import expire_jobs
+from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.delivery import INVALID, Delivered, deliver
 from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.records import BATCHES, Counts, Ended, EndState, LineProblem
-from swiftbatch.scheduler.serve.status import DAMAGED, is_submitted, lines_of, running_status
 
 MOST_PROBLEMS = 100  # that are shown; all rejects are in the error file of a batch that ran
 

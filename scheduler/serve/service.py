@@ -11,6 +11,7 @@ from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.batch_status import Status, Watcher, unread_status
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.driving.course import Stage
 from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
@@ -26,7 +27,6 @@ from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.places import Places
 from swiftbatch.scheduler.serve.records import FileRecord
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.serve.status import Status, Watcher, unread_status
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 

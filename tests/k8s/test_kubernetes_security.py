@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from swiftbatch.worker.bench.gpu.sizing import MODELS
-from swiftbatch.worker.caches.memory.plan import slot_capacity
+from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
 from tests.k8s.kubernetes_parts import OVERLAYS, ROOT, Object, one, pods, render
 
 WRITABLE = {"/tmp", "/home/swiftbatch"}

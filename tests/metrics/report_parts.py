@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.results import success_line

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.records import DriverClaim
 from swiftbatch.jobs.run.results import error_line

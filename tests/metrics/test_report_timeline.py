@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store

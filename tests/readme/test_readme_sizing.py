@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
 from swiftbatch.jobs.checkpoints.state_file import encode_state
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.identity import Identity

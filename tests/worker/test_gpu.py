@@ -10,8 +10,8 @@ import torch
 import triton
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
@@ -21,7 +21,7 @@ from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.kernels.cuda.graph import CudaGraph
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 

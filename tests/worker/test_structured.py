@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import create_bench_drafter
-from swiftbatch.worker.constraints.tree import NOTHING_LEFT
+from swiftbatch.worker.bench.bench_variants import create_bench_drafter
+from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT
 from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.dtypes import Device, Dtype
-from swiftbatch.worker.bench.engine import BenchError
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.model.files import ModelFiles

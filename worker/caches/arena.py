@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.memory.plan import slot_capacity
+from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
 from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
 MoveRows = Callable[[int, int, Sequence[int]], None]

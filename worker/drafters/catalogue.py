@@ -24,7 +24,7 @@ from swiftbatch.worker.model.files import (
 )
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.caches.memory.plan import DraftMemoryOf
+    from swiftbatch.worker.caches.memory.memory_plan import DraftMemoryOf
     from swiftbatch.worker.drafters.base import Drafter
     from swiftbatch.worker.target.step_costs import Costs
     from swiftbatch.worker.target.target import TargetModel
@@ -167,7 +167,7 @@ ENGINES = {
         "papers.griffin.griffin:griffin",
         "one trained layer over the target's features",
         GRIFFIN,
-        memory="papers.griffin.memory:griffin_memory",
+        memory="papers.griffin.griffin_memory:griffin_memory",
     ),
 }
 DEFAULT_ENGINE = "auto"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
-from swiftbatch.worker.caches.memory.sizes import num_parameters, read_sizes
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.caches.memory.model_sizes import num_parameters, read_sizes
 from swiftbatch.worker.caches.room import ITEM_SIZES
 from swiftbatch.worker.drafters.catalogue import EngineEntry, engine_entry
 from swiftbatch.worker.kernels.sizes import NUM_ROWS

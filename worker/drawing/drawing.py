@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.dtypes import LogprobsMode
-from swiftbatch.worker.drawing import native as native
+from swiftbatch.worker.drawing import native_drawing as native
 from swiftbatch.worker.drawing.adjustments import Context, adjusted, only_allowed
 from swiftbatch.worker.drawing.finite import is_drawable
 from swiftbatch.worker.drawing.logprobs import path_logprobs
@@ -21,7 +21,7 @@ from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk
-from swiftbatch.worker.kernels.variants import chosen_variant
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 
 UNLIKELY = -1e4  # as a log-probability
 

@@ -23,7 +23,7 @@ from swiftbatch.worker.drawing.adjustments import (
     output_penalties,
 )
 from swiftbatch.worker.drawing.rules import num_mask_words
-from swiftbatch.worker.kernels.variants import KernelError, chosen_variant, load_library
+from swiftbatch.worker.kernels.instruction_sets import KernelError, chosen_variant, load_library
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence

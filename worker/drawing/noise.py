@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swiftbatch.worker.drawing.native import noise_row
-from swiftbatch.worker.kernels.variants import chosen_variant
+from swiftbatch.worker.drawing.native_drawing import noise_row
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -9,7 +9,7 @@ from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.constraints.tree import NOTHING_LEFT, ConstrainedTree, Constraints
+from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.finite import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.drawing.rules import ConstraintError
@@ -22,7 +22,7 @@ from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
-from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.output_text import OutputText
 
 
 class Engine:

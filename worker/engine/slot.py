@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drawing.drawing import Sampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import Walk

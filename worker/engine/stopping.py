@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.repetition import LoopDetector, first_repetition
-from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.output_text import OutputText
 from swiftbatch.worker.texts.stop_strings import first_stop
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"

@@ -9,13 +9,13 @@ import transformers
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.records import Exactness
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.agreement import Agreement, compare
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
-from swiftbatch.worker.kernels.variants import chosen_variant, numerics_of, runnable_variants, why_none
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.target.target import TargetModel

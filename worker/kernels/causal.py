@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
 from swiftbatch.worker.kernels.team import Team
-from swiftbatch.worker.kernels.variants import chosen_variant, load_library
 
 FAST_VARIANTS = ("avx512-bf16",)  # torch multiplies tiles itself where there is AMX
 HEAD_DIM = SIDE = 64  # of source/causal_blocks.h

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import AngleTable, Rotary
-from swiftbatch.worker.kernels.rows import CachePlace, LayerCacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, Linear, shapes
+from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
-from swiftbatch.worker.kernels.weights import DecoderSizes, LayerWeights, Linear, shapes
 
 LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
     name: 3 + number

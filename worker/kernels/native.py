@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.decoder_weights import HEAD_DIMS, DecoderWeights
+from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
-from swiftbatch.worker.kernels.rows import CachePlace, LayerCacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
-from swiftbatch.worker.kernels.variants import load_library
-from swiftbatch.worker.kernels.weights import HEAD_DIMS, DecoderWeights
 
 EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h
 

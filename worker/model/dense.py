@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from swiftbatch.worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
-from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
 from swiftbatch.worker.model.tensors import read_tensors

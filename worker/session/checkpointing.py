@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Items
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, TokenLog
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftbatch.jobs.run.results import Reasoning
 from swiftbatch.worker.constraints.thought import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.output_text import OutputText
 
 
 def reasoning_of(sequence: Sequence, text: str, thinking: Thinking | None, output_text: OutputText) -> Reasoning | None:

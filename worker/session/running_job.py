@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftbatch.jobs.checkpoints.store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache

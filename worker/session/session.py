@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, State
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, State
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.run.logprobs import shown_logprobs
+from swiftbatch.jobs.run.logprob_form import shown_logprobs
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
@@ -21,7 +21,7 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.endpoint import serve
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import TOO_LONG, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import create_drafter

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftbatch.worker.drawing.native import NativeSampler
 from swiftbatch.worker.drawing.native_calls import CTreeWalk, address_of, scratch
+from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.layers import CForwardCall
 from swiftbatch.worker.kernels.native import NativeDecoder
-from swiftbatch.worker.kernels.rows import RowTable
+from swiftbatch.worker.kernels.row_tables import RowTable
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.target.partial_rows import PartialRows
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-from swiftbatch.worker.kernels.variants import cpu_flags
+from swiftbatch.worker.kernels.instruction_sets import cpu_flags
 
 DRIVER = Path("/proc/driver/nvidia/version")
 AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # what torch asks for

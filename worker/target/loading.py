@@ -9,15 +9,15 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kernels.variants import chosen_variant
-from swiftbatch.worker.kernels.weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.native_forwards import NativeForwards
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.caches.memory.plan import SlotsWanted
+    from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
     from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -47,7 +47,7 @@ def load_forwards(
     others were chosen than would run.
     """
     if slots is not None:
-        from swiftbatch.worker.target.cuda.loading import load_cuda_forwards
+        from swiftbatch.worker.target.cuda.cuda_loading import load_cuda_forwards
 
         if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels):
             return on_gpu

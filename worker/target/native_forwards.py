@@ -8,11 +8,11 @@ from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
-from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.native import NativeDecoder
-from swiftbatch.worker.kernels.variants import numerics_of
-from swiftbatch.worker.kernels.weights import DecoderWeights
 from swiftbatch.worker.target.chains import Drawn, draw_chains
 from swiftbatch.worker.target.forwards import MOST_READ, DrawChains
 from swiftbatch.worker.target.partial_rows import PartialRows

@@ -19,7 +19,7 @@ from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transfo
 from swiftbatch.worker.target.tiles import SequenceRows
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.caches.memory.plan import SlotsWanted
+    from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
     from swiftbatch.worker.target.partial_rows import PartialRows
     from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
@@ -75,7 +75,7 @@ class TargetModel:
         Where this one's caches lie in slots, it has as many, and one more to be measured in. Raises ModelError.
         """
         if self.forwards.arena is not None:
-            from swiftbatch.worker.target.cuda.loading import forwards_beside
+            from swiftbatch.worker.target.cuda.cuda_loading import forwards_beside
 
             if forwards := forwards_beside(self.forwards, files, longest_job, self.forwards.arena.num_slots + 1):
                 target = TargetModel(forwards, files)

@@ -94,7 +94,9 @@ def repeatable(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":  # whose sums have one
         yield
         return
-    from swiftbatch.worker.target.cuda.loading import hold_products_steady  # needs Triton, which a processor has not
+    from swiftbatch.worker.target.cuda.cuda_loading import (
+        hold_products_steady,  # needs Triton, which a processor has not
+    )
 
     hold_products_steady()
     was = torch.are_deterministic_algorithms_enabled()

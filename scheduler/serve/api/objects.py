@@ -7,10 +7,10 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from swiftbatch.scheduler.serve.batch_status import Status
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.records import FileRecord, LineProblem
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.serve.status import Status
 
 Object = dict[str, Any]
 

@@ -20,11 +20,11 @@ from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
 from swiftbatch.scheduler.serve.api.access import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object
+from swiftbatch.scheduler.serve.batch_status import Status, is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.partial import partial_texts
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
-from swiftbatch.scheduler.serve.status import Status, is_submitted
 
 EVENT_SECONDS = 0.5  # between two looks for events
 SIGN_SECONDS = 15.0  # between two signs that the connection is alive

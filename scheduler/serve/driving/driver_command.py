@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.status import is_submitted
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import exp2, log
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.queue import Standing
 from swiftbatch.scheduler.serve.keys.api_key import Rights
-from swiftbatch.scheduler.serve.status import is_submitted
 
 DAY = 86400.0
 HALF_LIFE = 3600.0  # in which tokens come to weigh half as much between owners

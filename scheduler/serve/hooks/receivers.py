@@ -8,7 +8,7 @@ from functools import partial
 
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.hooks.addresses import dial, reach
-from swiftbatch.scheduler.serve.hooks.hosts import WebhookHosts
+from swiftbatch.scheduler.serve.hooks.hook_hosts import WebhookHosts
 from swiftbatch.scheduler.serve.hooks.outstanding import Target
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.webhooks.message import WebhookMessage

@@ -11,6 +11,7 @@ from fastapi import Response
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.page.figures import figures_of
 from swiftbatch.scheduler.serve.page.job_rows import JobPage, Problem, file_problems, job_page, run_problems
@@ -18,7 +19,6 @@ from swiftbatch.scheduler.serve.page.rendering import page_response
 from swiftbatch.scheduler.serve.page.visitor import Visitor
 from swiftbatch.scheduler.serve.partial import partial_texts
 from swiftbatch.scheduler.serve.service import Service
-from swiftbatch.scheduler.serve.status import is_submitted
 
 SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
 NUM_BATCHES = 50  # of a page

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.records import Progress
+from swiftbatch.scheduler.serve.batch_status import unread_status
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.records import EndState, State
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
-from swiftbatch.scheduler.serve.status import unread_status
 
 STATE_WORDS: dict[State, str] = {"in_progress": "in progress"}  # others are words already
 NAME_KEY = "name"  # of a batch's metadata

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, Segment, SegmentEntry, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Segment, SegmentEntry, StateManifest
 from swiftbatch.jobs.checkpoints.token_log import TokenIds
 from swiftbatch.jobs.identity import Identity
 

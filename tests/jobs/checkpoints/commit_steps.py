@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (

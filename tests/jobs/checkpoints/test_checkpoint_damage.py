@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, output_ids, write_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, check_checkpoints, output_ids, tokens_at

@@ -79,7 +79,7 @@ PEAK = """
 import sys
 from pathlib import Path
 import numpy as np
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, Segment
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Segment
 from swiftbatch.jobs.storage.store import Store
 
 def memory(kind):

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.checkpoints.checkpoint_parts import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, NUM_PROMPT_TOKENS, check_checkpoints, output_ids
 from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, RESULT, finish, run_attempt

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.identity import Identity

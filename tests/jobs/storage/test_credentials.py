@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder

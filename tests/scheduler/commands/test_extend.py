@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.heartbeat import current_progress

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Progress, Run, RunError
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere

@@ -15,7 +15,7 @@ from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.scheduler.driver.backlog import write_cancelled
 from swiftbatch.scheduler.runs.manifest import computation_of
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.worker.model import thinking
+from swiftbatch.worker.model import thought_markers as thinking
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.scheduler.commands.command_parts import invoke, write_jobs

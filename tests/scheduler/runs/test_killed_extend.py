@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver import takeover
 from swiftbatch.scheduler.driver.backlog import load_queue

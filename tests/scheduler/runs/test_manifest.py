@@ -20,7 +20,7 @@ from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels import choice
 from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.variants import OVERRIDE, chosen_numerics
+from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, chosen_numerics
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import hardware_of, has_cuda
 from tests import ROOT
@@ -100,5 +100,5 @@ def test_a_verdict_is_known_to_runs_on_the_same_kernels_alone(
     assert exactness() == "not probed"
     verdict = diagnose(Computation(**said), num_rows=64).verdict
     assert exactness() == verdict
-    monkeypatch.setattr("swiftbatch.worker.kernels.variants.NUMERICS_VERSION", 0)
+    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.NUMERICS_VERSION", 0)
     assert exactness() == "not probed"

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.results import error_line

@@ -17,8 +17,8 @@ from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.hooks import addresses, hooks, lanes
 from swiftbatch.scheduler.serve.hooks.addresses import reach
+from swiftbatch.scheduler.serve.hooks.hook_hosts import WebhookHosts, WebhookHostsError
 from swiftbatch.scheduler.serve.hooks.hooks import Hooks
-from swiftbatch.scheduler.serve.hooks.hosts import WebhookHosts, WebhookHostsError
 from swiftbatch.scheduler.serve.hooks.receivers import Receivers
 from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.refusals import RefusedError

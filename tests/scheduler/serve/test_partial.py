@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.serve.partial import partial_texts
 from swiftbatch.worker.model.files import locate_model

@@ -10,11 +10,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftbatch.scheduler.serve.api import batch_routes, polls, watching_routes
+from swiftbatch.scheduler.serve.batch_status import Watcher
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.keys.api_key import make_key
 from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.service import Service
-from swiftbatch.scheduler.serve.status import Watcher
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import submit_two
 
@@ -46,7 +46,7 @@ def batch(service: Service, client: TestClient, tiny_model: Path, tmp_path: Path
 def stopped_clock(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """So that nothing that is remembered grows old."""
     now = [time.monotonic() + 3600]
-    monkeypatch.setattr("swiftbatch.scheduler.serve.status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.time.monotonic", lambda: now[0])
     return now
 
 
@@ -93,7 +93,7 @@ def test_the_folder_is_read_once_in_a_heartbeat_and_what_it_says_then_is_told(
 def test_an_object_store_is_read_as_seldom_as_a_heartbeat_comes_there(
     batch: Batch, stopped_clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.scheduler.serve.status.beat_seconds", lambda store: 5.0)
+    monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.beat_seconds", lambda store: 5.0)
     watcher = Watcher(batch)
     first = watcher.status()
     stopped_clock[0] += 4.9

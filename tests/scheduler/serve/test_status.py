@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.scheduler.serve.batch_status import Status, Watcher
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.ending import ask_to_cancel, settle
 from swiftbatch.scheduler.serve.ids import delivered_file_id
 from swiftbatch.scheduler.serve.records import ENDED, Counts
-from swiftbatch.scheduler.serve.status import Status, Watcher
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.serve.batch_parts import Folder, cancel, submit, submit_two
 from tests.scheduler.serve.server_parts import request
@@ -158,7 +158,7 @@ def test_a_running_batch_is_read_once_a_second(
     batch = folder.create()
     submit_two(batch, tiny_model, tmp_path, 1)
     watcher, now = Watcher(batch), [1000.0]
-    monkeypatch.setattr("swiftbatch.scheduler.serve.status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.time.monotonic", lambda: now[0])
     first = watcher.status()
     assert all(watcher.status() is first for _ in range(100))
     now[0] += 1

@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Group
 
-from swiftbatch.worker.bench.auto import auto as bench_auto
-from swiftbatch.worker.bench.auto.auto import AutoBenchOptions, run_auto_bench
+from swiftbatch.worker.bench.auto import auto_bench as bench_auto
+from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
 from swiftbatch.worker.bench.auto.records import AutoRecord, render
-from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import KVRoomError

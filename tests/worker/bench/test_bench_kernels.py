@@ -12,13 +12,13 @@ from matplotlib.image import imread
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.kernels import roof
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
 from swiftbatch.worker.bench.kernels.records import KernelResult, render
 from swiftbatch.worker.bench.kernels.roof import Roof
 from swiftbatch.worker.kernels import build
-from swiftbatch.worker.kernels.variants import OVERRIDE, load_library
+from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, load_library
 from tests.worker.bench.bench_parts import words
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 

@@ -12,13 +12,13 @@ import torch
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.decode import decode
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.bench.long import long
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.bench.options import BenchOptions
-from swiftbatch.worker.bench.variants import bench_slots
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.papers.tokenswift.tables import ablation
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions, run_ablation

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
+from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches import hosts as cache_hosts
 from swiftbatch.worker.caches import offloaded as offloaded_cache
 from swiftbatch.worker.caches.hosts import FileHost

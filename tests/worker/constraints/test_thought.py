@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.constraints.thinking import ThinkingConstraint, ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking, Thought
-from swiftbatch.worker.constraints.tree import Constraints
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, mask_of, tokens_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

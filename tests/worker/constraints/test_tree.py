@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

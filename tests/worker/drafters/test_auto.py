@@ -10,7 +10,7 @@ from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
 from swiftbatch.worker.drafters.auto import auto as auto_module
 from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
-from swiftbatch.worker.drafters.auto.plan import (
+from swiftbatch.worker.drafters.auto.auto_plan import (
     NO_ROUNDS,
     PRIOR_ALIKE,
     STEPS_TO_KNOW,

@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
 from swiftbatch.worker.drawing.sampling import TokenSampler

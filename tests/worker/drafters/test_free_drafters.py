@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drafters.base import Drafter, ReadRows
 from swiftbatch.worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
 from swiftbatch.worker.drawing.sampling import TokenSampler

@@ -8,7 +8,7 @@ import pytest
 from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.two_level.chain import Round
 from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
-from swiftbatch.worker.drafters.two_level.plan import PRIOR_CHAIN_ACCEPTANCE, FixedPlanner, MeasuredPlanner
+from swiftbatch.worker.drafters.two_level.round_plan import PRIOR_CHAIN_ACCEPTANCE, FixedPlanner, MeasuredPlanner
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.papers.tokenswift.tokenswift import whole_trees
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts

@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.caches.entries import Entries
 from swiftbatch.worker.caches.full import CacheShape
@@ -22,7 +22,7 @@ from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.plan import FixedPlanner
+from swiftbatch.worker.drafters.two_level.round_plan import FixedPlanner
 from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
+from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.constraints.tree import Constraints
+from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drawing.adjustments import only_allowed, penalise
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -9,7 +9,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.repetition import rewind_seed
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import may_rewind, rewound

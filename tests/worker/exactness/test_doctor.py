@@ -13,7 +13,7 @@ import torch
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.exactness.doctor import Diagnosis, diagnose
 from swiftbatch.worker.exactness.verdicts import known_verdict
-from swiftbatch.worker.kernels.variants import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from tests import ROOT
 
 

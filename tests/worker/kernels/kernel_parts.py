@@ -16,11 +16,11 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan.keys import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.angles import Rotary, default_frequencies
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.kernels.variants import runnable_variants
-from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.papers.griffin.native import GriffinWeights
+from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from tests.worker.caches.cache_parts import everything_of

@@ -19,15 +19,15 @@ from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.caches.scan import keys
-from swiftbatch.worker.drawing import native as sampling
 from swiftbatch.worker.drawing import native_calls as sampling_calls
+from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels import causal, native
+from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.team import Team
-from swiftbatch.worker.kernels.variants import open_library
-from swiftbatch.worker.papers.griffin.native import NativeGriffin
+from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.drawing.native.sampling_parts import any_params, any_row, cases, penalised_counts

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftbatch.worker.kernels.angles import default_frequencies, frequencies_of
-from swiftbatch.worker.kernels.weights import decoder_weights
+from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 
 LLAMA31: dict[str, Any] = {
     "rope_type": "llama3",

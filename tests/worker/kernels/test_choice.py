@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.kernels import choice
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.target.cuda import loading as cuda_loading
+from swiftbatch.worker.target.cuda import cuda_loading as cuda_loading
 from swiftbatch.worker.target.loading import load_forwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.cuda import flash_stub

@@ -10,8 +10,8 @@ import torch
 
 from swiftbatch.worker.kernels import native as native_module
 from swiftbatch.worker.kernels.build import compile_library, find_compiler
+from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.native import NativeDecoder
-from swiftbatch.worker.kernels.variants import open_library
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.emulation import EMULATED, FLAGS_OF_EMULATION, OTHER
 from tests.worker.kernels.kernel_parts import (

@@ -9,9 +9,9 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.recycling import recycler
-from swiftbatch.worker.drafters.recycling.native import MOST_NODES, NativeRecycling
+from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling
 from swiftbatch.worker.drafters.recycling.recycler import NativeRecycler, PythonRecycler, Recycler, create_recycler
-from swiftbatch.worker.drafters.recycling.tables import RecyclingTables
+from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.team import Team, shared_team
-from swiftbatch.worker.kernels.variants import load_library
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     VARIANTS,

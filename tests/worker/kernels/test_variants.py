@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.worker.kernels import build, variants
-from swiftbatch.worker.kernels.variants import (
+from swiftbatch.worker.kernels import build
+from swiftbatch.worker.kernels import instruction_sets as variants
+from swiftbatch.worker.kernels.instruction_sets import (
     OVERRIDE,
     KernelError,
     chosen_variant,
@@ -164,7 +165,7 @@ def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.Mo
     """As AMX in a sandbox: the next set serves, where a worker could not start before."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
-    monkeypatch.setattr("swiftbatch.worker.kernels.variants.ASKING", (fastest,))
-    monkeypatch.setattr("swiftbatch.worker.kernels.variants._is_allowed", lambda _variant: False)
+    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.ASKING", (fastest,))
+    monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets._is_allowed", lambda _variant: False)
     assert runnable_variants() == others
     assert chosen_variant() == (others[0] if others else None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from swiftbatch.worker.exactness.agreement import Agreement, compare
+from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from swiftbatch.worker.kernels.weights import DecoderWeights, Linear, decoder_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, decoder_weights
 from swiftbatch.worker.model import tensors
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.digests import digests_of

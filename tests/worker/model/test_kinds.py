@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.exactness import agreement
-from swiftbatch.worker.exactness.agreement import compare
+from swiftbatch.worker.exactness import row_agreement as agreement
 from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.model import layer_needs
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles, locate_model

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
+from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.griffin.weights import save_griffin
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows

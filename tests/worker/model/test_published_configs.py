@@ -15,8 +15,8 @@ from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.sizes import read_sizes
-from swiftbatch.worker.kernels.weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.weights import load_causal_lm

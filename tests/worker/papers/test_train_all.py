@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers import training as everything
-from swiftbatch.worker.papers.training import train_all
+from swiftbatch.worker.papers import all_trainings as everything
+from swiftbatch.worker.papers.all_trainings import train_all
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
 from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from swiftbatch.worker.training.target import evaluate, long_context
@@ -93,6 +93,6 @@ def test_transformers_loads_the_folder_as_it_is(books: Path, tmp_path: Path) -> 
 
 
 def test_trainings_need_no_triton_on_a_processor() -> None:
-    program = "import sys; sys.modules['triton'] = None; import swiftbatch.worker.papers.training"
+    program = "import sys; sys.modules['triton'] = None; import swiftbatch.worker.papers.all_trainings"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

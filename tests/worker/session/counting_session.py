@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, StateManifest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.session.work import Orders

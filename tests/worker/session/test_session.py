@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.agreement import compare
 from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.kernels.variants import NO_KERNELS, OVERRIDE
+from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
 from swiftbatch.worker.target.attention import attend_in_torch

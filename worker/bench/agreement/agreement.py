@@ -15,11 +15,11 @@ from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.bench_text import text_tokens
+from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.bench.decode.decode import read_tokens
-from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
-from swiftbatch.worker.bench.text import text_tokens
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.scan.cache import ScanKVCache

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.memory import peak_bytes, reset_peak
+from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.session.session import WorkerSession

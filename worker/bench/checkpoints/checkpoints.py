@@ -14,10 +14,10 @@ from pydantic import Field
 from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.bench_tables import new_table
+from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.checkpoints.bench_worker import BenchWorker, Turn, make_run
 from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
-from swiftbatch.worker.bench.tables import new_table
-from swiftbatch.worker.bench.text import text_tokens
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.comparisons.generation import PromptGeneration
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.comparisons.arm_generation import PromptGeneration
 from swiftbatch.worker.bench.comparisons.prompts import ReadPrompt
-from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.target.target import TargetModel

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from swiftbatch.metrics.counters import EngineCounters
-from swiftbatch.worker.bench.engine import BenchEngine, BenchError, OwnPositions
+from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.texts.base import OutputText
+from swiftbatch.worker.texts.output_text import OutputText
 
 
 @dataclass

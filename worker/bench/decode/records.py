@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.bench_engine import digest
 from swiftbatch.worker.bench.decode.contestants import Contestant
-from swiftbatch.worker.bench.engine import digest
 
 BASELINE = "autoregressive"
 

@@ -12,14 +12,14 @@ from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.bench_tables import new_table
+from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import EngineContestant
 from swiftbatch.worker.bench.decode.decode import read_tokens
-from swiftbatch.worker.bench.engine import BenchError
-from swiftbatch.worker.bench.fields.catalogue import NOTHING, fields
+from swiftbatch.worker.bench.fields.compared_fields import NOTHING, fields
 from swiftbatch.worker.bench.options import BenchOptions, check_length
-from swiftbatch.worker.bench.tables import new_table
-from swiftbatch.worker.bench.text import own_tokens, text_tokens
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Thinking
 from swiftbatch.worker.drawing.rules import Rule

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
 from swiftbatch.worker.bench.decode.records import DecodeRecord
-from swiftbatch.worker.bench.engine import BenchError
-from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
-from swiftbatch.worker.bench.gpu.reading import read_records, resume_record
+from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_room_bench import MemoryMeter, fitting_lengths, free_bytes
+from swiftbatch.worker.bench.gpu.gpu_steps import step_records
+from swiftbatch.worker.bench.gpu.reading_bench import read_records, resume_record
 from swiftbatch.worker.bench.gpu.records import GPUBenchResult
-from swiftbatch.worker.bench.gpu.room import MemoryMeter, fitting_lengths, free_bytes
-from swiftbatch.worker.bench.gpu.steps import step_records
 from swiftbatch.worker.bench.options import machine
-from swiftbatch.worker.caches.memory.plan import GPUMemory
-from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.decode.records import DecodeRecord
-from swiftbatch.worker.bench.tables import new_table, number
 
 
 class GPUStepRecord(Frozen):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from swiftbatch.worker.caches.memory.plan import DraftMemory, GPUMemory, MemoryPlan, one_slot
-from swiftbatch.worker.caches.memory.sizes import ModelSizes
+from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, MemoryPlan, one_slot
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES

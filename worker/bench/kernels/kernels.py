@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from swiftbatch.jobs.run.dtypes import Device
-from swiftbatch.worker.bench.engine import BenchError
+from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.kernels.operations import (
     Operation,
     attention_operation,
@@ -19,15 +19,15 @@ from swiftbatch.worker.bench.kernels.operations import (
     matrix_operations,
     sampling_operations,
 )
-from swiftbatch.worker.bench.kernels.plot import plot
 from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult
 from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
+from swiftbatch.worker.bench.kernels.roof_plot import plot
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library, why_none
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
-from swiftbatch.worker.kernels.variants import chosen_variant, load_library, why_none
-from swiftbatch.worker.kernels.weights import DecoderSizes
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Group
 
 from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.kernels.operations import Operation
 from swiftbatch.worker.bench.kernels.roof import Roof
-from swiftbatch.worker.bench.tables import new_table, number
 
 
 class KernelRecord(Frozen):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.bench_engine import BenchEngine, digest
 from swiftbatch.worker.bench.decode.decode import read_tokens
-from swiftbatch.worker.bench.engine import BenchEngine, digest
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.long.records import LongFigures, LongRecord, LongResult, Mark
 from swiftbatch.worker.bench.long.tally import ReuseTally

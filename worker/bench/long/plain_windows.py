@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.worker.bench.engine import BenchEngine
+from swiftbatch.worker.bench.bench_engine import BenchEngine
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swiftbatch.worker.caches.memory.plan import (
+from swiftbatch.worker.caches.memory.memory_plan import (
     NO_DRAFTS,
     DraftMemory,
     GPUMemory,
@@ -13,7 +13,7 @@ from swiftbatch.worker.caches.memory.plan import (
     plan_memory,
     slot_capacity,
 )
-from swiftbatch.worker.caches.memory.sizes import ModelSizes
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.room import GB, MEMORY, KVRoomError
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 

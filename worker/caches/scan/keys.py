@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
 from swiftbatch.worker.kernels.native import CAttentionSizes
-from swiftbatch.worker.kernels.rows import CachePlace, LayerCacheShape
+from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
 from swiftbatch.worker.kernels.team import ELEMENTS, shared_team
-from swiftbatch.worker.kernels.variants import chosen_variant, load_library
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from swiftbatch.worker.caches.arena import ArenaKVCache
-from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.scan_coding import (
     CLOUD_CHUNKS,
     SCAN_CHUNK,

@@ -13,7 +13,7 @@ import numpy as np
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.drafters.auto.plan import (
+from swiftbatch.worker.drafters.auto.auto_plan import (
     ON_A_CPU,
     RoundCosts,
     Rounds,

@@ -8,11 +8,11 @@ import numpy as np
 
 from swiftbatch.worker.drafters.best_first import grow_best_first
 from swiftbatch.worker.drafters.ranking import CandidateRanker, ranking_rule
-from swiftbatch.worker.drafters.recycling.native import NativeRecycling
-from swiftbatch.worker.drafters.recycling.tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
+from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling
+from swiftbatch.worker.drafters.recycling.recycling_tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.variants import chosen_variant
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 
 
 class Recycler(Protocol):

@@ -13,7 +13,7 @@ import numpy as np
 
 from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.recycling.recycler import create_recycler
-from swiftbatch.worker.drafters.recycling.tables import RecyclingTables
+from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

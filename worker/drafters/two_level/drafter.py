@@ -20,8 +20,8 @@ from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest, ReadRows
 from swiftbatch.worker.drafters.two_level.chain import Chain, Round
 from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree, assemble
-from swiftbatch.worker.drafters.two_level.plan import Planner
 from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.drawing.drawing import Sampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -9,7 +9,7 @@ import triton
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.candidate_kernels import candidates_of_blocks, candidates_of_rows
-from swiftbatch.worker.drawing.cuda.rows import NUM_WORDS
+from swiftbatch.worker.drawing.cuda.row_words import NUM_WORDS
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.verification import TOP_K
 

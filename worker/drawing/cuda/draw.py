@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from swiftbatch.worker.drawing.cuda.best_tokens import best_of_blocks, best_of_rows
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
-from swiftbatch.worker.drawing.cuda.choice import best_of_blocks, best_of_rows
 from swiftbatch.worker.drawing.cuda.filters import find_cuts, temper_blocks
-from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_WORDS
+from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 

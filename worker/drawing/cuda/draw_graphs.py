@@ -14,8 +14,8 @@ from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.upload import Download
 
 WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and their log-probabilities

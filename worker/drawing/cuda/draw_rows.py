@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.drawing.adjustments import masked_behind
-from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
+from swiftbatch.worker.drawing.cuda.penalty_windows import leaving_tokens
+from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
-from swiftbatch.worker.drawing.cuda.windows import leaving_tokens
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 
 
 @dataclass(frozen=True)

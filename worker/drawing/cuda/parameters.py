@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.drawing.cuda import rows
+from swiftbatch.worker.drawing.cuda import row_words as rows
 
 NUM_WORDS = tl.constexpr(rows.NUM_WORDS)
 NUM_DRAFTED = tl.constexpr(rows.NUM_DRAFTED)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftbatch.worker.drawing.cuda.buffers import expect
-from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_MASKED
+from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED
 from swiftbatch.worker.drawing.rules import num_mask_words
 
 

@@ -12,10 +12,10 @@ from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
 from swiftbatch.jobs.run.records import Exactness
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.first_run.attention import check_attention, check_attention_speed
+from swiftbatch.worker.exactness.first_run.attention_check import check_attention, check_attention_speed
 from swiftbatch.worker.exactness.first_run.findings import Check, Result
 from swiftbatch.worker.exactness.first_run.machine import check_machine, device_facts
-from swiftbatch.worker.exactness.first_run.noise import check_noise
+from swiftbatch.worker.exactness.first_run.noise_check import check_noise
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import check_products
 from swiftbatch.worker.exactness.first_run.whole_forwards import (
@@ -26,7 +26,7 @@ from swiftbatch.worker.exactness.first_run.whole_forwards import (
 )
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.variants import chosen_numerics
+from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.loading import resolve_device

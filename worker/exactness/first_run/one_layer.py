@@ -11,9 +11,9 @@ from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
-from swiftbatch.worker.kernels.cuda.attention import AttentionShape
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 

@@ -11,18 +11,18 @@ import torch
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.streams import computing_stream
 from swiftbatch.worker.exactness.probe import MOST_NODES
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work, capture
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
-from swiftbatch.worker.kernels.weights import DecoderSizes
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.clock import captured_seconds, clock_of
-from swiftbatch.worker.target.cuda.forwards import CudaForwards
-from swiftbatch.worker.target.cuda.loading import hold_products_steady, splits_of
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, splits_of
 from swiftbatch.worker.target.loading import DTYPES
 from swiftbatch.worker.target.target import TargetModel
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
+from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
 
 READ_BLOCK = 4096  # numbers that a program reads at a time
 READS_PER_PROGRAM = 16

@@ -10,10 +10,10 @@ from torch import Tensor
 from swiftbatch.jobs.run.dtypes import LinearName
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from swiftbatch.worker.kernels.weights import Linear
+from swiftbatch.worker.kernels.decoder_weights import Linear
 
 COMPARED_COLUMNS = 1024  # in float64
 SUM_ERROR = 1e-5  # of the sum of all products' sizes, that a float32 sum may be off

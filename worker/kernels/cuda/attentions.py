@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.dtypes import AttentionName
-from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, CudaRowTable, TableLayout
 
 
 class Attention(Protocol):

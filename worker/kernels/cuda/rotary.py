@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.layers import weighted
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.layer_kernels import weighted
 from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import Rotary
-from swiftbatch.worker.kernels.weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
-from swiftbatch.worker.drawing.cuda.ranking import Ranking, RankingBuffers
+from swiftbatch.worker.drawing.cuda.ranked_tokens import Ranking, RankingBuffers
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.papers.griffin.cuda_table import CudaRoom, GriffinLayout
 from swiftbatch.worker.papers.griffin.features import NUM_PLACES
+from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, of_each, tables, wanted_rows
 from swiftbatch.worker.papers.griffin.model import GriffinModel
-from swiftbatch.worker.papers.griffin.native import GriffinWeights
+from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
-from swiftbatch.worker.papers.griffin.triton.model import CudaGriffin, layout_of
-from swiftbatch.worker.papers.griffin.weights import packed_weights
+from swiftbatch.worker.papers.griffin.triton.cuda_griffin import CudaGriffin, layout_of
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
-from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.forwards import Forwards
 
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drawing.cuda.cuda_drawing import TokenCounts
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows
-from swiftbatch.worker.drawing.cuda.drawing import TokenCounts
-from swiftbatch.worker.drawing.cuda.rows import needs_slot
+from swiftbatch.worker.drawing.cuda.row_words import needs_slot
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, TableLayout
 from swiftbatch.worker.papers.griffin.features import NUM_PLACES, Features, regressed_place
 from swiftbatch.worker.papers.griffin.level import DraftRows, Room
 

@@ -15,11 +15,11 @@ from swiftbatch.worker.drafters.looks import LookRhythm
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.papers.griffin.forwards import GriffinForwards
-from swiftbatch.worker.papers.griffin.plan import EVERYTHING_PAYS, PricePlanner
-from swiftbatch.worker.papers.griffin.rows import rows_of
-from swiftbatch.worker.papers.griffin.tree import GrowingTree
-from swiftbatch.worker.papers.griffin.weights import load_griffin
+from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards
+from swiftbatch.worker.papers.griffin.draft_rows import rows_of
+from swiftbatch.worker.papers.griffin.griffin_tree import GrowingTree
+from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
+from swiftbatch.worker.papers.griffin.tree_plan import EVERYTHING_PAYS, PricePlanner
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth

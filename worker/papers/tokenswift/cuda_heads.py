@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 
 
 class HeadsGraph:

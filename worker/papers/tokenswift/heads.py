@@ -53,7 +53,7 @@ class DecodingHeads:
         if self._target.forwards.arena is None:
             return None
         from swiftbatch.worker.papers.tokenswift.cuda_heads import HeadsGraph
-        from swiftbatch.worker.target.cuda.forwards import CudaForwards
+        from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 
         forwards = self._target.forwards
         return HeadsGraph(self._weight, forwards) if isinstance(forwards, CudaForwards) else None

@@ -14,7 +14,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.plan import planner_of
+from swiftbatch.worker.drafters.two_level.round_plan import planner_of
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads
 from swiftbatch.worker.papers.tokenswift.proposer import TokenSwiftProposer
 from swiftbatch.worker.target.step_costs import Costs
@@ -23,7 +23,7 @@ from swiftbatch.worker.target.target import TargetModel
 
 @dataclass(frozen=True)
 class TokenSwiftOptions:
-    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/bench_variants.py`."""
 
     digits: tuple[int, ...] = (1, 3, 3, 3)
     ngram_size: int = 4

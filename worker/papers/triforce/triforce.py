@@ -13,7 +13,7 @@ from swiftbatch.worker.caches.summary import SummaryKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.plan import planner_of
+from swiftbatch.worker.drafters.two_level.round_plan import planner_of
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.papers.triforce.proposer import DraftModelProposer
 from swiftbatch.worker.target.step_costs import Costs
@@ -22,7 +22,7 @@ from swiftbatch.worker.target.target import TargetModel
 
 @dataclass(frozen=True)
 class TriForceOptions:
-    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/variants.py`."""
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/bench_variants.py`."""
 
     cache: PartialCacheFactory = SummaryKVCache  # what the middle level sees
     budget: int = ENGINES["triforce"].partial_budget

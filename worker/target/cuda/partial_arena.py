@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.scan.slot_keys import SlotKeys
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.moving.gather import gather_entries, gather_range
 from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
-from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, TextSizes
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, TextSizes
 from swiftbatch.worker.kernels.scan_coding import most_chunks
 from swiftbatch.worker.target.cuda.row_mover import RowMover
 

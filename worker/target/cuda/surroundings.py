@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
-from swiftbatch.worker.kernels.weights import Linear
+from swiftbatch.worker.kernels.decoder_weights import Linear
 
 
 @dataclass(frozen=True)

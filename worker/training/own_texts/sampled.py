@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import MAX_SEED, SamplingParams
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

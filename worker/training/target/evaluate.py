@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.training.corpus import encode_books, read_books
-from swiftbatch.worker.training.target.attention import ATTENTION_NAME
+from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 
 STRETCH = 100_000  # tokens of concatenated books that one forward sees
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))

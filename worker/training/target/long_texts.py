@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from swiftbatch.worker.training.steps import StepLoss
-from swiftbatch.worker.training.target.attention import EarlierSegments
 from swiftbatch.worker.training.target.losses import OtherView, add_batch_gradients, add_row_gradients, states_of
 from swiftbatch.worker.training.target.recipe import LongTextRecipe
+from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowSource
 
 KIND = "long text"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
-from swiftbatch.worker.training.target.attention import EarlierSegments
+from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowBatch
 
 NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # whose logits are held at once: on a CPU they fit its cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.model.files import let_others_read, locate_model
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.target import TargetModel
@@ -20,12 +20,12 @@ from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
 from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.log import write_record
 from swiftbatch.worker.training.target import evaluate
-from swiftbatch.worker.training.target.attention import ATTENTION_NAME
 from swiftbatch.worker.training.target.evaluate import Evaluation, evaluate_target
 from swiftbatch.worker.training.target.long_context import NUM_SCORED, SCORED_FROM, LongContext, measure_long_context
 from swiftbatch.worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
 from swiftbatch.worker.training.target.stages import run_stages, stages_of
 from swiftbatch.worker.training.target.tokenizer import train_tokenizer
+from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4

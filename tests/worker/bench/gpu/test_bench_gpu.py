@@ -14,18 +14,18 @@ import torch
 from pydantic import ValidationError
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.bench.engine import BenchError
-from swiftbatch.worker.bench.gpu import reading
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.gpu import reading_bench as reading
 from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
+from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_room_bench import fitting_lengths
+from swiftbatch.worker.bench.gpu.gpu_steps import Stopwatch, step_bytes, step_records
 from swiftbatch.worker.bench.gpu.measuring import measured
-from swiftbatch.worker.bench.gpu.options import GPUBenchOptions
-from swiftbatch.worker.bench.gpu.reading import read_records, resume_record
+from swiftbatch.worker.bench.gpu.reading_bench import read_records, resume_record
 from swiftbatch.worker.bench.gpu.records import GPUBenchResult, GPUResumeRecord, GPUStepRecord, render
-from swiftbatch.worker.bench.gpu.room import fitting_lengths
 from swiftbatch.worker.bench.gpu.sizing import MODELS
-from swiftbatch.worker.bench.gpu.steps import Stopwatch, step_bytes, step_records
 from swiftbatch.worker.caches.arena import ArenaKVCache
-from swiftbatch.worker.caches.memory.plan import GPUMemory
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels import choice
 from swiftbatch.worker.kernels.choice import CudaKernels

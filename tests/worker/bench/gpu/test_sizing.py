@@ -17,7 +17,7 @@ from swiftbatch.worker.bench.gpu.sizing import (
     sizing_table,
 )
 from swiftbatch.worker.caches.copies import STAGING_BYTES
-from swiftbatch.worker.caches.memory.plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
+from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions

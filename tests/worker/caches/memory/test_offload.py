@@ -10,8 +10,8 @@ import torch
 from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.layer_ring import LayerRing, Streams
+from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, slot_capacity
 from swiftbatch.worker.caches.memory.offload import HOST_SHARE, plan_offload
-from swiftbatch.worker.caches.memory.plan import DraftMemory, slot_capacity
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.streams import HostStream
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS

@@ -15,7 +15,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
-from swiftbatch.worker.caches.memory.plan import (
+from swiftbatch.worker.caches.memory.memory_plan import (
     DraftMemory,
     GPUMemory,
     draft_model_memory,
@@ -23,11 +23,11 @@ from swiftbatch.worker.caches.memory.plan import (
     plan_memory,
     slot_capacity,
 )
-from swiftbatch.worker.caches.memory.sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.summary import SummaryKVCache, summary_positions
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.table import TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.sizes import BLOCK, MOST_SLOTS, NUM_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
@@ -185,7 +185,7 @@ def test_what_is_read_from_a_folder_is_what_is_loaded(tiny_model: Path) -> None:
 
 def test_the_plan_is_made_without_torch() -> None:
     program = (
-        "import sys, swiftbatch.worker.caches.memory.plan, swiftbatch.worker.caches.memory.sizes\n"
+        "import sys, swiftbatch.worker.caches.memory.memory_plan, swiftbatch.worker.caches.memory.model_sizes\n"
         "print('torch' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -12,16 +12,16 @@ from swiftbatch.jobs.run.dtypes import AttentionName
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.memory.plan import NO_DRAFTS, GPUMemory, SlotsWanted
-from swiftbatch.worker.caches.memory.sizes import ModelSizes
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.caches.scan.keys import ScannedKeys
-from swiftbatch.worker.caches.scan.room import scan_memory
+from swiftbatch.worker.caches.scan.scan_room import scan_memory
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.scan.texts import ScannedTexts, ScanScratch
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.target.cuda.loading import with_rounds
+from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from tests.worker.kernels.kernel_parts import needs_kernels
 

@@ -6,15 +6,19 @@ import sys
 
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.drawing.cuda import (
+    best_tokens as choice,
+)
+from swiftbatch.worker.drawing.cuda import (
     buffers,
     candidate_kernels,
     candidates,
-    choice,
     counts,
     draw,
     filters,
-    ranking,
     scores,
+)
+from swiftbatch.worker.drawing.cuda import (
+    ranked_tokens as ranking,
 )
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.verification import TOP_K

@@ -11,9 +11,9 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import bias_row, masked_behind, only_allowed, output_counts
 from swiftbatch.worker.drawing.cuda.draw import DrawBuffers
-from swiftbatch.worker.drawing.cuda.rows import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
+from swiftbatch.worker.drawing.cuda.penalty_windows import leaving_tokens
+from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
-from swiftbatch.worker.drawing.cuda.windows import leaving_tokens
 from swiftbatch.worker.drawing.rules import mask_of, num_mask_words
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -8,7 +8,7 @@ import torch
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK
 from swiftbatch.worker.drawing.cuda.candidates import CandidateBuffers, TopCandidates
-from swiftbatch.worker.drawing.cuda.rows import NUM_WORDS, padding_rows
+from swiftbatch.worker.drawing.cuda.row_words import NUM_WORDS, padding_rows
 from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
 from swiftbatch.worker.drawing.verification import TOP_K
 from tests.worker.drawing.native.sampling_parts import INF

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.drawing.cuda.noise import gumbel, noise_words
+from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
 from swiftbatch.worker.drawing.noise import BLOCK, gumbel_block, philox4x32
 
 NUM_TOKENS = 2048

@@ -16,7 +16,7 @@ from swiftbatch.worker.drawing.native_calls import kernels
 from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise
 from swiftbatch.worker.drawing.rules import mask_of
 from swiftbatch.worker.drawing.sampling import draw
-from swiftbatch.worker.kernels.variants import OVERRIDE
+from swiftbatch.worker.kernels.instruction_sets import OVERRIDE
 from tests.worker.kernels.kernel_parts import VARIANTS
 
 INF = float("inf")

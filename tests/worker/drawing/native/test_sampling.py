@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing import native as sampling
+from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise, gumbel_block
 from swiftbatch.worker.drawing.sampling import draw
 from tests.worker.drawing.native.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing import native as sampling
+from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
-from swiftbatch.worker.drawing.native import NativeSampler
+from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

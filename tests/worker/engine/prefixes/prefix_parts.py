@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.prefixes.kept import MEMORY_SHARE, KeptPrefixes

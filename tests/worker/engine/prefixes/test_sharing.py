@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, VARIANTS
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.prefixes.sharing import SHORTEST
 from swiftbatch.worker.model.files import locate_model

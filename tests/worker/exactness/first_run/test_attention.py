@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.first_run.attention import TIMED_ROWS, check_attention, check_attention_speed
+from swiftbatch.worker.exactness.first_run.attention_check import TIMED_ROWS, check_attention, check_attention_speed
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention

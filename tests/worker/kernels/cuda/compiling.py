@@ -20,11 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
-from swiftbatch.worker.kernels.cuda import flash, layers, linear, prefix, rotary, tail
-from swiftbatch.worker.kernels.cuda.attention import AttentionShape
-from swiftbatch.worker.kernels.cuda.scan import best, choice, clouds, merge
-from swiftbatch.worker.kernels.cuda.scan.texts import TextSizes, scan_constants
-from swiftbatch.worker.papers.griffin.triton import layers as griffin
+from swiftbatch.worker.kernels.cuda import flash, linear, prefix, rotary, tail
+from swiftbatch.worker.kernels.cuda import layer_kernels as layers
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape
+from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
+from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
+from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.cuda.table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS
-from swiftbatch.worker.kernels.weights import Linear
+from swiftbatch.worker.kernels.decoder_weights import Linear
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,
     NAN,
@@ -31,7 +31,7 @@ from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, chain, rando
 from tests.worker.kernels.reference import ReferenceDecoder
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kernels.rows import Rows
+    from swiftbatch.worker.kernels.row_tables import Rows
 
 NUM_POSITIONS = 6000
 CPU = torch.device("cpu")

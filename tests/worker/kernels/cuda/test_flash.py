@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
-from swiftbatch.worker.caches.memory.plan import PADDED_ROWS
-from swiftbatch.worker.kernels.cuda.attention import AttentionShape
+from swiftbatch.worker.caches.memory.memory_plan import PADDED_ROWS
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.flash import MOST_SPLITS, FlashAttention

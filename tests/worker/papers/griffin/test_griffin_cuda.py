@@ -15,21 +15,21 @@ import torch
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
-from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.cuda_rows import CudaRows, cuda_rows
+from swiftbatch.worker.papers.griffin.draft_rows import TiledRows, features_of, rows_of
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions
+from swiftbatch.worker.papers.griffin.griffin_memory import _stacked_numbers
+from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
 from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows
-from swiftbatch.worker.papers.griffin.memory import _stacked_numbers
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.griffin.rows import TiledRows, features_of, rows_of
 from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
-from swiftbatch.worker.papers.griffin.weights import load_griffin
-from swiftbatch.worker.target.cuda.loading import drafts_of
+from swiftbatch.worker.target.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import pack_tiles
 from tests.worker.papers.griffin.griffin_parts import GREEDY, noisy_draft_model, random_rows, regressed

@@ -18,11 +18,11 @@ from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training import accuracy as griffin_accuracy
 from swiftbatch.worker.papers.griffin.training import loss as griffin_loss
 from swiftbatch.worker.papers.griffin.training.accuracy import NUM_FORWARDS, WAYS, measure_accuracy
-from swiftbatch.worker.papers.griffin.training.features import griffin_features
+from swiftbatch.worker.papers.griffin.training.feature_texts import griffin_features
+from swiftbatch.worker.papers.griffin.training.feature_windows import FeatureWindowSource, Windows, windows_in_use
 from swiftbatch.worker.papers.griffin.training.loss import accumulate_gradients, token_loss
 from swiftbatch.worker.papers.griffin.training.passes import forward_passes
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.papers.griffin.training.windows import FeatureWindowSource, Windows, windows_in_use
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES, window_start
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
 from swiftbatch.worker.bench.comparisons.prompts import Prompt, read_prompt
-from swiftbatch.worker.bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -24,7 +24,7 @@ from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.tables.catalogue import GRIFFIN_TABLES, Variant
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures, predicted_speedup
 from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, render
-from swiftbatch.worker.papers.griffin.tables.variants import Training, recipe_of
+from swiftbatch.worker.papers.griffin.tables.tree_variants import Training, recipe_of
 from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.target.target import TargetModel

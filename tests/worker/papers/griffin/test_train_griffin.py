@@ -13,12 +13,12 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
 from swiftbatch.worker.model.files import GRIFFIN_FILE, locate_model
+from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig
 from swiftbatch.worker.papers.griffin.training import training
 from swiftbatch.worker.papers.griffin.training.accuracy import WAYS
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.griffin.training.training import FILES, train_griffin
-from swiftbatch.worker.papers.griffin.weights import load_griffin
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.own_texts.recipe import OWN_SAMPLING

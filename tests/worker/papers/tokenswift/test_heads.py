@@ -26,7 +26,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads, head_states, save_heads
-from swiftbatch.worker.papers.tokenswift.training import accuracy as head_accuracy
+from swiftbatch.worker.papers.tokenswift.training import head_accuracy as head_accuracy
 from swiftbatch.worker.papers.tokenswift.training import training as tokenswift
 from swiftbatch.worker.papers.tokenswift.training.training import accumulate_gradients, run_steps, train_heads
 from swiftbatch.worker.target.target import TargetModel

@@ -13,12 +13,12 @@ import torch
 from click.testing import CliRunner, Result
 
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.bench_text import encode
+from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
-from swiftbatch.worker.bench.comparisons.generation import PromptFigures
+from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
 from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts
 from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, make_prompts
-from swiftbatch.worker.bench.text import encode
 from swiftbatch.worker.caches.summary import SummaryKVCache
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions, run_prompt_ablation

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
 from swiftbatch.worker.bench.comparisons.arms import PromptArms
-from swiftbatch.worker.bench.comparisons.generation import PromptFigures
 from swiftbatch.worker.bench.comparisons.prompts import Prompt, ReadPrompt, read_prompt
-from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter

@@ -14,8 +14,8 @@ from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.target.cuda.forwards import CudaForwards
-from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.target.cuda.checked_graph import CheckedGraph

@@ -14,8 +14,8 @@ from swiftbatch.worker.caches.scan import cache as scan_cache
 from swiftbatch.worker.caches.scan import slot_keys
 from swiftbatch.worker.caches.scan.cache import ScanKVCache
 from swiftbatch.worker.drafters.auto import auto as auto_module
-from swiftbatch.worker.drafters.auto import plan
-from swiftbatch.worker.drafters.auto import plan as plan_module
+from swiftbatch.worker.drafters.auto import auto_plan as plan
+from swiftbatch.worker.drafters.auto import auto_plan as plan_module
 from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter
@@ -25,7 +25,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels import scan_coding as coding
 from swiftbatch.worker.kernels.cuda.scan import scan as scan_module
-from swiftbatch.worker.kernels.cuda.scan import texts as texts_module
+from swiftbatch.worker.kernels.cuda.scan import scanned_texts as texts_module
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena
 from swiftbatch.worker.target.partial_rows import partial_rows

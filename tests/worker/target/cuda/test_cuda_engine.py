@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.variants import BENCH_ENGINES, create_bench_drafter
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
-from swiftbatch.worker.caches.memory.sizes import read_sizes
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_drafter
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -21,7 +21,7 @@ from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.target import step_costs
-from swiftbatch.worker.target.cuda.loading import drafts_of
+from swiftbatch.worker.target.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from swiftbatch.worker.target.target import TargetModel

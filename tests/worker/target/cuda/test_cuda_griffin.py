@@ -14,10 +14,10 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.cuda_rows import CudaRows
-from swiftbatch.worker.papers.griffin.forwards import GriffinForwards
+from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards
+from swiftbatch.worker.papers.griffin.draft_rows import GriffinRows, TiledRows, rows_of
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter, GriffinOptions
-from swiftbatch.worker.papers.griffin.rows import GriffinRows, TiledRows, rows_of
-from swiftbatch.worker.papers.griffin.weights import load_griffin
+from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.papers.griffin.griffin_parts import random_tokens

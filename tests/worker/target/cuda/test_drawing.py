@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.cuda.drawing import CudaDrawing
+from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.drawing import TorchDrawing
 from swiftbatch.worker.drawing.rules import allows, mask_of
 from swiftbatch.worker.drawing.sequence import Sequence

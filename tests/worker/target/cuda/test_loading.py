@@ -11,15 +11,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.caches.layer_ring import Streams
-from swiftbatch.worker.caches.memory.plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
-from swiftbatch.worker.caches.memory.sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.room import KVRoom
 from swiftbatch.worker.caches.streams import computing_stream
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.target.cuda import loading
-from swiftbatch.worker.target.cuda.loading import planned_forwards
-from swiftbatch.worker.target.cuda.offloaded import OffloadedForwards
+from swiftbatch.worker.target.cuda import cuda_loading as loading
+from swiftbatch.worker.target.cuda.cuda_loading import planned_forwards
+from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.loading import load_forwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.caches.lazy_stream import LazyStream

@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
-from swiftbatch.worker.bench.caches.catalogue import PARTIAL_CACHES
+from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache

@@ -14,14 +14,14 @@ from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.plan import FixedPlanner
+from swiftbatch.worker.drafters.two_level.round_plan import FixedPlanner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.papers.triforce import draft_model
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
-from swiftbatch.worker.target.cuda.forwards import CudaForwards
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target

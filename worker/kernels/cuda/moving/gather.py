@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.moving.arena import bits_of
+from swiftbatch.worker.kernels.cuda.moving.moved_arena import bits_of
 
 NUM_ROWS = 32  # of one program
 NUM_WARPS = 4

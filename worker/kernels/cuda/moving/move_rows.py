@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.moving.arena import bits_of, expect_arena
+from swiftbatch.worker.kernels.cuda.moving.moved_arena import bits_of, expect_arena
 
 NUM_WARPS = 1  # of a program that holds one row at a time: a number is read and written by the same warp
 PADDING = (-1, -1, -1)

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.scan.best import attend_best
-from swiftbatch.worker.kernels.cuda.scan.choice import choose_keys, find_threshold, sample_scores
 from swiftbatch.worker.kernels.cuda.scan.clouds import look_at_clouds
 from swiftbatch.worker.kernels.cuda.scan.merge import scan_merge
-from swiftbatch.worker.kernels.cuda.scan.texts import (
+from swiftbatch.worker.kernels.cuda.scan.scan_choice import choose_keys, find_threshold, sample_scores
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import (
     MOST_SAMPLED,
     SAMPLED_PER_PROGRAM,
     ScannedTexts,
     ScanScratch,
     scan_constants,
 )
-from swiftbatch.worker.kernels.cuda.table import NUM_ROWS, CudaRowTable
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 from pydantic import Field, model_validator
 from rich.console import Group
 
+from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.bench_text import encode, read_text
+from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
 from swiftbatch.worker.bench.comparisons.prompts import Prompt, read_prompt
-from swiftbatch.worker.bench.engine import BenchError
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
-from swiftbatch.worker.bench.text import encode, read_text
-from swiftbatch.worker.bench.variants import bench_slots
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.papers.griffin.tables.catalogue import (
@@ -31,8 +31,8 @@ from swiftbatch.worker.papers.griffin.tables.catalogue import (
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures
 from swiftbatch.worker.papers.griffin.tables.plot import plot
 from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, render, summary
-from swiftbatch.worker.papers.griffin.tables.variants import Training, train_variants
-from swiftbatch.worker.papers.griffin.training.features import TEST
+from swiftbatch.worker.papers.griffin.tables.tree_variants import Training, train_variants
+from swiftbatch.worker.papers.griffin.training.feature_texts import TEST
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.griffin.variants import PAPER
 from swiftbatch.worker.target.step_costs import step_costs_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.worker.bench.comparisons.generation import PromptGeneration
-from swiftbatch.worker.bench.engine import digest
+from swiftbatch.worker.bench.bench_engine import digest
+from swiftbatch.worker.bench.comparisons.arm_generation import PromptGeneration
 
 DIGITS = 4
 

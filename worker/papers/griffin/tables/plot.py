@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from swiftbatch.worker.papers.griffin.tables.catalogue import MAX_FORWARDS, GriffinTable
-from swiftbatch.worker.papers.griffin.tables.variants import Training
+from swiftbatch.worker.papers.griffin.tables.tree_variants import Training
 
 COLOURS, MARKERS = ("#7f7f7f", "#d9730d", "#0b5fa5"), ("s", "^", "o")  # of the rows, told apart without colours too
 LINES = ("-", ":")  # of the ways of drawing

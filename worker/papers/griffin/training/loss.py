@@ -6,9 +6,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from swiftbatch.worker.papers.griffin.model import GriffinModel
+from swiftbatch.worker.papers.griffin.training.feature_windows import Windows
 from swiftbatch.worker.papers.griffin.training.passes import forward_passes
 from swiftbatch.worker.papers.griffin.training.recipe import FEATURE_WEIGHT, GriffinRecipe
-from swiftbatch.worker.papers.griffin.training.windows import Windows
 from swiftbatch.worker.target.target import TargetModel
 
 NUM_LOGITS = 2**21  # held at once, whatever the vocabulary

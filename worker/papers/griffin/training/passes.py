@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from swiftbatch.worker.papers.griffin.model import GriffinModel
-from swiftbatch.worker.papers.griffin.training.windows import Windows
+from swiftbatch.worker.papers.griffin.training.feature_windows import Windows
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
 

@@ -15,14 +15,14 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftbatch.worker.model.files import GRIFFIN_FILE, ModelFiles, locate_model
+from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training.accuracy import measure_accuracy
-from swiftbatch.worker.papers.griffin.training.features import FOLDER, GriffinFeatures, griffin_features
+from swiftbatch.worker.papers.griffin.training.feature_texts import FOLDER, GriffinFeatures, griffin_features
+from swiftbatch.worker.papers.griffin.training.feature_windows import FeatureWindowSource
 from swiftbatch.worker.papers.griffin.training.loss import accumulate_gradients
 from swiftbatch.worker.papers.griffin.training.plot import plot_training
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.papers.griffin.training.windows import FeatureWindowSource
-from swiftbatch.worker.papers.griffin.weights import save_griffin
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
 from swiftbatch.worker.training.hold import held

@@ -10,11 +10,11 @@ from pydantic import Field
 from rich.console import Group
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches.catalogue import with_cache
+from swiftbatch.worker.bench.bench_variants import bench_slots
+from swiftbatch.worker.bench.caches.compared_caches import with_cache
 from swiftbatch.worker.bench.long.long import LongBenchOptions, Report, generate_long
 from swiftbatch.worker.bench.long.records import LongResult
 from swiftbatch.worker.bench.options import BenchOptions, check_length
-from swiftbatch.worker.bench.variants import bench_slots
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.papers.tokenswift.tables.catalogue import (

@@ -9,8 +9,8 @@ from functools import partial
 from rich.console import Group
 from rich.table import Table
 
+from swiftbatch.worker.bench.bench_tables import new_table, number, short
 from swiftbatch.worker.bench.long.records import LongRecord, LongResult
-from swiftbatch.worker.bench.tables import new_table, number, short
 from swiftbatch.worker.papers.tokenswift.tables.catalogue import Ablation, View
 
 Measure = Callable[[LongRecord], float | None]

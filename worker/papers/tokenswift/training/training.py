@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
-from swiftbatch.worker.papers.tokenswift.training.accuracy import chunk_rows, head_accuracy
+from swiftbatch.worker.papers.tokenswift.training.head_accuracy import chunk_rows, head_accuracy
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
 from swiftbatch.worker.training.hold import held

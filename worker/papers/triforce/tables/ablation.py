@@ -10,15 +10,15 @@ from typing import Any
 from pydantic import Field, model_validator
 from rich.console import Group
 
+from swiftbatch.worker.bench.bench_text import encode, text_tokens
+from swiftbatch.worker.bench.bench_variants import bench_slots
+from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
 from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
-from swiftbatch.worker.bench.comparisons.generation import PromptFigures
 from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts, length_of
 from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
-from swiftbatch.worker.bench.text import encode, text_tokens
-from swiftbatch.worker.bench.variants import bench_slots
-from swiftbatch.worker.caches.memory.plan import SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.kernels.sizes import TILE_ROWS

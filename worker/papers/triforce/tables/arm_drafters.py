@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from swiftbatch.worker.bench.caches.catalogue import with_cache
+from swiftbatch.worker.bench.caches.compared_caches import with_cache
 from swiftbatch.worker.bench.caches.retrieval import StreamingKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.plan import MeasuredPlanner
+from swiftbatch.worker.drafters.two_level.round_plan import MeasuredPlanner
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.papers.triforce.proposer import DraftModelProposer
 from swiftbatch.worker.papers.triforce.tables.catalogue import PromptArm

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS
-from swiftbatch.worker.papers.triforce.training.agreement import measure_agreement
+from swiftbatch.worker.papers.triforce.training.draft_agreement import measure_agreement
 from swiftbatch.worker.papers.triforce.training.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import jumping_positions

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan
-from swiftbatch.worker.kernels.cuda.table import BLOCK
+from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.kernels.team import Team
-from swiftbatch.worker.kernels.variants import load_library
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
 

@@ -1,0 +1,41 @@
+"""The engines that benchmarks compare: the user's, and variants as the papers have them or with a part left out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
+from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.worker.target.target import TargetModel
+
+PAPERS = ("token_recycling", "tokenswift", "triforce", "griffin")  # each has a dictionary of its own
+
+
+def _variants(paper: str) -> dict[str, DrafterFactory]:
+    module = importlib.import_module(f"{__package__.rpartition('.')[0]}.papers.{paper}.variants")
+    return module.VARIANTS  # type: ignore[no-any-return]
+
+
+VARIANTS = {name: factory for paper in PAPERS for name, factory in _variants(paper).items()}
+BENCH_ENGINES = {name: entry.factory() for name, entry in ENGINES.items()} | VARIANTS
+
+
+def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) -> SlotsWanted:
+    """What a GPU is shared out for: sequences of so many positions at most, and one more slot for probes.
+
+    Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest.
+    """
+    entries = [ENGINES[name] for name in engines if name in ENGINES]
+    budget, num_best = (
+        max((getattr(entry, name) for entry in entries), default=0) for name in ("partial_budget", "scanned_best")
+    )
+    return SlotsWanted(longest, budget, num_sequences + 1, num_best)
+
+
+def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
+    """As `create_drafter`, for variants, too."""
+    return BENCH_ENGINES[name](target, costs, parts_folder)

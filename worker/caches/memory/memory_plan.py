@@ -1,0 +1,205 @@
+"""How the memory of a GPU is shared out at start-up: nothing is allocated later, so nothing can run out later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+
+CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
+LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
+DECODED_BYTES = 4  # of a logit that nobody draws from where it lies
+GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
+
+
+def slot_capacity(max_length: int) -> int:
+    """Entries of an arena's slot for jobs of up to `max_length` positions: these, a tree behind them, whole blocks."""
+    return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
+
+
+# Rows of tiles that those of a slot, in two blocks at most, may leave empty, by query heads a KV head.
+PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
+    "triton": lambda heads_per_kv: 0,
+    "flash": lambda heads_per_kv: 2 * (NUM_ROWS // heads_per_kv - 1),
+}
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """A GPU as a plan sees it."""
+
+    free_bytes: int  # once its context is there
+    num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
+    attention: AttentionName = "triton"
+
+    def scratch_bytes(self, sizes: ModelSizes) -> int:
+        """Partial sums of attention: outputs and their log-sum-exp of every split, row and head, in float32."""
+        return NUM_ROWS * self._bytes_per_row(sizes)
+
+    def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
+        """What a slot adds to that."""
+        return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
+
+    def _bytes_per_row(self, sizes: ModelSizes) -> int:
+        return self.num_splits * sizes.num_heads * (sizes.head_dim + 1) * 4
+
+
+@dataclass(frozen=True)
+class DraftMemory:
+    """Bytes that an engine drafts with."""
+
+    part_bytes: int = 0  # its trained parts
+    slot_bytes: int = 0  # what it keeps for a slot
+
+
+NO_DRAFTS = DraftMemory()
+DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
+"""What an engine takes for a target of these sizes."""
+
+
+@dataclass(frozen=True)
+class SlotsWanted:
+    """What a GPU is shared out for."""
+
+    longest_job: int  # positions
+    partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
+    num_slots: int | None = None  # None: as many as fit
+    scanned_best: int = 0  # keys that queries of drafts read exactly of texts that are scanned; 0: none is
+    part_bytes: int = 0  # of what an engine drafts with, once
+    draft: ModelSizes | None = None  # of a draft model, which has a cache of `draft_length` positions for each slot
+    draft_length: int = 0
+    engine: DraftMemoryOf | None = None  # what the engine takes beside that
+    host_bytes: int | None = None  # of the host's memory that caches may lie in; None: they lie on the GPU
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of all that lies on the GPU while a run lasts."""
+
+    longest_job: int  # positions
+    capacity: int  # entries of a slot
+    num_slots: int
+    free_bytes: int
+    weight_bytes: int
+    slot_bytes: int  # of keys and values
+    drafts: DraftMemory
+    scratch_bytes: int
+    row_bytes: int  # activations and logits
+    slot_scratch_bytes: int = 0  # of attention, for each slot
+    reserve_bytes: int = GRAPH_RESERVE
+
+    @property
+    def work_bytes(self) -> int:
+        """What a forward needs, whatever the slots."""
+        return self.scratch_bytes + self.row_bytes + self.reserve_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._fixed_bytes + self.num_slots * self._bytes_per_slot
+
+    @property
+    def num_fitting(self) -> int:
+        """Slots that there is room for; 0 also where the weights do not fit."""
+        return max(0, (self.free_bytes - self._fixed_bytes) // self._bytes_per_slot)
+
+    def rows(self) -> list[tuple[str, int]]:
+        """The plan as a table: what it is for, and bytes."""
+        return [
+            ("weights", self.weight_bytes),
+            (f"keys and values, {self.num_slots} x {self.capacity:,} positions", self.num_slots * self.slot_bytes),
+            ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
+            ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
+            ("activations and logits", self.row_bytes),
+            ("graphs and workspaces", self.reserve_bytes),
+            ("in all", self.used_bytes),
+            ("free before", self.free_bytes),
+        ]
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Those that do not depend on the number of slots."""
+        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes
+
+
+def plan_memory(
+    sizes: ModelSizes,
+    gpu: GPUMemory,
+    longest_job: int,
+    num_slots: int | None = None,
+    drafts: DraftMemory = NO_DRAFTS,
+) -> MemoryPlan:
+    """Share a GPU out, before the weights are loaded, for jobs of up to `longest_job` positions.
+
+    `num_slots` None means as many as fit, `MOST_SLOTS` at most. Raises KVRoomError where one slot, or the number that
+    was asked for, does not fit.
+    """
+    plan = one_slot(sizes, gpu, longest_job, drafts)
+    if plan.num_fitting < 1:
+        raise KVRoomError(_none_fits(plan))
+    plan = replace(plan, num_slots=min(MOST_SLOTS, plan.num_fitting) if num_slots is None else num_slots)
+    if plan.num_fitting < plan.num_slots:
+        raise KVRoomError(
+            f"--slots {num_slots}: with jobs of {longest_job:,} positions that needs {plan.used_bytes / GB:,.1f} GB, "
+            f"the GPU has {plan.free_bytes / GB:,.1f} GB free; use --slots {plan.num_fitting}, or fewer max_tokens"
+        )
+    return plan
+
+
+def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
+    """The plan of a worker with one slot, which may not fit."""
+    capacity = slot_capacity(longest_job)
+    return MemoryPlan(
+        longest_job=longest_job,
+        capacity=capacity,
+        num_slots=1,
+        free_bytes=gpu.free_bytes,
+        weight_bytes=sizes.weight_bytes,
+        slot_bytes=capacity * sizes.bytes_per_position,
+        drafts=drafts,
+        scratch_bytes=gpu.scratch_bytes(sizes),
+        row_bytes=_row_bytes(sizes),
+        slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
+    )
+
+
+def draft_model_memory(sizes: ModelSizes, length: int) -> DraftMemory:
+    """A small model beside the target, with one slot more than that; its tokens are drawn in the target's buffers."""
+    plan = one_slot(sizes, GPUMemory(0, draft_splits(length)), length)
+    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, DECODED_BYTES) + plan.slot_bytes
+    return DraftMemory(once, plan.slot_bytes)
+
+
+def draft_splits(length: int) -> int:
+    """Parts that a draft model's prefixes are attended to in: no more than they have blocks."""
+    return slot_capacity(length) // CAPACITY_BLOCK
+
+
+def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
+    """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits."""
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
+    return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
+
+
+def _none_fits(plan: MemoryPlan) -> str:
+    drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
+    work_bytes = plan.work_bytes + plan.slot_scratch_bytes
+    parts = (plan.weight_bytes, plan.slot_bytes, drafts, work_bytes)
+    weights, slot, drafting, work = (f"{part / GB:,.1f}" for part in parts)
+    return (
+        f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
+        f"values {slot}, its drafts {drafting} and work space {work} need {sum(parts) / GB:,.1f} GB, "
+        f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-offload with a folder, or a GPU with "
+        "more memory"
+    )

@@ -1,0 +1,198 @@
+"""Draws on a GPU: all rows of a step in one graph, the tokens in one copy, the walks down the trees on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.adjustments import Context, bias_row, masked_behind, output_counts
+from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs, DrawnRows
+from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows, rows_of
+from swiftbatch.worker.drawing.cuda.penalty_windows import committed_tokens
+from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, needs_filters, needs_slot
+from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.drawing import NO_MASKS, Masks, logprobs_by
+from swiftbatch.worker.drawing.sampling import TokenSampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.verification import Walk
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.graph import Capture, capture
+from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
+
+
+class TokenCounts:
+    """The place of a sequence's penalty window among the counts on the device."""
+
+    def __init__(self, sequence: Sequence, slot: int) -> None:
+        self.sequence = sequence
+        self.slot = slot
+        self.num_counted: int | None = None  # tokens that the device knows; None: the place holds another one's
+
+    def news(self, slots: SlotBuffers) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that came into and left the window since the device's buffers heard of it.
+
+        Where these are too many, the place is written anew.
+        """
+        sequence, window = self.sequence, self.sequence.sampling.penalty_window
+        num_new = None if self.num_counted is None else len(sequence) - self.num_counted
+        self.num_counted = len(sequence)
+        if num_new is not None and num_new <= NUM_DRAFTED:
+            return committed_tokens(sequence.token_ids, num_new, window)
+        for buffer, token_ids in ((slots.counts, sequence.token_ids[-window:]), (slots.output, sequence.output_ids)):
+            fresh = np.bincount(token_ids, minlength=buffer.shape[1]).astype(np.int32)
+            buffer[self.slot] = torch.from_numpy(fresh).to(buffer.device)
+        if (bias := bias_row(sequence, slots.bias.device)) is not None:
+            slots.bias[self.slot] = bias
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
+class CudaSampler:
+    """Draws one sequence's tokens, or those of its forks, by the drawing that made it."""
+
+    def __init__(self, drawing: CudaDrawing, sequence: Sequence, counts: TokenCounts) -> None:
+        self.sequence = sequence
+        self.counts = counts
+        self._drawing = drawing
+
+    def fork(self, sequence: Sequence) -> CudaSampler:
+        return CudaSampler(self._drawing, sequence, self.counts)
+
+    def context(self) -> Context:
+        sequence, device = self.sequence, self._drawing.device
+        return Context(
+            bias_row(sequence, device),
+            masked_behind(sequence),
+            self._seen(),
+            output_counts(sequence, sequence.vocab_size, device),
+        )
+
+    def _seen(self) -> torch.Tensor | None:
+        sampling = self.sequence.sampling
+        if sampling.repetition_penalty == 1.0:
+            return None
+        seen = np.zeros(self.sequence.vocab_size, dtype=bool)
+        seen[self.sequence.token_ids[-sampling.penalty_window :]] = True
+        return torch.from_numpy(seen).to(self._drawing.device)
+
+    def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[DrawRow]:
+        """Of a tree below the sequence's end."""
+        committed = self.counts.sequence
+        drafted = self.sequence.token_ids[len(committed) :].tolist()
+        return rows_of(committed, self.counts.slot, drafted, tree, masks)
+
+
+class CudaDrawing:
+    """A `Drawing` in Triton's kernels."""
+
+    def __init__(self, vocab_size: int, device: torch.device, capture: Capture = capture) -> None:
+        self.device = device
+        self._vocab_size = vocab_size
+        self._layout = DrawLayout(MOST_SLOTS + 1)
+        self._free = list(range(MOST_SLOTS, NO_SLOT, -1))
+        self._graphs = DrawGraphs(vocab_size, self._layout, device, capture)
+        self._table = Upload(self._graphs.table)
+        self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
+
+    def sampler(self, sequence: Sequence) -> CudaSampler:
+        """Engine and drafter share a sequence's counts. Raises RuntimeError for more of them than a worker takes.
+
+        Raises ValueError for a bias of a token that the model does not have.
+        """
+        if not needs_slot(sequence.sampling):
+            return CudaSampler(self, sequence, TokenCounts(sequence, NO_SLOT))
+        if known := self._counts.get(id(sequence)):
+            return CudaSampler(self, sequence, known)
+        if not self._free:
+            raise RuntimeError(f"more than {MOST_SLOTS} sequences with penalties or a bias at a time")
+        counts = TokenCounts(sequence, self._free.pop())
+        weakref.finalize(counts, self._free.append, counts.slot)
+        self._counts[id(sequence)] = counts
+        return CudaSampler(self, sequence, counts)
+
+    def walks(
+        self,
+        samplers: Many[CudaSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
+    ) -> list[Walk]:
+        given = zip(samplers, trees, masks or [None] * len(trees), strict=True)
+        rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words)]
+        if not rows:
+            return []
+        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
+        news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
+        tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
+        walks, start = [], 0
+        for tree in trees:
+            part = slice(start, start + 1 + len(tree))
+            walk = _walk(tree, tokens[part].tolist())
+            walks.append(replace(walk, candidates=(ids[part], logprobs[part])) if with_candidates else walk)
+            start = part.stop
+        return walks
+
+    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
+        _, ids, logprobs = self._drawn([DrawRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
+        return ids, logprobs
+
+    def logprobs(
+        self,
+        sampler: CudaSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        """In torch on the device, row by row: simple, and for those who ask alone."""
+        sequence = sampler.sequence
+        behind = TokenSampler(sequence, self._vocab_size, self.device)
+        return logprobs_by(behind, sequence, logits, walked, mode, mask)
+
+    def _drawn(
+        self, rows: list[DrawRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
+        found: list[DrawnRows] = []
+        for start in range(0, len(rows), NUM_ROWS):
+            part = rows[start : start + NUM_ROWS]
+            self._graphs.logits[: len(part)] = logits[start : start + len(part)]
+            self._layout.fill(self._table.buffer(), part, news)
+            self._table.send()
+            mask_rows(self._graphs.slots, part)
+            found.append(self._graphs.replay(any(needs_filters(row.sequence.sampling) for row in part)))
+            news = {}
+        parts = ([getattr(each, name) for each in found] for name in ("tokens", "top_ids", "top_logprobs"))
+        tokens, ids, logprobs = (np.concatenate(part)[: len(rows)] for part in parts)
+        return tokens, ids.astype(np.int64), logprobs
+
+
+def _walk(tree: DraftTree, tokens: list[int]) -> Walk:
+    """Follow the children that carry the drawn tokens, `tokens [num_rows]`, up to a row that none was drawn from."""
+    children = tree.children()
+    path: list[int] = []
+    drawn: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        if tokens[node + 1] < 0:
+            return Walk(path, drawn, node + 1)
+        drawn.append(tokens[node + 1])
+        node = children.get(node, {}).get(drawn[-1])
+        if node is not None:
+            path.append(node)
+    return Walk(path, drawn)

@@ -1,0 +1,119 @@
+"""Attention of draft-tree rows over long caches: two launches a layer for all sequences, each row's bits its own.
+
+A row sees the prefix of its sequence, positions below its boundary, and a tail: the keys from there on, gathered in
+position order. `prefix_split` cuts a prefix into splits by its own length alone; `tail_merge` attends to the tail and
+folds the splits in, in order. Rows of a tile never meet: every reduction runs along keys or a head's dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable
+from swiftbatch.worker.kernels.cuda.prefix import prefix_split
+from swiftbatch.worker.kernels.cuda.tail import tail_merge
+
+TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
+WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their registers
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Partial results of one layer's prefixes; one for all layers, since they run one after the other."""
+
+    output: Tensor  # [num_splits, NUM_ROWS, num_heads, head_dim] float32
+    lse: Tensor  # [num_splits, NUM_ROWS, num_heads] float32, base 2
+
+    @classmethod
+    def empty(cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device) -> Scratch:
+        size = (num_splits, NUM_ROWS, num_heads)
+        return cls(torch.empty(*size, head_dim, device=device), torch.empty(size, device=device))
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the kernels of a run are compiled for."""
+
+    num_kv_heads: int
+    heads_per_kv: int  # 1 to 16
+    head_dim: int
+    num_splits: int  # that a prefix is cut into
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for more query heads than `tail_merge` has rows for."""
+        if self.heads_per_kv > TAIL_TILE_ROWS:
+            raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows times query heads of a KV head; below 64, sm_90 has no wgmma. Float32 is no matter for tensor cores."""
+        return 64 if self.dtype == torch.bfloat16 else 16
+
+    @property
+    def rows_per_group(self) -> int:
+        """Rows of a sequence whose heads fill one tile, so that a key is read once for all of them."""
+        return self.tile_rows // self.heads_per_kv
+
+    def prefix_constants(self) -> dict[str, int]:
+        """Of `prefix_split`, with its warps and stages."""
+        bf16_warps = 4 if self.head_dim <= WIDEST_FOR_FOUR_WARPS else 8
+        return {
+            **self._sizes(),
+            "TILE_ROWS": self.tile_rows,
+            "HALF": triton.next_power_of_2(self.head_dim) // 2,
+            "num_warps": bf16_warps if self.dtype == torch.bfloat16 else 16,
+            "num_stages": 2,
+        }
+
+    def tail_constants(self) -> dict[str, int]:
+        """Of `tail_merge`."""
+        return {
+            **self._sizes(),
+            "TILE_ROWS": TAIL_TILE_ROWS,
+            "WIDTH": triton.next_power_of_2(self.head_dim),
+            "num_warps": 4 if self.dtype == torch.bfloat16 else 8,
+            "num_stages": 1,
+        }
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "NUM_ROWS": NUM_ROWS,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "HEADS_PER_KV": self.heads_per_kv,
+            "HEAD_DIM": self.head_dim,
+            "NUM_SPLITS": self.num_splits,
+            "BLOCK": BLOCK,
+        }
+
+
+def attend(
+    query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
+    keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
+    values: Tensor,  # as keys, with the same strides
+    bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf leaves an entry out
+    table: CudaRowTable[Tensor],
+    scratch: Scratch,
+    mixed: Tensor,  # as query
+    scale: float,
+) -> None:
+    """Each row's heads mixed from what it may see. Padding rows stay as they are. Nothing is allocated."""
+    _, num_heads, head_dim = query.shape
+    num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
+    shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype)
+    scale_log2 = scale * math.log2(math.e)
+    strides = keys.stride()[:3]
+    prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
+        query, keys, values, bias, scratch.output, scratch.lse, table.groups,
+        scale_log2, *strides, 0 if bias is None else bias.stride(0),
+        HAS_BIAS=bias is not None, **shape.prefix_constants(),
+    )  # fmt: skip
+    tail_merge[(NUM_ROWS, num_kv_heads)](
+        query, keys, values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots,
+        scale_log2, *strides, **shape.tail_constants(),
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""Row tables: what a forward's kernels read of its rows, as parts of one static buffer of int32; how one is filled.
+
+A graph reads the same buffer at every replay, so a table always has `NUM_ROWS` rows; those beyond the real ones are
+padding, marked by a tail of length 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swiftbatch.worker.kernels.row_tables import Rows
+
+NUM_ROWS = 64  # of every forward: one shape is one numerics, one graph, one cost
+BLOCK = 64  # positions between two boundaries; also the width of a tail
+
+Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])
+
+
+@dataclass(frozen=True)
+class CudaRowTable(Generic[Ints]):
+    """Parts of one buffer: a tensor on the device, or the array that is uploaded to it."""
+
+    groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
+    rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the tail (0: padding), position, entry to write
+    tail_slots: Ints  # [NUM_ROWS, BLOCK]: entries of the keys from the boundary on, in position order
+    token_ids: Ints  # [NUM_ROWS]
+    prefixes: Ints  # [2, num_groups]: slots and boundaries of the groups, once more, since flash-attn takes no strides
+    packed: Ints  # [NUM_ROWS]: places of the rows where every group has room for `rows_per_group`
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """How a table lies in its buffer, and what its numbers may be."""
+
+    num_slots: int
+    capacity: int  # entries of a slot
+    rows_per_group: int
+    num_positions: int
+    vocab: int
+    boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
+
+    @property
+    def num_groups(self) -> int:
+        """As many as `NUM_ROWS` rows of `num_slots` sequences can need, each of which stand in two blocks at most."""
+        most = (NUM_ROWS + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
+        return min(NUM_ROWS, most)
+
+    @property
+    def size(self) -> int:
+        """Numbers in the buffer."""
+        return sum(math.prod(shape) for shape in self._shapes())
+
+    def table(self, buffer: Ints) -> CudaRowTable[Ints]:
+        """A buffer `[size] int32` by its parts."""
+        parts, start = [], 0
+        for shape in self._shapes():
+            end = start + math.prod(shape)
+            parts.append(buffer[start:end].reshape(shape))
+            start = end
+        return CudaRowTable(*cast("list[Any]", parts))
+
+    def fill(self, buffer: NDArray[np.int32], sequences: Sequence[tuple[Rows, int]]) -> None:
+        """Write the rows of some sequences, each with its slot, in order; biases go to the device on their own.
+
+        Raises ValueError for what the arena or the table has no room for; the buffer is then left as it was.
+        """
+        self._check(sequences)
+        table = self.table(buffer)
+        buffer[:] = 0
+        row = group = 0
+        for rows, slot in sequences:
+            end = row + len(rows)
+            entries = range(rows.first_entry, rows.first_entry + len(rows))
+            table.rows[row:end, :2] = slot, rows.boundary
+            table.rows[row:end, 2:] = np.stack((rows.tail_lengths, rows.positions, entries), axis=1)
+            table.tail_slots[row:end] = rows.tail_entries
+            table.token_ids[row:end] = rows.token_ids
+            for first in range(row, end, self.rows_per_group):
+                num_rows = min(self.rows_per_group, end - first)
+                table.groups[group] = slot, first, num_rows, rows.boundary
+                table.prefixes[:, group] = slot, rows.boundary
+                table.packed[first : first + num_rows] = group * self.rows_per_group + np.arange(num_rows)
+                group += 1
+            row = end
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        groups = self.num_groups
+        return (groups, 4), (NUM_ROWS, 5), (NUM_ROWS, BLOCK), (NUM_ROWS,), (2, groups), (NUM_ROWS,)
+
+    def _check(self, sequences: Sequence[tuple[Rows, int]]) -> None:
+        num_rows = sum(len(rows) for rows, _ in sequences)
+        if num_rows > NUM_ROWS:
+            raise ValueError(f"found {num_rows} rows, expected at most {NUM_ROWS}")
+        num_groups = sum(-(-len(rows) // self.rows_per_group) for rows, _ in sequences)
+        if num_groups > self.num_groups:
+            raise ValueError(f"found {num_groups} groups of rows, expected at most {self.num_groups}")
+        for rows, slot in sequences:
+            _check_range("slot", [slot], self.num_slots)
+            self._check_rows(rows)
+        written = {(slot, rows.first_entry + each) for rows, slot in sequences for each in range(len(rows))}
+        if len(written) < num_rows:
+            raise ValueError("found rows that write the same entries")
+
+    def _check_rows(self, rows: Rows) -> None:
+        if rows.boundary % self.boundary_step or not 0 <= rows.boundary <= self.capacity:
+            raise ValueError(
+                f"found a boundary at {rows.boundary}, expected a multiple of {self.boundary_step} up to "
+                f"{self.capacity}"
+            )
+        if rows.tail_entries.shape != (len(rows), BLOCK):
+            raise ValueError(f"found tails {list(rows.tail_entries.shape)}, expected {[len(rows), BLOCK]}")
+        _check_range("entry", [rows.first_entry, rows.first_entry + len(rows) - 1], self.capacity)
+        _check_range("entry of a tail", rows.tail_entries, self.capacity)
+        _check_range("length of a tail", rows.tail_lengths, BLOCK + 1, lowest=1)
+        _check_range("position", rows.positions, self.num_positions)
+        _check_range("token", rows.token_ids, self.vocab)
+
+
+def _check_range(name: str, numbers: Sequence[int] | NDArray[Any], end: int, lowest: int = 0) -> None:
+    found = np.asarray(numbers)
+    if found.size and not (lowest <= found.min() and found.max() < end):
+        wrong = found.min() if found.min() < lowest else found.max()
+        raise ValueError(f"found {name} {wrong}, expected {lowest} to {end - 1}")

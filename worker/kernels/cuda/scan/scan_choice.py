@@ -1,0 +1,144 @@
+"""Which keys a query reads exactly: those whose scores reach a threshold that some of all blocks give.
+
+Nothing is counted by several programs at once, so the choice follows from the codes and the query alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.scan.scan_rows import group_of, tile_of
+from swiftbatch.worker.kernels.cuda.scan.scan_scores import offset_of, quarter_of, score_block
+
+
+@triton.jit
+def sample_scores(
+    query_ptr, codes_ptr, means_ptr, spreads_ptr, samples_ptr, groups_ptr, num_chunks_ptr,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    MOST_SAMPLED: tl.constexpr, PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, some sampled blocks): their scores, every block's where these are few."""
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
+    num_blocks = num_chunks * (CHUNK // BLOCK)
+    stride = tl.cdiv(num_blocks, MOST_SAMPLED)
+    first_sample = tl.program_id(1) * PER_PROGRAM
+    if first_sample * stride >= num_blocks:
+        return
+    end_sample = tl.minimum(first_sample + PER_PROGRAM, tl.cdiv(num_blocks, stride))
+    text = slot * NUM_KV_HEADS + kv_head
+    columns = tl.arange(0, WIDTH)
+    spread_ptr = spreads_ptr + text * HEAD_DIM
+    for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
+        row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
+        query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+        first = quarter_of(query_ptr, spread_ptr, row_head, is_real, 0, HEAD_DIM, QUARTER)
+        second = quarter_of(query_ptr, spread_ptr, row_head, is_real, 1, HEAD_DIM, QUARTER)
+        third = quarter_of(query_ptr, spread_ptr, row_head, is_real, 2, HEAD_DIM, QUARTER)
+        fourth = quarter_of(query_ptr, spread_ptr, row_head, is_real, 3, HEAD_DIM, QUARTER)
+        for sample in range(first_sample, end_sample):
+            block = sample * stride
+            chunk = block // (CHUNK // BLOCK)
+            offset = offset_of(query, means_ptr + (text * MOST_CHUNKS + chunk) * HEAD_DIM, columns, HEAD_DIM)
+            code_ptr = codes_ptr + (text * (MOST_CHUNKS * CHUNK) + block * BLOCK) * (HEAD_DIM // 4)
+            scores = score_block(first, second, third, fourth, offset, code_ptr, HEAD_DIM, QUARTER, BLOCK)
+            places = row_head[:, None] * (MOST_SAMPLED * BLOCK) + sample * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(samples_ptr + places, scores, mask=is_real[:, None])
+
+
+@triton.jit
+def in_order(bits):
+    """Bits of float32 as whole numbers in the same order, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def find_threshold(
+    samples_ptr, stats_ptr, limits_ptr, rows_ptr, num_chunks_ptr, flat_deviations_ptr, num_best,
+    NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLOUD_CHUNKS: tl.constexpr,
+    MOST_SAMPLED: tl.constexpr, MOST_CLOUDS: tl.constexpr, CLOUDS_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head): the least score that no more samples reach than their share of `num_best`.
+
+    Infinity where all clouds are flat: no key is worth reading.
+    """
+    row = tl.program_id(0)
+    row_head = row * NUM_HEADS + tl.program_id(1)
+    slot = tl.load(rows_ptr + row * 5).to(tl.int64)
+    num_chunks = tl.load(num_chunks_ptr + slot)
+    if (tl.load(rows_ptr + row * 5 + 2) == 0) | (num_chunks == 0):
+        return
+    cloud = tl.arange(0, CLOUDS_WIDTH)
+    stats = stats_ptr + (row_head * MOST_CLOUDS + cloud) * 2
+    deviations = tl.load(stats + 1, mask=cloud < tl.cdiv(num_chunks, CLOUD_CHUNKS), other=0.0)
+    if tl.max(deviations, 0) < tl.load(flat_deviations_ptr + slot):
+        tl.store(limits_ptr + row_head, float("inf"))
+        return
+    num_blocks = num_chunks * (CHUNK // BLOCK)
+    stride = tl.cdiv(num_blocks, MOST_SAMPLED)
+    share = tl.maximum(num_best // stride, 1)
+    n = tl.arange(0, MOST_SAMPLED * BLOCK)
+    is_sample = n < tl.cdiv(num_blocks, stride) * BLOCK
+    scores = tl.load(samples_ptr + row_head * (MOST_SAMPLED * BLOCK) + n, mask=is_sample, other=0.0)
+    numbers = in_order(scores.to(tl.int32, bitcast=True)).to(tl.int64)
+    low = tl.min(tl.where(is_sample, numbers, 0x7FFFFFFF), 0)
+    high = tl.max(tl.where(is_sample, numbers, -0x80000000), 0) + 1
+    for _ in range(33):
+        middle = (low + high) >> 1
+        is_low = tl.sum((is_sample & (numbers >= middle)).to(tl.int32), 0) > share
+        low = tl.where(is_low, middle + 1, low)
+        high = tl.where(is_low, high, middle)
+    tl.store(limits_ptr + row_head, in_order(low.to(tl.int32)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def list_chosen(scores, limits, is_real, first_entry, count, entries_ptr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Append a block's keys that any query has chosen: place in the chunk, and in the lower 16 bits, by whom."""
+    is_chosen = (scores >= limits[:, None]) & is_real[:, None]
+    queries = tl.sum(is_chosen.to(tl.int32) << tl.arange(0, TILE_ROWS)[:, None], 0)
+    is_listed = (queries != 0).to(tl.int32)
+    places = count + tl.cumsum(is_listed, 0) - 1
+    entries = ((first_entry + tl.arange(0, BLOCK)) << 16) | queries
+    tl.store(entries_ptr + places, entries, mask=is_listed != 0)
+    return count + tl.sum(is_listed, 0)
+
+
+@triton.jit
+def choose_keys(
+    query_ptr, codes_ptr, means_ptr, spreads_ptr, limits_ptr, entries_ptr, counts_ptr, groups_ptr, num_chunks_ptr,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, split): the keys of its chunks that a tile's queries read, in order, and how many."""
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
+    per_split = tl.cdiv(num_chunks, NUM_SPLITS)
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, num_chunks)
+    if start >= end:
+        return
+    text = slot * NUM_KV_HEADS + kv_head
+    columns = tl.arange(0, WIDTH)
+    spread_ptr = spreads_ptr + text * HEAD_DIM
+    for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
+        row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
+        limits = tl.load(limits_ptr + row_head, mask=is_real, other=float("inf"))
+        num_seeking = tl.sum((limits < float("inf")).to(tl.int32), 0)
+        query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+        first = quarter_of(query_ptr, spread_ptr, row_head, is_real, 0, HEAD_DIM, QUARTER)
+        second = quarter_of(query_ptr, spread_ptr, row_head, is_real, 1, HEAD_DIM, QUARTER)
+        third = quarter_of(query_ptr, spread_ptr, row_head, is_real, 2, HEAD_DIM, QUARTER)
+        fourth = quarter_of(query_ptr, spread_ptr, row_head, is_real, 3, HEAD_DIM, QUARTER)
+        for chunk in range(start, end):
+            offset = offset_of(query, means_ptr + (text * MOST_CHUNKS + chunk) * HEAD_DIM, columns, HEAD_DIM)
+            code_ptr = codes_ptr + (text * MOST_CHUNKS + chunk) * (CHUNK * HEAD_DIM // 4)
+            number = (row * NUM_KV_HEADS + kv_head).to(tl.int64) * MOST_CHUNKS + chunk
+            count = 0
+            for place in range(0, tl.where(num_seeking > 0, CHUNK, 0), BLOCK):  # flat queries read no codes
+                block_ptr = code_ptr + place * (HEAD_DIM // 4)
+                scores = score_block(first, second, third, fourth, offset, block_ptr, HEAD_DIM, QUARTER, BLOCK)
+                list_ptr = entries_ptr + number * CHUNK
+                count = list_chosen(scores, limits, is_real, place, count, list_ptr, TILE_ROWS, BLOCK)
+            tl.store(counts_ptr + number, count)

@@ -1,0 +1,147 @@
+"""What the scan reads of all slots' texts, and where it keeps what it finds: static buffers, for graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.kernels.cuda.attend import AttentionShape
+
+TILE_ROWS = 16  # rows times query heads of a KV head that share a list of keys; tensor cores take no fewer
+MOST_SAMPLED = 128  # blocks that a threshold is found by
+SAMPLED_PER_PROGRAM = 8
+CLOUD_COLUMNS = 32  # of a cloud's matrix that a program holds at a time
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """Room for texts of one model."""
+
+    num_layers: int
+    num_slots: int
+    num_kv_heads: int
+    head_dim: int
+    most_chunks: int  # at least 1
+    num_best: int  # keys that a query reads exactly, about
+    first: int  # position of the first scanned key
+
+    @property
+    def most_clouds(self) -> int:
+        return -(-self.most_chunks // CLOUD_CHUNKS)
+
+
+@dataclass(frozen=True)
+class ScannedTexts:
+    """Of every layer and slot, what stands for its chunks, of which `num_chunks` are in use, and where its keys lie."""
+
+    sizes: TextSizes
+    codes: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks * SCAN_CHUNK * head_dim / 4] uint8
+    means: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks, head_dim] float32
+    spreads: Tensor  # [num_layers, num_slots, num_kv_heads, head_dim] float32
+    moments: Tensor  # [num_layers, num_slots, num_kv_heads, most_clouds, 2 * head_dim * (head_dim + 1)] float32
+    addresses: Tensor  # [num_layers, num_slots] int64: of the full cache's keys, on the device or the host
+    num_chunks: Tensor  # [num_slots] int32
+    flat_deviations: Tensor  # [num_slots] float32: of scores, below which no key is worth reading
+
+    @classmethod
+    def empty(cls, sizes: TextSizes, device: torch.device) -> ScannedTexts:
+        heads, head_dim = (sizes.num_layers, sizes.num_slots, sizes.num_kv_heads), sizes.head_dim
+        num_bytes = sizes.most_chunks * SCAN_CHUNK * head_dim // 4
+        return cls(
+            sizes,
+            torch.empty(*heads, num_bytes, dtype=torch.uint8, device=device),
+            torch.empty(*heads, sizes.most_chunks, head_dim, device=device),
+            torch.empty(*heads, head_dim, device=device),
+            torch.empty(*heads, sizes.most_clouds, 2 * head_dim * (head_dim + 1), device=device),
+            torch.zeros(sizes.num_layers, sizes.num_slots, dtype=torch.int64, device=device),
+            torch.zeros(sizes.num_slots, dtype=torch.int32, device=device),
+            torch.zeros(sizes.num_slots, device=device),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.codes, self.means, self.spreads, self.moments, self.addresses, self.num_chunks, self.flat_deviations,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScanScratch:
+    """What one layer's launches hand on; one for all layers, since they run one after the other."""
+
+    stats: Tensor  # [NUM_ROWS, num_heads, most_clouds, 2] float32: mean and deviation of scores
+    gains: Tensor  # [most_clouds, NUM_ROWS, num_heads, head_dim] float32
+    samples: Tensor  # [NUM_ROWS, num_heads, MOST_SAMPLED * BLOCK] float32
+    limits: Tensor  # [NUM_ROWS, num_heads] float32: scores from which on keys are read
+    entries: Tensor  # [NUM_ROWS, num_kv_heads, most_chunks, SCAN_CHUNK] int32: keys, at a tile's first row
+    counts: Tensor  # [NUM_ROWS, num_kv_heads, most_chunks] int32
+    output: Tensor  # [num_splits, NUM_ROWS, num_heads, head_dim] float32
+    lse: Tensor  # [num_splits, NUM_ROWS, num_heads] float32, base 2
+
+    @classmethod
+    def empty(cls, sizes: TextSizes, num_heads: int, num_splits: int, device: torch.device) -> ScanScratch:
+        rows, lists = (NUM_ROWS, num_heads), (NUM_ROWS, sizes.num_kv_heads, sizes.most_chunks)
+        return cls(
+            torch.empty(*rows, sizes.most_clouds, 2, device=device),
+            torch.empty(sizes.most_clouds, *rows, sizes.head_dim, device=device),
+            torch.empty(*rows, MOST_SAMPLED * BLOCK, device=device),
+            torch.empty(rows, device=device),
+            torch.empty(*lists, SCAN_CHUNK, dtype=torch.int32, device=device),
+            torch.empty(lists, dtype=torch.int32, device=device),
+            torch.empty(num_splits, *rows, sizes.head_dim, device=device),
+            torch.empty(num_splits, *rows, device=device),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.stats, self.gains, self.samples, self.limits, self.entries, self.counts, self.output, self.lse,
+        )  # fmt: skip
+
+
+def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[str, int]]:
+    """What each kernel of the scan is compiled for, by its name, with its warps and stages."""
+    width = triton.next_power_of_2(shape.head_dim)
+    known = {
+        "NUM_ROWS": NUM_ROWS,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "HEADS_PER_KV": shape.heads_per_kv,
+        "NUM_HEADS": shape.num_kv_heads * shape.heads_per_kv,
+        "HEAD_DIM": shape.head_dim,
+        "NUM_SPLITS": shape.num_splits,
+        "TILE_ROWS": TILE_ROWS,
+        "WIDTH": width,
+        "QUARTER": max(16, width // 4),
+        "COLUMNS": CLOUD_COLUMNS,
+        "BLOCK": BLOCK,
+        "CHUNK": SCAN_CHUNK,
+        "CLOUD_CHUNKS": CLOUD_CHUNKS,
+        "MOST_CHUNKS": sizes.most_chunks,
+        "MOST_CLOUDS": sizes.most_clouds,
+        "CLOUDS_WIDTH": max(2, triton.next_power_of_2(sizes.most_clouds)),
+        "MOST_SAMPLED": MOST_SAMPLED,
+        "PER_PROGRAM": SAMPLED_PER_PROGRAM,
+    }
+    heads = ("NUM_KV_HEADS", "HEADS_PER_KV", "HEAD_DIM", "TILE_ROWS", "WIDTH")
+    chunks = ("BLOCK", "CHUNK", "MOST_CHUNKS")
+    clouds = ("CLOUD_CHUNKS", "MOST_CLOUDS")
+    names = {
+        "look_at_clouds": (*heads, *clouds, "NUM_ROWS", "COLUMNS"),
+        "sample_scores": (*heads, *chunks, "QUARTER", "MOST_SAMPLED", "PER_PROGRAM"),
+        "find_threshold": (*clouds, "NUM_HEADS", "BLOCK", "CHUNK", "MOST_SAMPLED", "CLOUDS_WIDTH"),
+        "choose_keys": (*heads, *chunks, "QUARTER", "NUM_SPLITS"),
+        "attend_best": (*heads, *chunks, "NUM_SPLITS", "NUM_ROWS"),
+        "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "NUM_ROWS"),
+    }
+    wide = {"find_threshold", "choose_keys", "scan_merge"} if shape.dtype == torch.bfloat16 else names
+    return {
+        kernel: {name: known[name] for name in own}
+        | {"num_warps": 8 if kernel in wide else 4, "num_stages": 3 if kernel == "attend_best" else 2}
+        for kernel, own in names.items()
+    }

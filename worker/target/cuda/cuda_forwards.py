@@ -1,0 +1,151 @@
+"""Forwards of a dense decoder on a GPU: a table goes up, one graph is replayed, whatever rows share it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import cast
+
+import torch
+
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.entries import NewEntries
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.graph import Capture, capture
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
+from swiftbatch.worker.target.cuda.query_tap import CudaQueryTap
+from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
+from swiftbatch.worker.target.cuda.row_mover import RowMover
+from swiftbatch.worker.target.cuda.surroundings import Surroundings
+from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows
+
+
+class CudaForwards:
+    """`Forwards` whose rows are exact since every forward is the same one: `NUM_ROWS` rows in one order of sums.
+
+    Logits that `run` returns hold until the next forward.
+    """
+
+    rows_per_forward = NUM_ROWS
+    team = None
+    draw_chains = None
+
+    def __init__(
+        self,
+        weights: StackedWeights,
+        arena: KVArena,
+        eos_token_ids: frozenset[int],
+        num_splits: int,
+        kernels: CudaKernels,
+        capture: Capture = capture,
+    ) -> None:
+        """Prefixes are attended to in `num_splits` parts, or as many as the kernel for them takes.
+
+        Raises ValueError for weights that do not fit the arena.
+        """
+        self.sizes = sizes = weights.sizes
+        self.arena, self.eos_token_ids = arena, eos_token_ids
+        self.device, self.dtype = arena.shape.device, sizes.dtype
+        self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
+        self.cache_shape = arena.shape
+        self._weights = weights
+        self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
+        attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
+        self._decoder = CudaDecoder(weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention)
+        self._table = Upload(self._decoder.table_buffer)
+        self.surroundings = Surroundings(weights.embedding, weights.head, linear)
+        self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
+        self._prepare()
+
+    def new_drawing(self) -> CudaDrawing:
+        return self._drawing  # one for all: its buffers are large, and draws come one after the other
+
+    @property
+    def numerics(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"cuda {hardware_of('cuda')}, {dtype}, torch {torch.__version__}, triton kernels 1, "
+            f"{self._decoder.attention.numerics}, {self.kernels.linear}"
+        )
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        tiles = list(pack_tiles(groups, pad_rows=True, tile_rows=NUM_ROWS))
+        if len(tiles) == 1:
+            return self._forward(groups).clone(), self._decoder.logits[: tiles[0].num_rows]
+        hidden, logits = [], []
+        for tile in tiles:
+            hidden.append(self._forward(tile.parts).clone())
+            logits.append(self._decoder.logits[: tile.num_rows].clone())
+        return torch.cat(hidden), torch.cat(logits)
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        rows = known_rows(cache, token_ids[:NUM_ROWS])[0]  # up to the next boundary
+        hidden = self._forward([rows]).clone()
+        cache.advance(len(rows))
+        return hidden
+
+    def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rounds[entries_of(groups[0]).arena].check(groups)
+
+    def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
+        self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
+        self._prepare_queries()
+        return arena.new_entries
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        self._send([tree_rows(cache, token_id, DraftTree())])
+        return self._tap.replay()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._weights.embedding[token_ids]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._weights.head
+        return torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+
+    @functools.cached_property
+    def _tap(self) -> CudaQueryTap:
+        return CudaQueryTap(self._decoder, self.device, self.capture)
+
+    @functools.cached_property
+    def _drawing(self) -> CudaDrawing:
+        return CudaDrawing(self.vocab_size, self.device, self.capture)
+
+    def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
+        """Final hidden states of at most `NUM_ROWS` rows, `[num_rows, hidden]`, until the next forward."""
+        self._pass(groups)
+        return self._decoder.hidden[: sum(len(group) for group in groups)]
+
+    def _prepare(self) -> None:
+        """Capture what `_pass` replays."""
+        self.arena.move_rows = RowMover(self.arena.buffer)
+        self._graph = self.capture(self._decoder.forward, self.device)
+
+    def _prepare_queries(self) -> None:
+        """Capture what `queries` replays now: copies of other threads would disturb it later."""
+        self._tap  # noqa: B018
+
+    def _pass(self, groups: list[SequenceRows]) -> None:
+        """Run at most `NUM_ROWS` rows through all layers."""
+        self._send(groups)
+        self._graph.replay()
+
+    def _send(self, groups: list[SequenceRows]) -> None:
+        computing_stream(self.device).join()
+        slots = [(group, cast(ArenaKVCache, group.cache).slot) for group in groups]
+        self._decoder.layout.fill(self._table.buffer(), slots)
+        self._table.send()

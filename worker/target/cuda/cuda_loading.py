@@ -1,0 +1,155 @@
+"""How a dense decoder comes onto a GPU: the memory is planned first, then weights go there, then the arena."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.copies import CudaLane, Staging
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.layer_ring import Streams
+from swiftbatch.worker.caches.memory.memory_plan import (
+    NO_DRAFTS,
+    DraftMemory,
+    GPUMemory,
+    MemoryPlan,
+    SlotsWanted,
+    draft_model_memory,
+    draft_splits,
+    plan_memory,
+    slot_capacity,
+)
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.offload import plan_offload
+from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
+from swiftbatch.worker.caches.scan.scan_room import scan_memory
+from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
+from swiftbatch.worker.target.forwards import Forwards
+
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of attention: two waves of two, as their shared memory allows
+
+
+def load_cuda_forwards(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: SlotsWanted,
+    eos_token_ids: frozenset[int],
+    kernels: CudaKernels,
+) -> CudaForwards | None:
+    """Forwards with as many slots as fit; None for a model that the kernels do not take.
+
+    Raises KVRoomError, and ModelError where the chosen kernels are not here or do not take it.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    sizes = read_sizes(files, dtype_name)
+    if sizes is None:
+        return None
+    kernels.refuse_absent()
+    kernels.refuse_unfit(dtype_name, sizes.head_dim)
+    hold_products_steady()
+    num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
+    gpu = GPUMemory(torch.cuda.mem_get_info(device)[0], num_splits, kernels.attention)
+    drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
+    copies: Staging | Streams
+    if wanted.host_bytes is not None:
+        plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
+        copies = Streams(computing_stream(device), CudaLane(device), CudaLane(device))
+    else:
+        plan = plan_memory(sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
+        copies = Staging(CudaLane(device), computing_stream(device))
+    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels)
+
+
+def planned_forwards(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: MemoryPlan,
+    num_splits: int,
+    eos_token_ids: frozenset[int],
+    copies: Staging | Streams | None,
+    kernels: CudaKernels = DEFAULT_KERNELS,
+) -> CudaForwards | None:
+    """As the plan says; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
+    weights = dense_weights(files, dtype, device)
+    if weights is None:
+        return None
+    sizes = weights.sizes
+    stacked = stacked_weights(weights, device, handed_over(weights))
+    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype, device)
+    try:
+        if isinstance(copies, Streams):
+            offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
+            return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
+        arena = KVArena(shape, plan.num_slots, plan.longest_job, copies)
+        return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
+    except ValueError:  # sizes that the kernels have no tiles for
+        return None
+
+
+def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:
+    """A small model through the target's kernels, in slots of its own; None where these do not take one of the two.
+
+    Its room was planned with the target's.
+    """
+    if not isinstance(target, CudaForwards):
+        return None
+    weights = dense_weights(files, target.dtype, target.device)
+    if weights is None:
+        return None
+    sizes = weights.sizes
+    stacked = stacked_weights(weights, target.device, handed_over(weights))
+    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, target.dtype, target.device)
+    arena = KVArena(shape, num_slots, longest_job)
+    try:
+        kernels = CudaKernels(linear=target.kernels.linear)
+        return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
+    except ValueError:  # sizes that the kernels have no tiles for
+        return None
+
+
+def hold_products_steady() -> None:
+    """What cuBLAS may not choose by itself: sums in less than float32, and a workspace of another size."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when it is first used
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
+    """What drafts take: once, and beside each slot."""
+    drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
+    part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
+    if wanted.partial_budget:
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # that has room in a slot
+        slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
+        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
+    if wanted.draft is not None:
+        model = draft_model_memory(wanted.draft, wanted.draft_length)
+        part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
+    return DraftMemory(part_bytes, slot_bytes)
+
+
+def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
+    """And what rounds take beside their partial caches: scanned texts."""
+    scan = NO_DRAFTS
+    if wanted.scanned_best:
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
+        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits)
+    has_rounds = wanted.partial_budget or scan.slot_bytes
+    own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
+    return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
+
+
+def splits_of(num_multiprocessors: int, num_kv_heads: int) -> int:
+    """Parts that prefixes are attended to in: a constant of the device and the model, so bits depend on both."""
+    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
