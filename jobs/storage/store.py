@@ -6,9 +6,10 @@ import builtins
 import errno
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import IO, BinaryIO, TypeVar
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.folder import Folder, ReadableFile
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder
 from swiftbatch.jobs.storage.object_folder import ObjectFolder
 from swiftbatch.jobs.storage.object_stores import open_place
@@ -41,7 +42,7 @@ class Store:
         try:
             path = local_path(uri)
             self._retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
-            self._folder: LocalFolder | ObjectFolder = self._open_objects(uri) if path is None else LocalFolder(path)
+            self._folder: Folder = self._open_objects(uri) if path is None else LocalFolder(path)
         except (OSError, ValueError) as error:
             problem = " ".join(hidden_credentials(str(error), uri).split())
             raise StoreError(f"cannot use {self.shown_uri} as a folder: {problem}") from None
@@ -112,7 +113,7 @@ class Store:
         source = self._try("read", path, lambda: self._folder.open(path))
         return None if source is None else self._read_on(path, source)
 
-    def _read_on(self, path: str, source: Any) -> Generator[bytes, None, None]:
+    def _read_on(self, path: str, source: ReadableFile) -> Generator[bytes, None, None]:
         with closing(source):
             while piece := self._try("read", path, lambda: source.read(COPY_BYTES)):
                 yield piece
@@ -151,7 +152,7 @@ class Store:
         """Remove a folder with all that is in it; an absent folder is fine."""
         self._try("delete", folder, lambda: self._folder.delete_folder(folder))
 
-    def _open_objects(self, uri: str) -> ObjectFolder:
+    def _open_objects(self, uri: str) -> Folder:
         return self._retries.call(lambda: ObjectFolder(open_place(uri)))
 
     def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
