@@ -28,7 +28,7 @@ class Folder(Protocol):
         """Do as `write` with the rest of an open file."""
 
     def write_new(self, path: str, data: bytes) -> bool:
-        """Put a file in place where there is none; False where there is one. On a disk one of several writers succeeds."""
+        """Put a file in place where there is none; False where there is one. On a disk one of several writers wins."""
 
     def write_new_from(self, path: str, source: BinaryIO) -> None:
         """Put the rest of an open file in place where there is none; a file that is there stays."""
