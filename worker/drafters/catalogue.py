@@ -111,7 +111,7 @@ GRIFFIN = TrainedPart("griffin", "griffin", GRIFFIN_FILE)
 class EngineEntry:
     """One engine."""
 
-    place: str  # module:function of its `DrafterFactory`, below `worker`
+    place: str  # module:function of its `DrafterFactory`, with a dot in front below `worker`
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
     partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
@@ -130,44 +130,44 @@ class EngineEntry:
 
 def _function(place: str) -> Any:
     module, function = place.split(":")
-    return getattr(importlib.import_module(f"{__package__.rpartition('.')[0]}.{module}"), function)
+    return getattr(importlib.import_module(module, package=__package__.rpartition(".")[0]), function)
 
 
 ENGINES = {
     "auto": EngineEntry(
-        "drafters.auto.auto:auto",
+        ".drafters.auto.auto:auto",
         "whatever brings most tokens: recycled candidates, or chains drawn with scanned keys",
         scanned_best=256,
     ),
     "autoregressive": EngineEntry(
-        "drafters.autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
+        ".drafters.autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
     ),
     "prompt-lookup": EngineEntry(
-        "drafters.lookup.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
+        ".drafters.lookup.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
     ),
-    "suffix": EngineEntry("drafters.lookup.suffix:SuffixDrafter", "a suffix automaton over prompt and output"),
+    "suffix": EngineEntry(".drafters.lookup.suffix:SuffixDrafter", "a suffix automaton over prompt and output"),
     "token-recycling": EngineEntry(
-        "drafters.recycling.token_recycling:TokenRecyclingDrafter",
+        ".drafters.recycling.token_recycling:TokenRecyclingDrafter",
         "the target's own candidates at rows that it verified before",
     ),
     "tokenswift": EngineEntry(
-        "papers.tokenswift.tokenswift:tokenswift",
+        ".papers.tokenswift.tokenswift:tokenswift",
         "trained heads, reused n-grams: for long texts",
         HEADS,
         partial_budget=2048,
     ),
     "triforce": EngineEntry(
-        "papers.triforce.triforce:triforce",
+        ".papers.triforce.triforce:triforce",
         "a small draft model: for long texts without trained heads",
         DRAFT_MODEL,
         partial_budget=1024,
         draft_length=592,
     ),
     "griffin": EngineEntry(
-        "papers.griffin.griffin:griffin",
+        ".papers.griffin.griffin:griffin",
         "one trained layer over the target's features",
         GRIFFIN,
-        memory="papers.griffin.griffin_memory:griffin_memory",
+        memory=".papers.griffin.griffin_memory:griffin_memory",
     ),
 }
 DEFAULT_ENGINE = "auto"
