@@ -1,4 +1,4 @@
-"""What a worker needs to know to decode, each default once. Light: the command line shows them."""
+"""The settings that a worker decodes by, each default once. Light: the command line shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CheckpointKind = Literal["tokens", "state"]
 
 @dataclass(frozen=True)
 class Computation:
-    """What decides a run's bytes, and how they are drafted: recorded in `run.json` and the same for all workers."""
+    """The settings that decide a run's bytes and its drafts: recorded in `run.json`, the same for all workers."""
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
@@ -42,7 +42,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are kept; it may differ from one resume to the next."""
+    """The settings of checkpoints; they may differ from one resume to the next."""
 
     checkpoint: CheckpointKind = "state"  # what is written: token logs alone, or the caches as well
     checkpoint_tokens: int = 1024  # of one job, between two states
@@ -54,4 +54,4 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class EngineConfig(Computation, CheckpointSettings):
-    """What a worker is started with."""
+    """The settings that a worker is started with."""

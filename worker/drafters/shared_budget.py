@@ -1,4 +1,4 @@
-"""How the rows of a forward are shared between sequences: each gets draft nodes where they bring most for their time.
+"""Shares the rows of a forward between sequences: each gets draft nodes where they bring most for their time.
 
 All sequences of a step wait for the same forward. So a node of one of them is worth what it brings there, by that
 sequence's own acceptance, and costs what a row takes behind that sequence's own cache, at the rate at which all
@@ -30,10 +30,11 @@ NUM_PASSES = 2  # of shares by the rate that the last ones promise: more change 
 def best_shares(
     costs: StepCosts, tokens: np.ndarray, lengths: np.ndarray, overhead: float, proposing: float
 ) -> np.ndarray:
-    """Which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
+    """Choose which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
 
-    `tokens [num_sequences, num_choices]` that trees of these sizes bring in a step, `lengths [num_sequences]` of the
-    caches; in seconds, what a step takes beside its forward, and what proposing takes where anything is proposed.
+    `tokens [num_sequences, num_choices]` are those that trees of these sizes bring in a step, `lengths [num_sequences]`
+    those of the caches. A step takes `overhead` beside its forward, and `proposing` where anything is proposed, in
+    seconds.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
     rates = _rates_alike(costs, tokens, own, overhead, proposing)
@@ -91,7 +92,7 @@ class SharedBudget:
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # of such numbers of nodes, since then
 
     def rests(self, requests: list[DraftRequest]) -> bool:
-        """Whether the coming step drafts nothing, known from those before it; else ask for `num_nodes`."""
+        """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
         if not self._num_resting:
             return False
         is_same = len(requests) == len(self._plan) and all(r.sequence.sequence_id in self._plan for r in requests)
@@ -100,7 +101,7 @@ class SharedBudget:
         return is_same
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
-        """How many nodes pay for each of the sequences that share the coming forward."""
+        """Choose how many nodes pay for each of the sequences that share the coming forward."""
         if not requests:
             return []
         self.clock.end()
@@ -131,16 +132,16 @@ class SharedBudget:
         return rate_of(self._costs, self.tokens(requests), own, shares, overhead, proposing)
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
-        """What trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
+        """The tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
         return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
 
     def learn(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
-        """From a tree that was checked beside a step's own."""
+        """Learn from a tree that was checked beside a step's own."""
         self._num_observed += 1
         self._of(sequence).learn(num_draft_tokens, path)
 
     def state(self, sequence: Sequence) -> np.ndarray:
-        """What was learned of a sequence: as `NodeAcceptance.state`."""
+        """Return what was learned of a sequence, as `NodeAcceptance.state` has it."""
         return self._of(sequence).state()
 
     def restore(self, sequence: Sequence, state: np.ndarray) -> None:
@@ -156,7 +157,7 @@ class SharedBudget:
         self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has left; what it was like counts for those to come."""
+        """Forget a sequence that has left; what it was like counts for those to come."""
         self._plan.pop(sequence.sequence_id, None)
         if left := self._own.pop(sequence.sequence_id, None):
             self._mean = (self._mean + np.array(left.shares)) / 2

@@ -181,7 +181,7 @@ def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
 
 
 def address_of(array: np.ndarray | None) -> int | None:
-    """Where an array lies."""
+    """The address of an array; None without one."""
     if array is None:
         return None
     address: int = array.__array_interface__["data"][0]

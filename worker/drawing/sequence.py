@@ -63,7 +63,7 @@ class Sequence:
         return self._buffer[: self._length]
 
     def ahead(self, num_tokens: int) -> np.ndarray:
-        """Where the next tokens go, a view `[num_tokens] int64` behind `token_ids`; they count once it is extended."""
+        """The room for the next tokens, a view `[num_tokens] int64` behind `token_ids`; extending makes them count."""
         return self._buffer[self._length : self._length + num_tokens]
 
     @property
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def kept_logprobs(self) -> TokenLogprobs | None:
-        """Those of the output tokens, a view; None where they are not asked for."""
+        """The log-probabilities of the output tokens, a view; None where they are not asked for."""
         return None if self.logprobs is None else self.logprobs.all
 
     @property

@@ -1,4 +1,4 @@
-"""How a draft tree is verified, and what one verified step tells its drafter."""
+"""Verifies draft trees, and holds what one verified step tells its drafter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Walk:
-    """What came of one tree."""
+    """The outcome of one walk down a draft tree."""
 
     path: list[int]  # accepted nodes, root side first
     drawn: list[int]  # tokens of the path, then the bonus token

@@ -224,7 +224,7 @@ class WorkerSession:
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
 
     def _is_kept(self, job: RunningJob) -> bool:
-        """Whether a finished job's checkpoints stay."""
+        """Return whether a finished job's checkpoints stay."""
         return self._config.keep_state and job.sequence.finish_reason == LENGTH
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """None where no kernel scans keys, and where all texts stay short."""
+    """Return the costs of rounds; None where no kernel scans keys, and where all texts stay short."""
     if target.forwards.team is not None:
         return ON_A_CPU
     arena = target.forwards.arena
@@ -150,7 +150,7 @@ class AutoDrafter(Drafter):
             raise
 
     def _rests(self, requests: list[DraftRequest]) -> bool:
-        """Whether the coming step drafts nothing, and no plan is due."""
+        """Return whether the coming step drafts nothing, and no plan is due; then count it."""
         if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan or not self._budget.rests(requests):
             return False
         self._num_steps += 1
@@ -175,12 +175,12 @@ class AutoDrafter(Drafter):
             self._planner.forget()
 
     def _is_like_those_before(self, longest: int) -> bool:
-        """Whether sequences begin where trees were better for others with texts as long."""
+        """Return whether trees were better than rounds for the sequences before these, with texts as long."""
         return self._rounds is None and 0 < longest < MUCH_LONGER * self._longest_planned
 
     @property
     def _most_steps_per_plan(self) -> int:
-        """Rounds that were never tried here are looked at after every step: what they take is a guess."""
+        """The most steps between two plans; 1 for rounds that were never tried here: what they take is a guess."""
         if self._rounds is None:
             return TREES_PER_PLAN
         return 1 if self._planner.is_new else ROUNDS_PER_PLAN

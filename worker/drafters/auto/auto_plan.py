@@ -1,4 +1,4 @@
-"""Whether rounds pay, and how long chains should be: tokens per second by measured costs and running agreement."""
+"""Plans rounds, where they pay, and the length of chains: tokens per second by measured costs and running agreement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOST_SECONDS = 0.001  # of a GPU's step: the host's part, as docs/gpu.md has it
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What rounds cost beside what forwards do."""
+    """The costs of rounds beside those of forwards."""
 
     scan_share: float  # of the seconds that a row takes for all keys: what it takes to scan them
     row_share: float  # of a row's scan: what the next row of the same sequence takes
@@ -84,7 +84,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class _Texts:
-    """What attention to the texts of a step takes, all sequences together, in seconds for each number of rows."""
+    """The seconds of attention to the texts of a step, all sequences together, for each number of rows."""
 
     number: int
     all_keys: list[float]
@@ -108,10 +108,10 @@ class RoundsPlanner(Planner):
         self._has_learned = False
 
     def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> Rounds:
-        """What pays most for sequences of so many cached positions, `[num_sequences]`.
+        """Choose the rounds that pay most for sequences of so many cached positions, `[num_sequences]`.
 
-        `tree_tokens [num_sequences, num_choices]` that trees of `NODE_CHOICES` nodes bring where they are checked;
-        `overhead` seconds that a step takes beside forwards and drafts.
+        `tree_tokens [num_sequences, num_choices]` are the tokens that trees of `NODE_CHOICES` nodes bring where they
+        are checked, `overhead` the seconds that a step takes beside forwards and drafts.
         """
         texts = self._texts(lengths)
         chains = [
@@ -129,11 +129,11 @@ class RoundsPlanner(Planner):
         return best
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
-        """Until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
+        """The seconds until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: Rounds, lengths: np.ndarray) -> float:
-        """The coming step goes this way; how long its verification should take, in seconds."""
+        """Begin a step that goes this way; return the seconds that its verification should take."""
         self._num_steps += 1
         self._current = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         texts = self._texts(lengths)
@@ -142,7 +142,7 @@ class RoundsPlanner(Planner):
 
     @property
     def is_new(self) -> bool:
-        """Whether too few steps with rounds were seen to go by what they took."""
+        """True if too few steps with rounds were seen to go by what they took."""
         return self._num_steps < STEPS_TO_KNOW
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
@@ -163,7 +163,7 @@ class RoundsPlanner(Planner):
         self._has_learned = True
 
     def forget(self) -> None:
-        """Rounds do not pay now: what is known of them counts a little less."""
+        """Let what is known of rounds count a little less, since they do not pay now."""
         self._slowness += FORGETTING * (1.0 - self._slowness)
         self._alike += FORGETTING * (PRIOR_ALIKE * PRIOR_TRIALS - self._alike)
         self._compared += FORGETTING * (PRIOR_TRIALS - self._compared)
@@ -180,7 +180,7 @@ class RoundsPlanner(Planner):
             _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
 
     def _tokens(self, chain_length: int) -> float:
-        """Of a step that verifies such a chain, the bonus token included."""
+        """The number of tokens that a step with such a chain brings, the bonus token included."""
         alike, depths = self._alike / self._compared, chain_length + 1
         return (1 - alike**depths) / (1 - alike) if alike < 1 else float(depths)
 
@@ -191,11 +191,11 @@ class RoundsPlanner(Planner):
         return _Texts(len(lengths), all_keys.sum(axis=0).tolist(), near.sum(axis=0).tolist(), beyond)
 
     def _forward_seconds(self, texts: _Texts, num_rows: int) -> float:
-        """Of a verification with so many rows for each sequence."""
+        """The seconds of a verification with so many rows for each sequence."""
         return self._costs.shared_seconds(num_rows * texts.number) + texts.all_keys[num_rows]
 
     def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
-        """Of one round for all sequences: some entries are read exactly, all others are scanned."""
+        """The seconds of one round for all sequences: some entries are read exactly, all others are scanned."""
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
         beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number

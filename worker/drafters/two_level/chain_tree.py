@@ -1,4 +1,4 @@
-"""What a chain becomes for the full verification: its tokens, other candidates for the last one, and trees below."""
+"""Makes a chain into the tree of a full verification: its tokens, other candidates for the last one, trees below."""
 
 from __future__ import annotations
 

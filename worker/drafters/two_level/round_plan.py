@@ -1,4 +1,4 @@
-"""How many rounds with a partial cache, and how many nodes, come before one full verification."""
+"""Plans how many rounds with a partial cache, and how many nodes, come before one full verification."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Planner(ABC):
         """Plan for a sequence of `length` cached positions that shares its forwards with others."""
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:  # noqa: B027
-        """What was proposed was verified in full, and the nodes of `path` were accepted."""
+        """Learn from a proposal that was verified in full, and of which the nodes of `path` were accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What it has learned."""
+        """Return what it has learned."""
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027
@@ -52,7 +52,7 @@ class FixedPlanner(Planner):
 
 
 class MeasuredPlanner(Planner):
-    """As many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
+    """Plans as many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
 
     max_nodes = TILE_ROWS - 1
 

@@ -88,7 +88,7 @@ class CudaSampler:
         return torch.from_numpy(seen).to(self._drawing.device)
 
     def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[DrawRow]:
-        """Of a tree below the sequence's end."""
+        """The rows of a tree below the sequence's end."""
         committed = self.counts.sequence
         drafted = self.sequence.token_ids[len(committed) :].tolist()
         return rows_of(committed, self.counts.slot, drafted, tree, masks)

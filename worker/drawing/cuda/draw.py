@@ -25,7 +25,7 @@ SORTED_WARPS = 16
 
 @dataclass(frozen=True)
 class DrawBuffers:
-    """What a draw reads, and what it writes; they stay where they are."""
+    """The buffers that a draw reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py
@@ -117,7 +117,7 @@ class Draw:
 
 
 class FilteredDraw(Draw):
-    """The same behind top-k, top-p, min-p and eta; rows that want none of them come out as from `Draw`."""
+    """Draws behind top-k, top-p, min-p and eta; rows that want none of them come out as from `Draw`."""
 
     def __init__(self, buffers: DrawBuffers) -> None:
         super().__init__(buffers)

@@ -1,4 +1,4 @@
-"""What a draw on a GPU is told of its rows: whose they are, where they stand, what their path through a tree is."""
+"""The rows of a draw on a GPU: whose they are, where they stand, and their paths through a draft tree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DrawRow:
 
     @property
     def position(self) -> int:
-        """Of the token to be drawn."""
+        """The position of the token to be drawn."""
         return len(self.sequence) + len(self.path)
 
     @property
@@ -72,7 +72,7 @@ def mask_rows(slots: SlotBuffers, rows: Many[DrawRow | None]) -> None:
 
 @dataclass(frozen=True)
 class DrawLayout:
-    """How it all lies in one buffer of int32."""
+    """The layout of a draw's inputs in one buffer of int32."""
 
     num_slots: int
 

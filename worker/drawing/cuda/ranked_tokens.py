@@ -32,7 +32,7 @@ ROW_WARPS = 8
 
 @dataclass(frozen=True)
 class RankingBuffers:
-    """What is read, and what is written; they stay where they are."""
+    """The buffers that `Ranking` reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py; of a padding row nothing is read
