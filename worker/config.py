@@ -26,10 +26,10 @@ class Computation:
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear
     num_threads: int = 1
-    seed: int = 0  # that of a job which gives none follows from it
-    max_tokens: int | None = None  # of a job which gives none; None: what the model's positions leave behind its prompt
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the log-probabilities are of that jobs ask for
-    loop_guard: LoopAction | None = None  # of a job which says nothing of loops; None: they are not looked for
+    seed: int = 0  # the seed of a job that gives none follows from it
+    max_tokens: int | None = None  # of a job that gives none; None: what the model's positions leave behind its prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits that jobs' log-probabilities are taken from
+    loop_guard: LoopAction | None = None  # for a job that says nothing of loops; None: they are not looked for
     thinking_markers: ThinkingMarkers = (
         None  # texts between which the model thinks; None: its own, where they are known
     )

@@ -82,7 +82,7 @@ class Constraints:
     """All that restricts one sequence, kept behind its committed tokens."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Raises ConstraintError for tokens that could not have come."""
+        """Start a sequence's rules. Raises ConstraintError for tokens that could not have come."""
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
         self._num_seen = 0  # output tokens

@@ -13,7 +13,7 @@ from swiftbatch.worker.drawing.rules import ConstraintError
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")  # in a regular expression
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)  # of GBNF
-# of Lark: what may hold the signs of a token, and a token
+# in Lark: what may hold the signs of a token without being one, and a token
 QUOTED_OR_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
 PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(?:Some\((.*?)\)|None), max=(?:Some\((.*?)\)|None)")

@@ -23,7 +23,7 @@ class ThinkingRule:
 
     thinking: Thinking
     budget: int | None  # tokens; None: as many as may come
-    text: Rule | None = None  # of what is no thought; None: it is any
+    text: Rule | None = None  # the rule of what is no thought; None: any text may come
 
     def start(self, sequence: Sequence) -> ThinkingConstraint:
         return ThinkingConstraint(self, sequence)

@@ -27,7 +27,7 @@ class Markers:
         for marker in self.texts:
             place = text.rfind(marker, max(0, num_before - len(marker) + 1))
             ends.append((place + len(marker), len(marker)) if place >= 0 else (0, 0))
-        start, end = ends  # of two that end together, one is a part of the other
+        start, end = ends  # where both end together, one is a part of the other
         return None if start == end else "start" if start > end else "end"
 
     @cached_property

@@ -23,7 +23,7 @@ MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is t
 class RankingRule(NamedTuple):
     """The rule by which candidates are ranked under some sampling parameters."""
 
-    noise_scale: float  # what the noise counts: the temperature, or 0
+    noise_scale: float  # the factor on the noise: the temperature, or 0
     spread: float  # in logits
     floor: float  # candidates further below the best one are cut off; 0 or less, in logits
 

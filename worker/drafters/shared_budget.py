@@ -24,7 +24,7 @@ NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # steps: to find shares takes a fifth of a short step; those that stay wait
 WORTH_DRAFTING = 1.04  # times the rate without drafts: what costs do not say is on the side of drafting
 MOST_RESTING = 15  # steps in a row that nothing is asked about: where none drafts, to ask takes a twentieth of a step
-NUM_PASSES = 2  # of shares by the rate that the last ones promise: more change nothing
+NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 
 
 def best_shares(
@@ -82,14 +82,14 @@ class SharedBudget:
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
         self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
-        self.clock = StepClock()  # of all steps, those of other drafters in turn with this one included
-        self._plan: dict[str, int] = {}  # which of `NODE_CHOICES` each sequence has
+        self.clock = StepClock()  # times all steps, also those of other drafters in turn with this one
+        self._plan: dict[str, int] = {}  # the index into `NODE_CHOICES` that each sequence has
         self._gain = 1.0  # what the plan promises, in rates without drafts
         self._trial = Trial()
         self._num_resting = 0  # coming steps of the same sequences that draft nothing
-        self._num_observed = 0  # trees since then
+        self._num_observed = 0  # trees since the last plan
         self._plan_every = PLAN_EVERY
-        self._forward_seconds: dict[tuple[int, ...], float] = {}  # of such numbers of nodes, since then
+        self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
 
     def rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
@@ -217,13 +217,13 @@ class BudgetedDrafter(Drafter):
     """Drafts for each sequence by itself, with as many nodes as pay."""
 
     def __init__(self, costs: Costs | None) -> None:
-        """Without `costs` trees are as large as they may be."""
+        """Take the costs of steps; without them, trees are as large as they may be."""
         self.budget = None if costs is None else SharedBudget(costs())
         self.is_drafting = True  # in the coming step
 
     @abstractmethod
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """At most `max_nodes` nodes, none deeper than `max_depth`; may be empty."""
+        """Grow a tree of at most `max_nodes` nodes, none deeper than `max_depth`; it may be empty."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self.budget is None:

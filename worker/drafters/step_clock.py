@@ -13,7 +13,7 @@ from typing import Literal
 
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
-FEWEST = 3  # that tell anything
+FEWEST = 3  # steps of a kind that tell anything
 SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
 LOOK_EVERY, LOOK_SOON = 96, 12  # steps with drafts between looks at plain ones; until there are enough of these
 
@@ -28,10 +28,10 @@ class StepClock:
 
     def __init__(self) -> None:
         self._beside: dict[StepKind, deque[float]] = {}
-        self._open: tuple[float, float] | None = None  # when it began, the seconds that it should take
+        self._open: tuple[float, float] | None = None  # the running step's begin, and the seconds that it should take
         self._kind: StepKind | None = None  # of the newest step
-        self._num_alike = 0  # of that kind in a row
-        self._num_drafted = 0  # since the last plain one
+        self._num_alike = 0  # steps of that kind in a row
+        self._num_drafted = 0  # steps with drafts since the last plain one
 
     @property
     def is_plain_due(self) -> bool:
@@ -42,8 +42,9 @@ class StepClock:
         return self._num_drafted >= (LOOK_EVERY if is_known else LOOK_SOON)
 
     def beside(self, kind: StepKind, otherwise: float) -> float:
-        """Seconds of a step beside what was expected, less than 0 where it is sooner done; `otherwise` before enough
-        of the kind have passed.
+        """The seconds of a step beside those expected, below 0 where it is done sooner.
+
+        `otherwise` before enough steps of the kind have passed.
         """
         return statistics.median(self._beside[kind]) if self._is_known(kind) else otherwise
 
@@ -68,7 +69,7 @@ class StepClock:
             self._open = self._open[0], self._open[1] + seconds
 
     def end(self) -> None:
-        """End the step. One that took over twice as long as it should was no step alone: it counts as twice, no more."""
+        """End the step. What took over twice as long as it should was no step alone: it counts as twice, no more."""
         if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
             begun, expected = self._open
             kept = self._beside.setdefault(self._kind, deque(maxlen=NUM_KEPT))

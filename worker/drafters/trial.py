@@ -17,11 +17,11 @@ SETTLED = 2  # steps of a block before those that count
 NUM_KEPT = 3  # blocks of each way, of which the fastest counts: whatever disturbs makes a block slower
 MOST_AGE = 800  # tokens of each sequence after which a way is tried again
 CLEAR = 1.6  # times the rate without drafts: a promise as large needs no trial
-FAVOUR = 1.02  # of the way that drafts nothing
+FAVOUR = 1.02  # factor on the rate of the way that drafts nothing
 
 
 class Trial:
-    """From step to step: `way` says how the coming one goes, `count` what it brought."""
+    """Times both ways from step to step: `way` says how the coming step goes, `count` takes in what it brought."""
 
     def __init__(self) -> None:
         self._rates: dict[Way, deque[float]] = {"plain": deque(maxlen=NUM_KEPT), "tree": deque(maxlen=NUM_KEPT)}

@@ -39,7 +39,7 @@ class NativeSampler:
     """Draws one sequence's tokens. What the penalty looks at follows from the sequence's own: nothing is pushed."""
 
     def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
-        """`adjusted`: those of a sequence that this one is a fork of. Raises ValueError as they do."""
+        """`adjusted`: the adjustments of the sequence that this one is a fork of. Raises ValueError as they do."""
         params = sequence.sampling
         self.sequence = sequence
         self._params = sampling_params(params, params.seed or 0)

@@ -47,7 +47,7 @@ class Sequence:
         self._device, self._first_seed = device, sampling.seed or 0
         self.noise = GumbelNoise(self._first_seed, vocab_size, device)
         self.finish_reason: str | None = None
-        self.error: str | None = None  # what went wrong, where that is the reason
+        self.error: str | None = None  # what went wrong, where the finish reason is an error
         self.error_code: str | None = None
         self._buffer = np.empty(self.max_length, dtype=np.int64)
         self._length = 0

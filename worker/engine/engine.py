@@ -39,7 +39,7 @@ class Engine:
     ) -> None:
         """`output_text` is for stop strings alone.
 
-        `logprobs_mode` says what the log-probabilities are of that sequences ask for.
+        `logprobs_mode` says which logits the log-probabilities that sequences ask for are taken from.
         """
         self.target = target
         self.drafter = drafter
@@ -220,5 +220,5 @@ class Engine:
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`, without a list that a GPU waits for."""
+    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for."""
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

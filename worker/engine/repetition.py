@@ -10,7 +10,7 @@ ROOM = 4096  # tokens between two moves of the window
 
 
 class LoopDetector:
-    """Keeps, for every size of a pattern, the last output token that was another than the one `size` tokens before it.
+    """Keeps, for every size of a pattern, the last output token that differed from the one `size` tokens before it.
 
     A pattern of `size` tokens stands `min_count` times in a row at the end where `size * (min_count - 1)` tokens came
     behind that one. Sizes stand in falling order in all arrays `[num_sizes]`, as the tokens that a new one is compared
@@ -18,7 +18,7 @@ class LoopDetector:
     """
 
     def __init__(self, detection: RepetitionDetection, output_ids: np.ndarray) -> None:
-        """Behind `output_ids` `[num_generated] int64`."""
+        """Begin behind `output_ids [num_generated] int64`."""
         most, least = detection.max_pattern_size, detection.smallest_pattern
         sizes = np.arange(most, least - 1, -1)
         self._num_tokens = len(output_ids)

@@ -58,7 +58,7 @@ SUPPORTED_KINDS = (
 
 ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 SHIFTING_ROTARY = {"dynamic", "longrope", "su"}  # their angles depend on the longest text of a forward
-NEEDS = {  # what kinds that are asked for need beside attention to keys and values
+NEEDS = {  # what kinds that users ask for need beside attention to keys and values
     "bloom": "position biases (ALiBi)",
     "mpt": "position biases (ALiBi)",
     "gpt2": "learned positions",

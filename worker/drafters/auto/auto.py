@@ -72,10 +72,10 @@ class AutoDrafter(Drafter):
     ) -> None:
         self._recycling, self._budget, self._planner = recycling, budget, planner
         self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
-        self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
-        self._names: list[str] = []  # of the sequences that this was planned for
+        self._rounds: Rounds | None = None  # of the coming steps; None: they have trees
+        self._names: list[str] = []  # of the sequences that the plan is for
         self._num_steps = 0  # since then
-        self._longest_planned = 0  # text of these, in tokens
+        self._longest_planned = 0  # text of the sequences at the last plan, in tokens
         self._steps_per_plan = FIRST_PLAN
         self._caches: dict[str, FullKVCache] = {}
         self._in_chains: set[str] = set()  # sequences that chains were drawn for
@@ -158,7 +158,7 @@ class AutoDrafter(Drafter):
         return True
 
     def _plan(self, requests: list[DraftRequest]) -> None:
-        """Every few steps, and where other sequences share the step, choose what brings most tokens per second."""
+        """Choose what brings most tokens per second, every few steps and where other sequences share the step."""
         names, longest = [request.sequence.sequence_id for request in requests], int(lengths_of(requests).max())
         is_new = names != self._names
         self._num_steps += 1

@@ -19,7 +19,7 @@ class Recycler(Protocol):
     """Grows best-first trees from tables, and writes to them."""
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """At most `max_nodes` nodes, none deeper than `max_depth`."""
+        """Grow a tree of at most `max_nodes` nodes, none deeper than `max_depth`."""
 
     def write(
         self,

@@ -50,7 +50,7 @@ class Chain:
         max_depth: int,
         keeps_logits: bool = False,
     ) -> None:
-        """`keeps_logits`: of the row that the newest token was drawn from."""
+        """`keeps_logits`: keep the logits of the row that the newest token was drawn from."""
         self.sequence = sequence.fork()
         self.sampler = sampler.fork(self.sequence)
         self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one

@@ -33,7 +33,7 @@ from swiftbatch.worker.target.tiles import tree_rows
 
 @dataclass
 class _Tracked:
-    """One sequence on its two levels."""
+    """The state of one sequence on its two levels."""
 
     cache: FullKVCache
     partial: PartialCache | None  # None: there was no room for one, and no round is planned

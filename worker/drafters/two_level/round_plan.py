@@ -40,7 +40,7 @@ class Planner(ABC):
 
 
 class FixedPlanner(Planner):
-    """Always the same plan."""
+    """Plans the same for every step."""
 
     max_nodes = MAX_TREE_NODES
 
@@ -98,7 +98,7 @@ class MeasuredPlanner(Planner):
         self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 
     def _observe_round(self, round_: Round) -> None:
-        """Its tree was checked as well, by the target with a partial cache."""
+        """Learn from a round: its tree was checked as well, by the target with a partial cache."""
         self._trees.observe(round_.num_nodes, round_.path)
         self._round_tokens += LEARNING_RATE * (len(round_.path) + 1 - self._round_tokens)
         self._round_seconds += LEARNING_RATE * (round_.seconds - self._round_seconds)
@@ -126,5 +126,5 @@ class MeasuredPlanner(Planner):
 
 
 def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
-    """Always one plan, or with None as a `MeasuredPlanner` says."""
+    """Make a planner of always one plan, or, with None, a `MeasuredPlanner`."""
     return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else FixedPlanner(plan)

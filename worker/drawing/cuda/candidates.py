@@ -36,7 +36,7 @@ class CandidateBuffers:
 
 
 class TopCandidates:
-    """Two launches, of the same shape whatever the rows are."""
+    """Finds the best tokens in two launches, of the same shape whatever the rows are."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
         """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""

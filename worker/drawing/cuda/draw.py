@@ -47,7 +47,7 @@ class DrawBuffers:
 
 
 class Draw:
-    """Three launches. Rows are cut by min-p alone: those that want another filter go through `FilteredDraw`."""
+    """Draws in three launches. Min-p alone cuts rows: those that want another filter go through `FilteredDraw`."""
 
     def __init__(self, buffers: DrawBuffers) -> None:
         """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""

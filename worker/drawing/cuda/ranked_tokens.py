@@ -81,7 +81,7 @@ def rank_blocks(
 
 
 class Ranking:
-    """Three launches, of the same shape whatever the rows are."""
+    """Ranks candidates in three launches, of the same shape whatever the rows are."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
         """`spread` of the guesses' error, in logits. Raises ValueError for buffers that do not fit each other."""

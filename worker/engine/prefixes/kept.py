@@ -20,7 +20,7 @@ class KeptPrefix:
     """A prompt's first tokens and their keys and values; a `KVSource` of its own."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
-    num_shared: int  # of these, first ones that other jobs are known to have
+    num_shared: int  # first ones that other jobs are known to have
     rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], as `FullKVCache.kv` has them
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
@@ -48,7 +48,7 @@ class KeptPrefixes:
         return best, num_tokens
 
     def use(self, prefix: KeptPrefix) -> None:
-        """Note that one was of use."""
+        """Note that a prefix was of use."""
         self._prefixes.remove(prefix)
         self._prefixes.append(prefix)
 

@@ -1,4 +1,4 @@
-"""Tokens that several sequences of a worker begin with are read by one of them; the others copy keys and values.
+"""Lets one of a worker's sequences read the tokens that several begin with; the others copy keys and values.
 
 Keys and values at a position follow from the tokens up to there alone, whatever shared their forward: so the copies are
 what a sequence would have read itself, bit for bit, and all that drafters make of a cache they make of a copied one.
@@ -24,7 +24,7 @@ class _Member:
     """A sequence of the engine."""
 
     slot: Slot
-    token_ids: NDArray[np.int64]  # those that it came with, but for the last
+    token_ids: NDArray[np.int64]  # that it came with, but for the last
     num_alike: dict[str, int] = field(default_factory=dict)  # first tokens that another has as well, by its name
 
 
