@@ -1,4 +1,4 @@
-"""The table of rows.py as kernels read it."""
+"""The table of row_words.py as kernels read it."""
 
 from __future__ import annotations
 

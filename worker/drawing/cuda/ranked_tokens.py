@@ -35,7 +35,7 @@ class RankingBuffers:
     """The buffers that `Ranking` reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py; of a padding row nothing is read
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `DrawBuffers`
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `DrawBuffers`
