@@ -1,4 +1,4 @@
-"""What a worker needs to know to decode, each default once. Light: the command line shows them."""
+"""The settings that a worker decodes by, each default once. Light: the command line shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CheckpointKind = Literal["tokens", "state"]
 
 @dataclass(frozen=True)
 class Computation:
-    """What decides a run's bytes, and how they are drafted: recorded in `run.json` and the same for all workers."""
+    """The settings that decide a run's bytes and its drafts: recorded in `run.json`, the same for all workers."""
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
@@ -26,10 +26,10 @@ class Computation:
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear
     num_threads: int = 1
-    seed: int = 0  # that of a job which gives none follows from it
-    max_tokens: int | None = None  # of a job which gives none; None: what the model's positions leave behind its prompt
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the log-probabilities are of that jobs ask for
-    loop_guard: LoopAction | None = None  # of a job which says nothing of loops; None: they are not looked for
+    seed: int = 0  # the seed of a job that gives none follows from it
+    max_tokens: int | None = None  # of a job that gives none; None: what the model's positions leave behind its prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits that jobs' log-probabilities are taken from
+    loop_guard: LoopAction | None = None  # for a job that says nothing of loops; None: they are not looked for
     thinking_markers: ThinkingMarkers = (
         None  # texts between which the model thinks; None: its own, where they are known
     )
@@ -42,7 +42,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are kept; it may differ from one resume to the next."""
+    """The settings of checkpoints; they may differ from one resume to the next."""
 
     checkpoint: CheckpointKind = "state"  # what is written: token logs alone, or the caches as well
     checkpoint_tokens: int = 1024  # of one job, between two states
@@ -54,4 +54,4 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class EngineConfig(Computation, CheckpointSettings):
-    """What a worker is started with."""
+    """The settings that a worker is started with."""

@@ -19,7 +19,7 @@ NOTHING_LEFT = "no_token_left"  # the error code of a job that no token may go o
 
 @dataclass(frozen=True)
 class RowMasks:
-    """What may come behind the rows of a tree: row 0 is the root, row i + 1 is node i."""
+    """The tokens that may come behind the rows of a tree: row 0 is the root, row i + 1 is node i."""
 
     words: np.ndarray  # [num_rows, num_mask_words] uint32
     dead: dict[int, str] = field(default_factory=dict)  # rows that nothing can come behind, and why
@@ -27,7 +27,7 @@ class RowMasks:
 
 @dataclass(frozen=True)
 class ConstrainedTree:
-    """What is left of a proposed tree."""
+    """The nodes of a proposed tree that may come, and those that were guessed."""
 
     tree: DraftTree
     numbers: list[int] | None = None  # of its nodes in the proposed tree, GUESSED where not there; None: all are
@@ -82,7 +82,7 @@ class Constraints:
     """All that restricts one sequence, kept behind its committed tokens."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Raises ConstraintError for tokens that could not have come."""
+        """Start a sequence's rules. Raises ConstraintError for tokens that could not have come."""
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
         self._num_seen = 0  # output tokens
@@ -140,7 +140,7 @@ class Constraints:
             self._num_seen += 1
 
     def _mask(self, path: list[int]) -> np.ndarray | None:
-        """What all constraints have in common, without what bad words or `min_tokens` forbid there."""
+        """The tokens that all constraints allow, without those that a bias, bad words or `min_tokens` forbid there."""
         found = [mask for constraint in self._constraints if (mask := constraint.mask()) is not None]
         if not found:
             return None

@@ -13,7 +13,7 @@ from swiftbatch.worker.drawing.rules import ConstraintError
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")  # in a regular expression
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)  # of GBNF
-# of Lark: what may hold the signs of a token, and a token
+# in Lark: what may hold the signs of a token without being one, and a token
 QUOTED_OR_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
 PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(?:Some\((.*?)\)|None), max=(?:Some\((.*?)\)|None)")
@@ -52,7 +52,7 @@ def definition_of(structure: Structure) -> str:
 
 
 def unforced(definition: str) -> str:
-    """The same where nothing is cut into tokens ahead: what has to come comes in any tokens that spell it."""
+    """The definition where nothing is cut into tokens ahead: what has to come comes in any tokens that spell it."""
     lark = definition
     if definition.startswith("{"):  # which Lark does not
         [only] = json.loads(definition)["grammars"]
@@ -62,7 +62,7 @@ def unforced(definition: str) -> str:
 
 
 def is_lark(structure: Structure) -> bool:
-    """Whether the library takes the structure as it is written: then it knows the user's own lines."""
+    """Return whether the library takes the structure as it is written: then it knows the user's own lines."""
     from llguidance.gbnf_to_lark import is_lark_syntax
 
     return structure.kind == "grammar" and is_lark_syntax(structure.text)

@@ -48,16 +48,16 @@ class Grammar:
         return self._first.deep_copy()
 
     def rebuilt(self, token_ids: list[int]) -> Any:
-        """One of which nothing is shared with others, behind some tokens. It may be in an error."""
+        """An `LLMatcher` behind some tokens that shares nothing with others. It may be in an error."""
         matcher = self._built(self._definition)
         matcher.consume_tokens(token_ids)
         return matcher
 
     def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
-        """What may come behind some tokens, where a matcher stands. The matcher may be in an error then.
+        """The tokens that may come behind some others, where a matcher stands. The matcher may be in an error then.
 
-        What has to come is cut into tokens by the tokenizer, which takes the name of a special token for that one,
-        though it stands for no text: there, and there alone, any tokens may come that spell it.
+        The tokenizer cuts what has to come into tokens. It takes the name of a special token for that token, though it
+        stands for no text: there, and there alone, any tokens may come that spell the name.
         """
         mask = self._words(matcher)
         if np.count_nonzero(mask) != 1 or matcher.is_error() or matcher.is_accepting() or matcher.is_stopped():

@@ -36,7 +36,7 @@ class GrammarTokenizer:
         self.grammar = functools.lru_cache(CACHED)(self._grammar)
 
     def _grammar(self, structure: Structure) -> Grammar:
-        """Raises StructureError with the library's reason."""
+        """Make the grammar of a structure. Raises StructureError with the library's reason."""
         has_lines = is_lark(structure)
         try:
             if has_lines:
@@ -58,7 +58,7 @@ class GrammarTokenizer:
 
 
 def token_lengths(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> np.ndarray:
-    """How many bytes each token is, `[vocab]`; 0 for an end, which comes where nothing else does."""
+    """The number of bytes of each token, `[vocab]`; 0 for an end, which comes where nothing else does."""
     sizes = [len(tokenizer.decode_bytes([token_id])) for token_id in range(vocab_size)]
     sizes = [0 if token_id in eos_token_ids else size for token_id, size in enumerate(sizes)]
     return np.array(sizes, dtype=np.int32)

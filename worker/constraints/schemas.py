@@ -60,7 +60,7 @@ def _bound(value: int, inward: float) -> float | int:
 
 
 def _check_value(value: Any) -> None:
-    """Whether all whole numbers of a value would be written as they are."""
+    """Raise ValueError for a value with a whole number that would be written as another."""
     if isinstance(value, list | Mapping):
         for each in value.values() if isinstance(value, Mapping) else value:
             _check_value(each)
@@ -69,7 +69,7 @@ def _check_value(value: Any) -> None:
 
 
 def _check_names(schema: Mapping[str, Any]) -> None:
-    """Of names that the schema does not say, one may come twice, and is one property then."""
+    """Raise ValueError for a `minProperties` that needs two names the schema does not say: the same may come twice."""
     least, said = schema.get("minProperties"), schema.get("properties")
     is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
     num_said = len(said) if isinstance(said, Mapping) else 0

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """As a `Rule`: no more tokens are thought than the budget, and what is not thought is a text of `text`.
+    """The `Rule` that no more tokens are thought than the budget, and that what is no thought is a text of `text`.
 
     A thought that has used up its budget goes on with the rest of the closing marker, as far as it is not there yet.
     """
 
     thinking: Thinking
     budget: int | None  # tokens; None: as many as may come
-    text: Rule | None = None  # of what is no thought; None: it is any
+    text: Rule | None = None  # the rule of what is no thought; None: any text may come
 
     def start(self, sequence: Sequence) -> ThinkingConstraint:
         return ThinkingConstraint(self, sequence)
@@ -91,7 +91,7 @@ class ThinkingConstraint:
         return self._thought.opened_at is None and len(self._thought) == 0
 
     def _num_of_text(self) -> int:
-        """How many output tokens are no thought and none of its markers."""
+        """Count the output tokens that are no thought and none of its markers."""
         thought = self._thought
         if thought.closed_at is not None:
             return len(thought) - thought.closed_at

@@ -1,4 +1,4 @@
-"""Where a text thinks: behind a marker that opens its thought, or the prompt that did, up to one that closes it."""
+"""Finds where a text thinks: behind a marker, or a prompt, that opens its thought, up to a marker that closes it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Markers:
     texts: tuple[str, str] = ("", "")
 
     def last_in(self, text: str, num_before: int = 0) -> Literal["start", "end"] | None:
-        """Which of the two comes last in a text, and does not end within its first characters."""
+        """Tell which marker comes last in a text, of those that do not end within its first `num_before` characters."""
         ends = []
         for marker in self.texts:
             place = text.rfind(marker, max(0, num_before - len(marker) + 1))
             ends.append((place + len(marker), len(marker)) if place >= 0 else (0, 0))
-        start, end = ends  # of two that end together, one is a part of the other
+        start, end = ends  # where both end together, one is a part of the other
         return None if start == end else "start" if start > end else "end"
 
     @cached_property
@@ -38,7 +38,7 @@ class Markers:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How one job's output thinks: whether its prompt leaves a thought open, and where it may open one itself.
+    """The way one job's output thinks: whether its prompt leaves a thought open, and where it may open one itself.
 
     There is one thought in an output; what comes behind it is text, markers or not.
     """
@@ -48,7 +48,7 @@ class Thinking:
     opening: Opening = "anywhere"
 
     def in_output(self, output_ids: Iterable[int]) -> Thought:
-        """Where the thought of an output is."""
+        """Find the thought of an output."""
         thought = Thought(self)
         for token_id in output_ids:
             thought.push(token_id)
@@ -132,7 +132,7 @@ def _fallbacks(marker: tuple[int, ...]) -> list[int]:
 
 
 def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, token_id: int) -> int:
-    """How many of a marker's tokens are there behind one more token, where so many were."""
+    """Count the tokens of a marker that match behind one more token, where `matched` did before it."""
     while matched and marker[matched] != token_id:
         matched = table[matched - 1]
     return matched + (marker[matched] == token_id)

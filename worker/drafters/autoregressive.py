@@ -12,7 +12,7 @@ class AutoregressiveDrafter(Drafter):
     drafts = False
 
     def __init__(self, *_: object) -> None:
-        """As a `DrafterFactory`."""
+        """Take what a `DrafterFactory` is given, and keep nothing."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         return [DraftTree() for _ in requests]

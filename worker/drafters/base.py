@@ -30,7 +30,7 @@ class DraftRequest:
 
 @dataclass
 class DraftCounters:
-    """What drafting did so far, counted for each sequence; times in seconds."""
+    """Counts of drafting so far, each sequence's by itself; times in seconds."""
 
     seconds: dict[str, float]  # parts of proposing
     num_rounds: int = 0  # forwards with a partial cache
@@ -82,12 +82,12 @@ class Drafter(Learner, ABC):
 
     @property
     def draft_kind(self) -> str:
-        """What it proposed last, of `metrics.counters.DRAFT_KINDS`, where that is not empty."""
+        """The kind of its last proposal, of `metrics.counters.DRAFT_KINDS`, where that is not empty."""
         return "tree"
 
     @property
     def wants_candidates(self) -> bool:
-        """Whether the step that was proposed for is one to learn candidates from; where `needs_top_k`."""
+        """True if it is to learn candidates from the step that it proposed for; only where `needs_top_k`."""
         return self.needs_top_k
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""How many draft nodes pay in one tree: the target's measured step costs against the running acceptance.
+"""Finds how many draft nodes pay in one tree: the target's measured step costs against the running acceptance.
 
 Nodes are proposed best first, so the share of steps in which node i was accepted tells for every n what n nodes would
 have brought. More rows cost little in a short cache and much in a long one; the choice follows both, down to none.
@@ -26,7 +26,7 @@ LOOK_CHOICE = NODE_CHOICES.index(3)  # enough to see whether a text begins to re
 
 
 class NodeAcceptance:
-    """Of the first `TILE_ROWS` nodes, the running share of steps that accepted node i."""
+    """The running share of steps that accepted node i, for each of the first `TILE_ROWS` nodes."""
 
     def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, look_every: int = 0) -> None:
         # plain numbers, as few as these are, take a tenth of an array's time
@@ -40,7 +40,7 @@ class NodeAcceptance:
         self.learn(num_draft_tokens, path)
 
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """A step, with a tree or without."""
+        """Note a step, with a tree or without."""
         self._looks.observe(is_drafted, num_accepted)
 
     @property
@@ -54,7 +54,7 @@ class NodeAcceptance:
         return self._looks.interval
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
-        """From one verified tree alone."""
+        """Learn from one verified tree alone."""
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
@@ -86,7 +86,7 @@ class NodeAcceptance:
         self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
-        """What trees of so many nodes bring in a step, the bonus token included."""
+        """The number of tokens that trees of so many nodes bring in a step, the bonus token included."""
         accepted = list(accumulate(self.shares, initial=1.0))
         return [accepted[nodes] for nodes in choices]
 
@@ -111,7 +111,7 @@ class NodeBudget:
         self._is_step_new = True  # nothing of it was observed
 
     def state(self) -> np.ndarray:
-        """What was learned: acceptance per node, then numbers of steps, `[TILE_ROWS + 3] float64`."""
+        """Return what was learned: acceptance per node, then numbers of steps, `[TILE_ROWS + 3] float64`."""
         return self._acceptance.state()
 
     def restore(self, state: np.ndarray) -> None:
@@ -128,7 +128,7 @@ class NodeBudget:
     def best(
         self, length: int, num_sequences: int, proposing: float, node_seconds: float = 0.0, max_nodes: int = TILE_ROWS
     ) -> BudgetChoice:
-        """What pays most for each of `num_sequences` sequences that share a forward, at `length` cached tokens.
+        """Choose how many nodes pay most for each of `num_sequences` sequences of a forward, at `length` cached tokens.
 
         Proposing anything takes `proposing`, and `node_seconds` for every node of every sequence, in seconds.
         """

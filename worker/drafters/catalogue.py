@@ -44,7 +44,7 @@ class TrainedPart:
     name: str  # of the file, or of a model's folder
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Where it lies. Raises ModelError, with what to do, where it is missing or was trained for another model."""
+        """Find its file. Raises ModelError, with what to do, where it is missing or was trained for another model."""
         path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
             raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
@@ -62,12 +62,12 @@ class TrainedPart:
         return path
 
     def _moved(self, model_path: Path) -> str:
-        """What to do where it lies beside the weights, as it once had to."""
+        """Say what to do where it lies beside the weights, as it once had to; empty where it does not."""
         found = model_path / self.name
         return f"move {found} into {model_path / PARTS_FOLDER}" if found.exists() else ""
 
     def advice(self, model: str) -> str:
-        """What to do where it does not fit."""
+        """Say what to do where it does not fit."""
         return (
             f"train it with `swiftbatch train {self.training} --model {model} --data DIR --output DIR` "
             "and name that folder with --draft-model"
@@ -120,11 +120,11 @@ class EngineEntry:
     memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
 
     def factory(self) -> DrafterFactory:
-        """Imports what it needs, torch among it."""
+        """Return its `DrafterFactory`. Imports what that needs, torch among it."""
         return _function(self.place)  # type: ignore[no-any-return]
 
     def memory_of(self, path: Path) -> DraftMemoryOf | None:
-        """What it takes of a GPU with the part at `path`; None where that is no more than the part."""
+        """Return the function of its GPU memory with the part at `path`; None where it takes no more than the part."""
         return None if self.memory is None else functools.partial(_function(self.memory), path)
 
 
@@ -174,7 +174,7 @@ DEFAULT_ENGINE = "auto"
 
 
 def engine_entry(name: str) -> EngineEntry:
-    """Raises ModelError for an unknown engine."""
+    """Look an engine up. Raises ModelError for an unknown one."""
     if name not in ENGINES:
         raise ModelError(
             f"unknown engine {name!r}; expected one of: {', '.join(ENGINES)}; a run that was made with another goes on "

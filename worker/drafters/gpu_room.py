@@ -1,4 +1,4 @@
-"""What an engine wants of a GPU beside the target's weights: known before anything is loaded, and without torch."""
+"""The room that an engine wants on a GPU beside the target's weights: known before any load, and without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftbatch.worker.model.files import ModelFiles, locate_model
 
 
 def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:
-    """For jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
+    """Return what an engine wants for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
 
     Raises ModelError as `check_parts` does.
     """

@@ -1,4 +1,4 @@
-"""When a sequence that drafts nothing is looked at again: the longer looks find nothing, the more seldom."""
+"""The rhythm of looks at a sequence that drafts nothing: the longer looks find nothing, the rarer they become."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LookRhythm:
         return max(0, self.interval - self.num_waited)
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """A step went by, with a tree or without."""
+        """Note that a step went by, with a tree or without."""
         if not is_drafted:
             self.num_waited += 1
         elif self.num_waited and num_accepted >= PROMISING:  # it was a look
@@ -42,7 +42,7 @@ class LookRhythm:
             self.interval = self.shortest
 
     def state(self) -> np.ndarray:
-        """Where it stands, `[2] float64`."""
+        """The steps waited and the interval, `[2] float64`."""
         return np.array([self.num_waited, self.interval], dtype=np.float64)
 
     def restore(self, state: np.ndarray) -> None:

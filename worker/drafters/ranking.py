@@ -1,4 +1,4 @@
-"""How sure a drafter is of its candidates: the log-confidence that a candidate is the token that will be drawn.
+"""Ranks a drafter's candidates by the log-confidence that a candidate is the token that will be drawn.
 
 The target draws argmax(logit / T + G) at every position, and G is known before anything is drafted. A drafter's
 log-probabilities are guesses of the logits, so the confidence is the softmax of (log-probability + T * G) / spread.
@@ -21,15 +21,15 @@ MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is t
 
 
 class RankingRule(NamedTuple):
-    """How candidates are ranked under some sampling parameters."""
+    """The rule by which candidates are ranked under some sampling parameters."""
 
-    noise_scale: float  # what the noise counts: the temperature, or 0
+    noise_scale: float  # the factor on the noise: the temperature, or 0
     spread: float  # in logits
     floor: float  # candidates further below the best one are cut off; 0 or less, in logits
 
 
 def ranking_rule(sampling: SamplingParams, with_noise: bool = True, spread: float | None = None) -> RankingRule:
-    """`spread` of the guesses' error where it is known, in logits."""
+    """Return the rule for sampling parameters; `spread` of the guesses' error where it is known, in logits."""
     temperature = sampling.temperature
     if temperature == 0 or sampling.top_k == 1:
         return RankingRule(0.0, spread or MIN_SPREAD, -math.inf)
@@ -42,7 +42,7 @@ class CandidateRanker:
     """Ranks candidates of one sequence at the positions behind its end. Made anew for every proposal."""
 
     def __init__(self, sequence: Sequence, with_noise: bool = True, spread: float | None = None) -> None:
-        """As `ranking_rule`."""
+        """Take the parameters of `ranking_rule`."""
         self._sequence = sequence
         self._rule = ranking_rule(sequence.sampling, with_noise, spread)
         self._noise_rows: dict[int, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""How the rows of a forward are shared between sequences: each gets draft nodes where they bring most for their time.
+"""Shares the rows of a forward between sequences: each gets draft nodes where they bring most for their time.
 
 All sequences of a step wait for the same forward. So a node of one of them is worth what it brings there, by that
 sequence's own acceptance, and costs what a row takes behind that sequence's own cache, at the rate at which all
@@ -24,16 +24,17 @@ NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # steps: to find shares takes a fifth of a short step; those that stay wait
 WORTH_DRAFTING = 1.04  # times the rate without drafts: what costs do not say is on the side of drafting
 MOST_RESTING = 15  # steps in a row that nothing is asked about: where none drafts, to ask takes a twentieth of a step
-NUM_PASSES = 2  # of shares by the rate that the last ones promise: more change nothing
+NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 
 
 def best_shares(
     costs: StepCosts, tokens: np.ndarray, lengths: np.ndarray, overhead: float, proposing: float
 ) -> np.ndarray:
-    """Which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
+    """Choose which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
 
-    `tokens [num_sequences, num_choices]` that trees of these sizes bring in a step, `lengths [num_sequences]` of the
-    caches; in seconds, what a step takes beside its forward, and what proposing takes where anything is proposed.
+    `tokens [num_sequences, num_choices]` are those that trees of these sizes bring in a step, `lengths [num_sequences]`
+    those of the caches. A step takes `overhead` beside its forward, and `proposing` where anything is proposed, in
+    seconds.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
     rates = _rates_alike(costs, tokens, own, overhead, proposing)
@@ -81,17 +82,17 @@ class SharedBudget:
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
         self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
-        self.clock = StepClock()  # of all steps, those of other drafters in turn with this one included
-        self._plan: dict[str, int] = {}  # which of `NODE_CHOICES` each sequence has
+        self.clock = StepClock()  # times all steps, also those of other drafters in turn with this one
+        self._plan: dict[str, int] = {}  # the index into `NODE_CHOICES` that each sequence has
         self._gain = 1.0  # what the plan promises, in rates without drafts
         self._trial = Trial()
         self._num_resting = 0  # coming steps of the same sequences that draft nothing
-        self._num_observed = 0  # trees since then
+        self._num_observed = 0  # trees since the last plan
         self._plan_every = PLAN_EVERY
-        self._forward_seconds: dict[tuple[int, ...], float] = {}  # of such numbers of nodes, since then
+        self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
 
     def rests(self, requests: list[DraftRequest]) -> bool:
-        """Whether the coming step drafts nothing, known from those before it; else ask for `num_nodes`."""
+        """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
         if not self._num_resting:
             return False
         is_same = len(requests) == len(self._plan) and all(r.sequence.sequence_id in self._plan for r in requests)
@@ -100,7 +101,7 @@ class SharedBudget:
         return is_same
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
-        """How many nodes pay for each of the sequences that share the coming forward."""
+        """Choose how many nodes pay for each of the sequences that share the coming forward."""
         if not requests:
             return []
         self.clock.end()
@@ -131,16 +132,16 @@ class SharedBudget:
         return rate_of(self._costs, self.tokens(requests), own, shares, overhead, proposing)
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
-        """What trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
+        """The tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
         return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
 
     def learn(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
-        """From a tree that was checked beside a step's own."""
+        """Learn from a tree that was checked beside a step's own."""
         self._num_observed += 1
         self._of(sequence).learn(num_draft_tokens, path)
 
     def state(self, sequence: Sequence) -> np.ndarray:
-        """What was learned of a sequence: as `NodeAcceptance.state`."""
+        """Return what was learned of a sequence, as `NodeAcceptance.state` has it."""
         return self._of(sequence).state()
 
     def restore(self, sequence: Sequence, state: np.ndarray) -> None:
@@ -156,7 +157,7 @@ class SharedBudget:
         self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has left; what it was like counts for those to come."""
+        """Forget a sequence that has left; what it was like counts for those to come."""
         self._plan.pop(sequence.sequence_id, None)
         if left := self._own.pop(sequence.sequence_id, None):
             self._mean = (self._mean + np.array(left.shares)) / 2
@@ -216,13 +217,13 @@ class BudgetedDrafter(Drafter):
     """Drafts for each sequence by itself, with as many nodes as pay."""
 
     def __init__(self, costs: Costs | None) -> None:
-        """Without `costs` trees are as large as they may be."""
+        """Take the costs of steps; without them, trees are as large as they may be."""
         self.budget = None if costs is None else SharedBudget(costs())
         self.is_drafting = True  # in the coming step
 
     @abstractmethod
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """At most `max_nodes` nodes, none deeper than `max_depth`; may be empty."""
+        """Grow a tree of at most `max_nodes` nodes, none deeper than `max_depth`; it may be empty."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self.budget is None:

@@ -1,7 +1,7 @@
-"""What steps take beside what costs predict, by their kind: measured as they pass.
+"""Measures what steps take beside what costs predict, by their kind, as they pass.
 
-Proposing, candidates, longer updates, caches that something else was in and a busy machine are in it. So what drafting
-costs beside its rows is known. Where all steps draft, some now and then do not, so that both kinds stay known.
+That has proposing, candidates, longer updates, caches that something else was in and a busy machine in it. So the cost
+of drafting beside its rows is known. Where all steps draft, some now and then do not, so that both kinds stay known.
 """
 
 from __future__ import annotations
@@ -13,62 +13,63 @@ from typing import Literal
 
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
-FEWEST = 3  # that tell anything
+FEWEST = 3  # steps of a kind that tell anything
 SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
 LOOK_EVERY, LOOK_SOON = 96, 12  # steps with drafts between looks at plain ones; until there are enough of these
 
 
 def together(forward_seconds: float, beside: float) -> float:
-    """What a step takes: half its forward at least, however much sooner than expected such steps were done."""
+    """The seconds of a step: at least half its forward, however much sooner than expected such steps were done."""
     return max(forward_seconds + beside, forward_seconds / 2)
 
 
 class StepClock:
-    """From the planning of one step to that of the next."""
+    """Times steps, from the planning of one to that of the next."""
 
     def __init__(self) -> None:
         self._beside: dict[StepKind, deque[float]] = {}
-        self._open: tuple[float, float] | None = None  # when it began, the seconds that it should take
+        self._open: tuple[float, float] | None = None  # the running step's begin, and the seconds that it should take
         self._kind: StepKind | None = None  # of the newest step
-        self._num_alike = 0  # of that kind in a row
-        self._num_drafted = 0  # since the last plain one
+        self._num_alike = 0  # steps of that kind in a row
+        self._num_drafted = 0  # steps with drafts since the last plain one
 
     @property
     def is_plain_due(self) -> bool:
-        """Whether the coming step should have no drafts, to see what it takes."""
+        """True if the coming step should have no drafts, to see what it takes."""
         is_known = self._is_known("plain")
         if self._kind == "plain":
             return self._num_alike < SETTLED + (1 if is_known else FEWEST)
         return self._num_drafted >= (LOOK_EVERY if is_known else LOOK_SOON)
 
     def beside(self, kind: StepKind, otherwise: float) -> float:
-        """Seconds of a step beside what was expected, less than 0 where it is sooner done; `otherwise` before enough
-        of the kind have passed.
+        """The seconds of a step beside those expected, below 0 where it is done sooner.
+
+        `otherwise` before enough steps of the kind have passed.
         """
         return statistics.median(self._beside[kind]) if self._is_known(kind) else otherwise
 
     @property
     def drafting_seconds(self) -> float:
-        """What a tree adds to a step beside the rows of its forward; 0 before enough steps have passed."""
+        """The seconds that a tree adds to a step beside the rows of its forward; 0 before enough steps have passed."""
         if not self._is_known("plain"):
             return 0.0
         plain = self.beside("plain", 0.0)
         return max(0.0, self.beside("tree", plain) - plain)
 
     def begin(self, expected_seconds: float, kind: StepKind) -> None:
-        """A step begins that should take so long; the one before it, if it was begun here, has ended."""
+        """Begin a step that should take so long; the one before it, if it was begun here, has ended."""
         self.end()
         self._num_alike = self._num_alike + 1 if kind == self._kind else 1
         self._num_drafted = 0 if kind == "plain" else self._num_drafted + 1
         self._kind, self._open = kind, (time.perf_counter(), expected_seconds)
 
     def expect(self, seconds: float) -> None:
-        """The step that was begun should take so much longer."""
+        """Expect the step that was begun to take so much longer."""
         if self._open is not None:
             self._open = self._open[0], self._open[1] + seconds
 
     def end(self) -> None:
-        """The step is over. What takes twice as long as it should was no step alone: it counts as that and no more."""
+        """End the step. What took over twice as long as it should was no step alone: it counts as twice, no more."""
         if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
             begun, expected = self._open
             kept = self._beside.setdefault(self._kind, deque(maxlen=NUM_KEPT))
@@ -76,9 +77,9 @@ class StepClock:
         self._open = None
 
     def doubt(self, kind: StepKind) -> None:
-        """Steps of a kind do not pay: the longest that is known goes, until they are new and tried again.
+        """Forget the longest known step of a kind that does not pay, until the kind is new and tried again.
 
-        Those that were known may have been a neighbour's moment, and while none is made none tells otherwise.
+        A neighbour may have slowed the known ones down, and while no such step is made, none tells otherwise.
         """
         if kept := self._beside.get(kind):
             kept.remove(max(kept))

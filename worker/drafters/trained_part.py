@@ -25,7 +25,7 @@ class ReadPart:
     advice: str  # ends it
 
     def fault(self, reason: str) -> ModelError:
-        """What is wrong with it, and what to do."""
+        """Return the error that says what is wrong with it, and what to do."""
         return ModelError(f"{self.where}: {reason}; {self.advice}")
 
     def checked(self, shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:

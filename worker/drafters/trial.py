@@ -1,4 +1,4 @@
-"""Whether trees bring more than they cost, by trial: blocks of steps with and without them, timed as they are.
+"""Tries whether trees bring more than they cost: blocks of steps with and without them, timed as they are.
 
 Costs of forwards say which tree is the best one. Whether it pays at all hangs on more where the gain is small: what
 drafts do to the processor's caches, a machine that is faster than when costs were measured, its neighbours. So where
@@ -17,11 +17,11 @@ SETTLED = 2  # steps of a block before those that count
 NUM_KEPT = 3  # blocks of each way, of which the fastest counts: whatever disturbs makes a block slower
 MOST_AGE = 800  # tokens of each sequence after which a way is tried again
 CLEAR = 1.6  # times the rate without drafts: a promise as large needs no trial
-FAVOUR = 1.02  # of the way that drafts nothing
+FAVOUR = 1.02  # factor on the rate of the way that drafts nothing
 
 
 class Trial:
-    """From step to step: `way` says how the coming one goes, `count` what it brought."""
+    """Times both ways from step to step: `way` says how the coming step goes, `count` takes in what it brought."""
 
     def __init__(self) -> None:
         self._rates: dict[Way, deque[float]] = {"plain": deque(maxlen=NUM_KEPT), "tree": deque(maxlen=NUM_KEPT)}
@@ -33,7 +33,7 @@ class Trial:
         self._begin_block()
 
     def way(self, gain: float, num_sequences: int) -> Way:
-        """How the coming step goes where trees promise `gain` times the rate without them."""
+        """Choose how the coming step goes where trees promise `gain` times the rate without them."""
         self._end_step(num_sequences)
         if gain >= CLEAR:
             return self._go("tree", is_trying=False)
@@ -44,7 +44,7 @@ class Trial:
 
     @property
     def is_trying(self) -> bool:
-        """Whether every step has to be timed."""
+        """True if every step has to be timed."""
         return self._is_trying
 
     def count(self, num_tokens: int) -> None:
@@ -53,7 +53,7 @@ class Trial:
         self._age += num_tokens / max(1, self._num_sequences)
 
     def leave(self) -> None:
-        """The coming steps are none of these."""
+        """End the trial: the coming steps are no part of it."""
         self._is_trying = False
         self._begin_block()
 

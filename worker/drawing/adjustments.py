@@ -1,4 +1,4 @@
-"""What logits become in front of the temperature, in this order: bias, masks, repetition penalty, penalties by counts.
+"""Changes logits in front of the temperature, in this order: bias, masks, repetition penalty, penalties by counts.
 
 The order is vLLM's. Counts are whole numbers: what they take off a logit is computed anew at every position, so that a
 resumed sequence has the same bits, and in float64, where a count's product is exact, so that every device rounds alike.
@@ -22,7 +22,7 @@ MASKED = float("-inf")
 
 
 class Context(NamedTuple):
-    """What the next token of a sequence depends on beside its logits and its parameters."""
+    """All that the next token of a sequence depends on beside its logits and its parameters."""
 
     bias: torch.Tensor | None = None  # [vocab] float32; None: there is none
     masked: tuple[int, ...] = ()  # tokens that can't come next
@@ -31,7 +31,7 @@ class Context(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing changes the logits."""
+        """True if nothing changes the logits."""
         return not self.masked and self.bias is None and self.seen is None and self.counts is None
 
     def on_cpu(self) -> Context:
@@ -78,17 +78,17 @@ def output_penalties(params: SamplingParams) -> tuple[float, float]:
 
 
 def counts_output(params: SamplingParams) -> bool:
-    """Whether a penalty looks at the output's counts."""
+    """Return whether a penalty looks at the output's counts."""
     return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Whether anything but the repetition penalty changes logits in front of the temperature."""
+    """Return whether anything but the repetition penalty changes logits in front of the temperature."""
     return bool(params.logit_bias or params.bad_words) or params.min_tokens > 0 or counts_output(params)
 
 
 def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
-    """How often each token lies in the output, `[vocab] int32`; None where no penalty asks."""
+    """Count how often each token lies in the output, `[vocab] int32`; None where no penalty asks."""
     if not counts_output(sequence.sampling):
         return None
     counts = np.bincount(sequence.output_ids, minlength=vocab_size).astype(np.int32)
@@ -96,7 +96,7 @@ def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | st
 
 
 def has_bias(params: SamplingParams) -> bool:
-    """Whether anything is added to logits that depends on no token drawn before."""
+    """Return whether logits get a bias, which depends on no token drawn before."""
     return bool(params.logit_bias or params.bad_words)
 
 
@@ -107,7 +107,7 @@ def bias_pairs(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 
 
 def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | None:
-    """That as `[vocab] float32`; None where there is nothing. Raises ValueError for a token that the model lacks."""
+    """The bias of tokens, `[vocab] float32`; None where there is none. Raises ValueError for one the model lacks."""
     if not has_bias(sequence.sampling):
         return None
     row = torch.zeros(sequence.vocab_size)
@@ -119,7 +119,7 @@ def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | N
 
 
 def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
-    """Those that are masked up to `min_tokens`, ascending; () where nothing is."""
+    """The tokens that are masked up to `min_tokens`, ascending; () where none is."""
     if not sequence.sampling.min_tokens:
         return ()
     token_ids = sequence.eos_token_ids.union(sequence.sampling.stop_token_ids)
@@ -144,7 +144,7 @@ def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tup
 
 
 def num_recent_tokens(sequence: Sequence) -> int:
-    """How many of the last output tokens decide what is masked."""
+    """Count the last output tokens that decide what is masked."""
     return max((len(word) - 1 for word in sequence.bad_word_ids), default=0)
 
 
@@ -157,7 +157,7 @@ def masked_behind(sequence: Sequence, drafted: list[int] | None = None) -> tuple
 
 
 class PenaltyWindow:
-    """Which tokens occur among the last W of a sequence (TokenSwift, equation 3), kept in constant time per token."""
+    """The tokens among the last W of a sequence (TokenSwift, equation 3), kept in constant time per token."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str) -> None:
         recent = sequence.token_ids[-sequence.sampling.penalty_window :].tolist()

@@ -1,4 +1,4 @@
-"""How the engine draws: all trees of a step in one native call on a CPU, row by row in torch elsewhere."""
+"""Draws the engine's tokens: all draft trees of a step in one native call on a CPU, row by row in torch elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_MASKS: Masks = ()  # for no tree
 
 
 class Sampler(Protocol):
-    """What a `Drawing` draws one sequence's tokens by. It looks at the sequence itself, which only grows."""
+    """The state that a `Drawing` draws one sequence's tokens by. It looks at the sequence itself, which only grows."""
 
     sequence: Sequence
 
@@ -41,7 +41,7 @@ class Sampler(Protocol):
         """A sampler for a fork of the sequence, to be extended by a draft."""
 
     def context(self) -> Context:
-        """What the next token depends on beside its logits."""
+        """All that the next token depends on beside its logits."""
 
 
 def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
@@ -83,14 +83,15 @@ class Drawing(Protocol):
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Those of what a walk has drawn from the tree's rows, as its sequence asks for them; before it has the tokens.
+        """The log-probabilities that a sequence asks for, of the tokens that a walk has drawn from the tree's rows.
 
-        They follow from each row and the tokens before it, to the bit. `mask` is the one that the walk had.
+        Called before the sequence has the tokens. They follow from each row and the tokens before it, to the bit.
+        `mask` is the one that the walk had.
         """
 
 
 class NativeDrawing:
-    """In C."""
+    """Draws in C."""
 
     def sampler(self, sequence: Sequence) -> native.NativeSampler:
         return native.NativeSampler(sequence)
@@ -135,14 +136,14 @@ class TorchSampler:
         return self.behind_the_sequence().context()
 
     def behind_the_sequence(self) -> TokenSampler:
-        """A sampler of the caller's own."""
+        """A sampler of the caller's own that is behind the sequence."""
         for token_id in self.sequence.token_ids[self._sampler.position :].tolist():
             self._sampler.push(token_id)
         return self._sampler.fork()
 
 
 class TorchDrawing:
-    """In torch, on any device."""
+    """Draws in torch, on any device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -191,7 +192,7 @@ def logprobs_by(
     mode: LogprobsMode,
     mask: np.ndarray | None,
 ) -> TokenLogprobs:
-    """In torch, by a sampler of the caller's own that is behind the sequence."""
+    """Compute log-probabilities in torch, by a sampler of the caller's own that is behind the sequence."""
     if mode == "processed_logprobs" and mask is not None:
         logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
 
@@ -206,14 +207,14 @@ def logprobs_by(
 
 
 def num_top_of(sequence: Sequence) -> int:
-    """How many of the likeliest tokens a sequence asks for. Raises ValueError where it asks for nothing of it."""
+    """The number of likeliest tokens that a sequence asks for. Raises ValueError if it wants no log-probabilities."""
     if sequence.logprobs is None:
         raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
     return sequence.logprobs.num_top
 
 
 def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """What `walk` is told: the logits of a row, and of which row, become those of what may come there."""
+    """Return `walk`'s mask function: of a row's logits and number it makes the logits of what may come there."""
     return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
 
 
@@ -222,7 +223,7 @@ def _with_candidates(drawing: Drawing, walks: list[Walk], logits: Many[torch.Ten
 
 
 def create_drawing(vocab_size: int, device: torch.device) -> Drawing:
-    """The fastest one for a device. Raises KernelError for instructions that this machine does not have."""
+    """Make the fastest drawing for a device. Raises KernelError for instructions that this machine does not have."""
     if device.type == "cpu" and chosen_variant() is not None and vocab_size >= TOP_K:
         return NativeDrawing()
     return TorchDrawing(vocab_size, device)

@@ -14,7 +14,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def is_drawable(logits: torch.Tensor) -> bool:
-    """Whether a token can be drawn from a row `[vocab]`."""
+    """Return whether a token can be drawn from a row `[vocab]`."""
     return math.isfinite(float(logits.max()))  # NaN where there is any
 
 

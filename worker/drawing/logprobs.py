@@ -16,7 +16,7 @@ from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 
 
 class KeptLogprobs:
-    """Those of all tokens of one output so far. What is there never changes, so parts of it may be read at any time."""
+    """The log-probabilities of one output so far. They never change, so parts of them may be read at any time."""
 
     def __init__(self, max_tokens: int, num_top: int) -> None:
         self._room = TokenLogprobs.empty(max_tokens, num_top)
@@ -24,22 +24,22 @@ class KeptLogprobs:
 
     @property
     def num_top(self) -> int:
-        """How many of the likeliest tokens are kept at each place."""
+        """The number of likeliest tokens that are kept at each place."""
         return self._room.num_top
 
     @property
     def all(self) -> TokenLogprobs:
-        """A view."""
+        """A view of all that are kept."""
         return self._room.part(0, self._length)
 
     def extend(self, more: TokenLogprobs) -> None:
-        """Append those of committed tokens."""
+        """Append the log-probabilities of committed tokens."""
         room = self._room.part(self._length, self._length + len(more))
         room.logprobs[:], room.top_ids[:], room.top_logprobs[:] = more.logprobs, more.top_ids, more.top_logprobs
         self._length += len(more)
 
     def first(self, num_tokens: int) -> KeptLogprobs:
-        """Those of the first tokens, with room of their own."""
+        """The log-probabilities of the first tokens, with room of their own."""
         kept = KeptLogprobs(len(self._room), self.num_top)
         kept.extend(self._room.part(0, num_tokens))
         return kept
@@ -52,9 +52,10 @@ def path_logprobs(
     num_top: int,
     scores: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> TokenLogprobs:
-    """Those of the tokens `drawn` along a path down a tree, from `rows [num_rows, vocab]`, the first the root's.
+    """The log-probabilities of the tokens `drawn` along a path down a tree, from `rows [num_rows, vocab]`, root first.
 
-    `scores` makes of one of them, and the token drawn from it, what log-probabilities are of; it is called in order.
+    `scores` takes a row and the token drawn from it, and returns the scores to take log-probabilities of. It is called
+    in order.
     """
     found = TokenLogprobs.empty(len(drawn), num_top)
     for i, (node, token_id) in enumerate(zip([-1, *path], drawn, strict=False)):

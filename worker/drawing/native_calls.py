@@ -107,7 +107,7 @@ class NativeAdjustments:
     """One sequence's `adjustments`, and the memory that they point into."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Raises ValueError for a bias of a token that the model does not have."""
+        """Allocate for a sequence. Raises ValueError for a bias of a token that the model does not have."""
         params, vocab_size = sequence.sampling, sequence.vocab_size
         self.bias = bias_row(sequence, "cpu")
         self.counts = np.zeros(vocab_size, dtype=np.int32) if counts_output(params) else None
@@ -181,7 +181,7 @@ def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
 
 
 def address_of(array: np.ndarray | None) -> int | None:
-    """Where an array lies."""
+    """The address of an array; None without one."""
     if array is None:
         return None
     address: int = array.__array_interface__["data"][0]

@@ -39,7 +39,7 @@ class NativeSampler:
     """Draws one sequence's tokens. What the penalty looks at follows from the sequence's own: nothing is pushed."""
 
     def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
-        """`adjusted`: those of a sequence that this one is a fork of. Raises ValueError as they do."""
+        """`adjusted`: the adjustments of the sequence that this one is a fork of. Raises ValueError as they do."""
         params = sequence.sampling
         self.sequence = sequence
         self._params = sampling_params(params, params.seed or 0)
@@ -62,7 +62,7 @@ class NativeSampler:
         return fork
 
     def counts(self) -> np.ndarray | None:
-        """How often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
+        """Count how often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
         token_ids = self.sequence.token_ids
         self._check_grown()
         if self._counts is not None:
@@ -72,7 +72,7 @@ class NativeSampler:
         return self._counts
 
     def context(self) -> Context:
-        """What the next token depends on; its tensors change with the sequence."""
+        """All that the next token depends on beside its logits; its tensors change with the sequence."""
         counts = self.counts()
         seen = None if counts is None else torch.from_numpy(counts > 0)
         if (adjusted := self._adjusted) is None:
@@ -144,7 +144,7 @@ def logprobs(
     mode: LogprobsMode,
     mask: np.ndarray | None = None,
 ) -> TokenLogprobs:
-    """Those of the tokens that a walk has drawn from these rows; before they come to the sampler's sequence."""
+    """The log-probabilities of the tokens that a walk has drawn; called before the sampler's sequence has them."""
     call, room = sampler.walk_call(tree, logits, mask)
     call.num_drawn = len(walked.drawn)
     room[2, : len(walked.drawn)], room[3, : len(walked.path)] = walked.drawn, walked.path

@@ -1,4 +1,4 @@
-"""The contract of what says which tokens may come next: rules of a job, and where they stand behind its output."""
+"""The contract of rules that say which tokens of a job may come next, and of their state behind its output."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Constraint(Protocol):
         """
 
     def is_free(self, token_ids: list[int]) -> bool:
-        """Whether any token may come here and behind any of these, however they follow each other. False is no lie."""
+        """Return whether any token may come here and behind any of these, in any order. False is always safe."""
 
     def guess(self, token_ids: np.ndarray) -> int:
-        """Of some tokens that may come, the one to draft."""
+        """Choose the one to draft of some tokens that may come."""
 
     def push(self, token_id: int) -> None:
         """Go on behind one more token. Raises ConstraintError for one that the mask does not have."""
@@ -40,7 +40,7 @@ class Constraint(Protocol):
 
 
 class Rule(Protocol):
-    """What restricts a job's output. It is never changed; sequences share it."""
+    """Restricts a job's output. It is never changed; sequences share it."""
 
     def start(self, sequence: Sequence) -> Constraint:
         """The rule in front of the first output token of a sequence, whose prompt it may look at."""
@@ -52,7 +52,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def allows(mask: np.ndarray, token_id: int) -> bool:
-    """Whether a mask has a token."""
+    """Return whether a mask has a token."""
     return bool(mask[token_id // WORD_BITS] >> np.uint32(token_id % WORD_BITS) & np.uint32(1))
 
 

@@ -51,7 +51,7 @@ def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
-    """The same over whole numbers, where no order of summation changes a bit: GPUs choose theirs as they run."""
+    """Running sums over whole numbers, where no order of summation changes a bit: GPUs choose theirs as they run."""
     units = (probabilities.double() * SUM_UNITS).long()
     return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
 
@@ -142,7 +142,7 @@ class TokenSampler:
         return adjusted(logits, self._params, self.context())
 
     def context(self) -> Context:
-        """What the next token depends on beside its logits; its tensors change with the next token."""
+        """All that the next token depends on beside its logits; its tensors change with the next token."""
         seen = None if self._window is None else self._window.seen
         num_output = self.position - self._sequence.num_prompt_tokens
         return Context(self._bias, masked_tokens(self._sequence, num_output, self._recent), seen, self._counts)

@@ -47,7 +47,7 @@ class Sequence:
         self._device, self._first_seed = device, sampling.seed or 0
         self.noise = GumbelNoise(self._first_seed, vocab_size, device)
         self.finish_reason: str | None = None
-        self.error: str | None = None  # what went wrong, where that is the reason
+        self.error: str | None = None  # what went wrong, where the finish reason is an error
         self.error_code: str | None = None
         self._buffer = np.empty(self.max_length, dtype=np.int64)
         self._length = 0
@@ -63,7 +63,7 @@ class Sequence:
         return self._buffer[: self._length]
 
     def ahead(self, num_tokens: int) -> np.ndarray:
-        """Where the next tokens go, a view `[num_tokens] int64` behind `token_ids`; they count once it is extended."""
+        """The room for the next tokens, a view `[num_tokens] int64` behind `token_ids`; extending makes them count."""
         return self._buffer[self._length : self._length + num_tokens]
 
     @property
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def kept_logprobs(self) -> TokenLogprobs | None:
-        """Those of the output tokens, a view; None where they are not asked for."""
+        """The log-probabilities of the output tokens, a view; None where they are not asked for."""
         return None if self.logprobs is None else self.logprobs.all
 
     @property

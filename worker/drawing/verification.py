@@ -1,4 +1,4 @@
-"""How a draft tree is verified, and what one verified step tells its drafter."""
+"""Verifies draft trees, and holds what one verified step tells its drafter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verification:
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
     draft_kind: str = "tree"  # of `metrics.counters.DRAFT_KINDS`
-    numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that is what was verified
+    numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that one itself was verified
     num_left_out: int = 0  # nodes of that tree
 
     @property
@@ -55,15 +55,15 @@ class Verification:
 
 @dataclass(frozen=True)
 class Walk:
-    """What came of one tree."""
+    """The outcome of one walk down a draft tree."""
 
     path: list[int]  # accepted nodes, root side first
     drawn: list[int]  # tokens of the path, then the bonus token
     failed_row: int | None = None  # the row behind `drawn`, where nothing can be drawn from its logits
-    candidates: Candidates | None = None  # of all rows, walked or not, where they were asked for
+    candidates: Candidates | None = None  # of all rows, walked or not; None where nobody asked for them
 
     def until(self, num_tokens: int) -> Walk:
-        """Only the first tokens, behind which the sequence ends."""
+        """A walk of only the first tokens, behind which the sequence ends."""
         return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
 
 

@@ -39,7 +39,7 @@ class Engine:
     ) -> None:
         """`output_text` is for stop strings alone.
 
-        `logprobs_mode` says what the log-probabilities are of that sequences ask for.
+        `logprobs_mode` says which logits the log-probabilities that sequences ask for are taken from.
         """
         self.target = target
         self.drafter = drafter
@@ -56,7 +56,7 @@ class Engine:
         return [slot.sequence for slot in self._slots.values()]
 
     def new_cache(self, max_length: int) -> FullKVCache:
-        """As the target has it; where there is no room, what was kept for jobs to come makes some."""
+        """Make a cache as the target has it; where there is no room, what was kept for jobs to come makes some."""
         self.sharing.kept.trim()
         try:
             return self.target.new_cache(max_length)
@@ -220,5 +220,5 @@ class Engine:
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """Those of the root and the accepted nodes, `[1 + num_accepted, hidden]`, without a list that a GPU waits for."""
+    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for."""
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

@@ -1,6 +1,6 @@
-"""How known tokens come into caches: prompts, and outputs that a resume replays.
+"""Reads known tokens into caches: prompts, and outputs that a resume replays.
 
-What several sequences begin with is read by one of them, see `prefixes/sharing.py`. Where a row takes time of
+One of several sequences reads what all of them begin with, see `prefixes/sharing.py`. Where a row takes time of
 its own, tiles of one sequence are read in front of a step, for a bounded time. Where every forward has the same rows
 anyway, on a GPU, known tokens ride in those that the step's trees leave unused.
 """
@@ -60,10 +60,10 @@ class Reader:
             self.take(riders, self._target.verify([rows for rider in riders for rows in rider.rows]))
 
     def riders(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[Rider]:
-        """Who of `slots` rides beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
+        """Choose which of `slots` ride beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
 
-        These fill the step's last forward; one more where a sequence that waits for rows loses more than all would by
-        waiting for that forward.
+        They fill the step's last forward. They also fill one more where a sequence that waits for rows loses more than
+        all would by waiting for that forward.
         """
         if self._rows_per_forward == 1:
             return []

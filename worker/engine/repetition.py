@@ -1,4 +1,4 @@
-"""Whether an output ends in a loop, told token by token, and where the loop began."""
+"""Tells, token by token, whether an output ends in a loop, and where the loop began."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOM = 4096  # tokens between two moves of the window
 
 
 class LoopDetector:
-    """Keeps, for every size of a pattern, the last output token that was another than the one `size` tokens before it.
+    """Keeps, for every size of a pattern, the last output token that differed from the one `size` tokens before it.
 
     A pattern of `size` tokens stands `min_count` times in a row at the end where `size * (min_count - 1)` tokens came
     behind that one. Sizes stand in falling order in all arrays `[num_sizes]`, as the tokens that a new one is compared
@@ -18,7 +18,7 @@ class LoopDetector:
     """
 
     def __init__(self, detection: RepetitionDetection, output_ids: np.ndarray) -> None:
-        """Behind `output_ids` `[num_generated] int64`."""
+        """Begin behind `output_ids [num_generated] int64`."""
         most, least = detection.max_pattern_size, detection.smallest_pattern
         sizes = np.arange(most, least - 1, -1)
         self._num_tokens = len(output_ids)
@@ -43,14 +43,14 @@ class LoopDetector:
         self._end += 1
 
     def is_loop(self) -> bool:
-        """Whether the output ends in a loop."""
+        """Return whether the output ends in a loop."""
         if self._num_tokens >= self._earliest:  # what is needed only moves away
             self._earliest = int((self._last_others + self._needed).min())
         return self._num_tokens >= self._earliest
 
 
 def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> int:
-    """How many tokens of `output_ids` `[num_generated] int64`, which end in a loop, are in front of what is repeated.
+    """Count the tokens of `output_ids [num_generated] int64`, which end in a loop, in front of what is repeated.
 
     The loop's pattern is the shortest that it consists of, also where none so short is looked for.
     """
@@ -62,6 +62,6 @@ def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> 
 
 
 def _num_alike(token_ids: np.ndarray, size: int) -> int:
-    """How many of the last tokens are those `size` tokens before them."""
+    """Count the last tokens that are the same as those `size` tokens before them."""
     differs = token_ids[size:] != token_ids[:-size]
     return int(differs[::-1].argmax()) if differs.any() else len(differs)

@@ -29,7 +29,7 @@ class Slot:
         return len(self.sequence) - 1 - self.cache.length
 
     def up_to_its_end(self, walk: Walk) -> Walk:
-        """What of a walk comes before the sequence's end; sets its finish reason."""
+        """Cut a walk off at the sequence's end, and set the sequence's finish reason."""
         for num_tokens, token_id in enumerate(walk.drawn, 1):
             self.sequence.finish_reason = self.stop_rule.after(token_id)
             if self.sequence.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""When a generation ends: end-of-sequence or stop token, stop string, its last token, or a loop; and its text then."""
+"""Ends a generation at an end-of-sequence or stop token, a stop string, its last token, or a loop; cuts its text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StopRule:
 
 
 def may_rewind(sequence: Sequence) -> bool:
-    """Whether it has ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
+    """Return whether it ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
     detection = sequence.sampling.repetition_detection
     if sequence.finish_reason != REPETITION or detection is None or sequence.sampling.temperature == 0.0:
         return False

@@ -13,7 +13,7 @@ MAX_WORDS = 500  # characters of another program's error
 
 
 class ChatTemplate:
-    """What a model's tokenizer makes of messages."""
+    """Makes messages into text, by a model's tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +35,7 @@ class ChatTemplate:
         return self.render(messages, options.model_copy(update={"add_generation_prompt": False}))
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
-        """What of the messages and options the template does not read. To be asked where `render` took them."""
+        """Name what the template does not read of the messages and options. To be asked where `render` took them."""
         names = [] if options is None else [name for name in options.kwargs if not self._mentions(name)]
         if any(message.name is not None for message in messages):
             nameless = [message.model_copy(update={"name": None}) for message in messages]
@@ -62,7 +62,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template goes over parts: one that does not shows the list as Python does, or fails at it."""
+        """True if the template goes over parts: one that does not shows the list as Python does, or fails at it."""
         probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             text = self._rendered(probe, TemplateOptions())
@@ -77,6 +77,6 @@ class ChatTemplate:
 
 
 def words_of(error: Exception) -> str:
-    """What an error says, in one line that is not too long."""
+    """The words of an error, in one line that is not too long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}..."

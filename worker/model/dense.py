@@ -116,12 +116,12 @@ def _is_understood(config: dict[str, Any]) -> bool:
 
 
 def _is_unused(key: str, config: dict[str, Any]) -> bool:
-    """Whether a number stands there that no layer looks at: the window of a Qwen that has it switched off."""
+    """Return whether a number stands there that no layer looks at: the window of a Qwen that has it switched off."""
     return key == "sliding_window" and config["model_type"] in SWITCHED_WINDOWS and isinstance(config[key], int)
 
 
 def _sizes(config: dict[str, Any], dtype: torch.dtype) -> DecoderSizes:
-    """Raises KeyError or ValueError for sizes that are left to a default, or that the kernels do not take."""
+    """Read the sizes. Raises KeyError or ValueError for those left to a default, or that the kernels do not take."""
     head_dim = _head_dim(config)
     if not isinstance(config["rms_norm_eps"], float):
         raise ValueError("transformers tells more of it")
@@ -140,7 +140,7 @@ def _sizes(config: dict[str, Any], dtype: torch.dtype) -> DecoderSizes:
 
 
 def _head_dim(config: dict[str, Any]) -> int:
-    """Raises KeyError, TypeError or ValueError for a width that is none, or left to another default."""
+    """Read a head's width. Raises KeyError, TypeError or ValueError for none, or one left to another default."""
     head_dim = config.get("head_dim")
     if head_dim is None and config["model_type"] != "qwen3":
         head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -150,7 +150,7 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 
 def _rotary(config: dict[str, Any]) -> Rotary:
-    """Raises KeyError, TypeError or ValueError for angles that are left to a default, or that are none of ours."""
+    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
     if "rope_theta" in config:
         said = {"rope_theta": config["rope_theta"]} | said
@@ -170,7 +170,7 @@ def _names(config: dict[str, Any]) -> set[str]:
 
 
 def _biased(config: dict[str, Any]) -> list[str]:
-    """Which linear layers have a bias."""
+    """The linear layers that have a bias."""
     if config["model_type"] == "qwen2":
         return ["query", "key", "value"]
     attention = config["model_type"] in ("llama", "qwen3") and config.get("attention_bias", False)

@@ -1,4 +1,4 @@
-"""What is wrong in a model's folder, by its small files and the heads of its weights: without torch, the driver asks.
+"""Finds faults in a model's folder, by its small files and the heads of its weights. No torch: the driver asks.
 
 `transformers` takes much of this in silence, and runs another model than the one that is meant.
 """
@@ -29,7 +29,7 @@ MOST = 2**53  # what JSON's readers agree on
 
 
 def config_fault(config: dict[str, Any]) -> str | None:
-    """What in a `config.json` is none that runs, in words; None where nothing is."""
+    """Say what keeps a `config.json` from running; None where nothing does."""
     for key in (*NEEDED_SIZES, *(key for key in OTHER_SIZES if config.get(key) is not None)):
         size = config.get(key)
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
@@ -42,7 +42,7 @@ def config_fault(config: dict[str, Any]) -> str | None:
 
 
 def folder_fault(path: Path) -> str | None:
-    """What beside `config.json` makes a folder another model than it seems; None where nothing does."""
+    """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
     if (path / ADAPTER_FILE).exists():
         return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
     return _generation_fault(path) or _index_fault(path)

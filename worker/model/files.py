@@ -1,4 +1,4 @@
-"""Where a model's files lie and what they are, without loading them."""
+"""Finds a model's files and tells what they are, without loading them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of models run here, by their `config.json`: those that were held against transformers' own forward.
+"""The kinds of models that run here, by their `config.json`: those that were held against transformers' own forward.
 
 A kind that nobody compared may be silently wrong, so it is refused before any job is taken in. `docs/models.md` is the
 table of the kinds, written by the test that compares them. Without torch, since the driver asks, too.
@@ -58,7 +58,7 @@ SUPPORTED_KINDS = (
 
 ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 SHIFTING_ROTARY = {"dynamic", "longrope", "su"}  # their angles depend on the longest text of a forward
-NEEDS = {  # what kinds that are asked for need beside attention to keys and values
+NEEDS = {  # what kinds that users ask for need beside attention to keys and values
     "bloom": "position biases (ALiBi)",
     "mpt": "position biases (ALiBi)",
     "gpt2": "learned positions",
@@ -74,7 +74,7 @@ NEEDS = {  # what kinds that are asked for need beside attention to keys and val
 
 
 def what_it_lacks(config: dict[str, Any]) -> str | None:
-    """What a model would need that is not here, in words; None for one that runs."""
+    """Say what a model would need that is not here; None for one that runs."""
     kind = str(config.get("model_type"))
     if kind in NEEDS:
         return f"its kind {kind!r} needs {NEEDS[kind]}"

@@ -1,4 +1,4 @@
-"""What every layer of a model asks of its attention, found out by one small forward. What is not understood is refused.
+"""Finds out by one small forward what every layer of a model asks of its attention; refuses what is not understood.
 
 A model may ask for more than queries, keys and values: a window, sinks, a soft cap. An attention that drops what it
 does not know is silently wrong, and so is a cache that a layer with a state of its own never reads.
@@ -82,7 +82,7 @@ class _Observer:
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """What each layer of a causal language model asks for. Raises ModelError, in one line, for what we can't give."""
+    """Tell what each layer of a causal language model asks for. Raises a one-line ModelError for what we can't give."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)

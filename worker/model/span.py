@@ -1,4 +1,4 @@
-"""Which positions the rows of a layer see: all up to their own, a sliding window, or those of their own chunk."""
+"""The positions that the rows of a layer see: all up to their own, a sliding window, or those of their own chunk."""
 
 from __future__ import annotations
 

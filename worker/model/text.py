@@ -103,7 +103,7 @@ class TextCodec:
         return tuple(dict.fromkeys(found))
 
     def thinking(self, job: Job, prompt_ids: list[int]) -> Thinking | None:
-        """How a job's output thinks behind its prompt; None for a model that does not, as far as is known."""
+        """Tell how a job's output thinks behind its prompt; None for a model that does not, as far as is known."""
         if self.markers is None:
             return None
         last = self.markers.last_in(*self._begun(job, prompt_ids))
@@ -114,7 +114,7 @@ class TextCodec:
         return Thinking(self.markers, last == "start", opening)
 
     def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
-        """What restricts a job's output. Raises ConstraintError, a ValueError for the user, where that can't be."""
+        """The rules of a job's output. Raises ConstraintError, a ValueError for the user, where they can't be."""
         budget, structure = params.thinking_token_budget, params.structured_outputs
         if budget is not None and self.markers is None:
             raise ConstraintError(
@@ -136,7 +136,7 @@ class TextCodec:
         return self.output_text.offsets(token_ids)[:-1]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for, special ones too; nothing for one that the tokenizer does not have."""
+        """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
         return self._bytes.of(token_id)
 
     def _checked(self, token_ids: list[int]) -> list[int]:
@@ -209,7 +209,7 @@ class TextCodec:
 
 
 def _loader(files: ModelFiles) -> Any:
-    """What AutoTokenizer would choose, without AutoTokenizer where that is sure: it costs torch, seconds, 300 MB."""
+    """The class that AutoTokenizer would choose, without it where that is sure: it costs torch, seconds, 300 MB."""
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

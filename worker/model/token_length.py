@@ -1,4 +1,4 @@
-"""How much text one token can stand for: a text far too long is then refused without being tokenized."""
+"""Tells how much text one token can stand for: a text far too long is then refused without being tokenized."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def max_chars_per_token(tokenizer: Any) -> int | None:
 
 
 def _factor(normalizer: Any) -> int | None:
-    """How many characters become one at most; None where they may also vanish."""
+    """The number of characters that become one at most; None where they may also vanish."""
     if normalizer is None:
         return 1
     if normalizer["type"] == "Sequence":
@@ -58,7 +58,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _knows_all(parts: dict[str, Any]) -> bool:
-    """Whether each byte has a token: what has none is dropped, or joined with its neighbours."""
+    """Return whether each byte has a token: one that has none is dropped, or joined with its neighbours."""
     model = parts["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False

@@ -65,7 +65,7 @@ class _Once:
 
 
 def _problem(found: dict[str, Any]) -> str | None:
-    """What `transformers` would pass over, in words."""
+    """Say what `transformers` would pass over; None where nothing is wrong."""
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         name, shape, expected = mismatched[0]
@@ -79,7 +79,7 @@ def _problem(found: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the tables that say in many lines what we say in one."""
+    """Silence the tables that say in many lines what we say in one."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

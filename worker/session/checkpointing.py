@@ -1,4 +1,4 @@
-"""When a running job's checkpoints are due, and what goes into them; the writing itself happens in the background."""
+"""Decides when a running job's checkpoints are due, and what goes into them; the writing is in the background."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Checkpointing:
         self._writer.check()
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Those behind the last state. Copied ones are not counted: whoever read them keeps them, too."""
+        """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too."""
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:

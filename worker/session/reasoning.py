@@ -9,10 +9,10 @@ from swiftbatch.worker.texts.output_text import OutputText
 
 
 def reasoning_of(sequence: Sequence, text: str, thinking: Thinking | None, output_text: OutputText) -> Reasoning | None:
-    """What a sequence thought, and what else its text says; markers are in neither. None where nobody thinks.
+    """Return what a sequence thought, and what else its text says; markers are in neither. None where nobody thinks.
 
-    `text` is the output's without what ended it (see `stopping.text_of`): that is gone from the last of its parts.
-    Its parts are cut from it, each at the first character of its first token.
+    `text` is the output's text without what ended it (see `stopping.text_of`), which its last part lacks, too. The
+    parts are cut from `text`, each at the first character of its first token.
     """
     if thinking is None:
         return None

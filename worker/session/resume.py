@@ -1,4 +1,4 @@
-"""Where a preempted job goes on: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
+"""Brings a preempted job back: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
 
 Both give the same bits, so the faster one is taken: the rate at which the first segment was loaded against the target's
 measured forwards (`replay`). A damaged file is named by the checkpoint store, and the next best source is used.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """What an attempt starts with; `segments` are whole, and its own manifests go on from them."""
+    """The state that an attempt starts with; `segments` are whole, and its own manifests go on from them."""
 
     kind: Literal["kv", "replay"]
     num_tokens: int  # generated ones
@@ -122,7 +122,7 @@ class Resumer:
         return None
 
     def _replay_is_faster(self, manifest: StateManifest, length: int, bytes_per_second: float) -> bool:
-        """Whether to run the tokens again rather than load. Tokens that stand in segments alone must be loaded."""
+        """Return whether to run tokens again rather than load. Tokens that stand in segments alone must be loaded."""
         if manifest.num_positions > length:
             return False
         load_seconds = sum(entry.size for entry in manifest.segments) / bytes_per_second
@@ -130,10 +130,10 @@ class Resumer:
 
 
 def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
-    """What manifests have of the tokens that stand there after the sequence's rewinds, most positions first.
+    """The parts of manifests whose tokens still stand after the sequence's rewinds, most positions first.
 
-    What later rewinds have taken back is cut off, and what is behind tokens that have log-probabilities where these
-    are asked for. A manifest that knows of more rewinds than the log is left out: its tokens may be others.
+    What later rewinds have taken back is cut off. Where log-probabilities are asked for, so is what lies behind the
+    tokens that have them. A manifest that knows of more rewinds than the log is left out: its tokens may be others.
     """
     valid = []
     for manifest in manifests:
@@ -148,7 +148,7 @@ def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[St
 
 
 def _up_to(manifest: StateManifest, end: int) -> StateManifest:
-    """What a manifest has of the positions below `end`, without the state of a drafter that has seen more."""
+    """The part of a manifest below position `end`, without the state of a drafter that has seen more."""
     kept = tuple(entry for entry in manifest.segments if entry.end <= end)
     return manifest.model_copy(update={"segments": kept, "drafter": None})
 
@@ -160,7 +160,7 @@ def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
 
 
 def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
-    """How many of a segment's tokens the sequence has already. Raises ValueError where one differs."""
+    """Count the tokens of a segment that the sequence has already. Raises ValueError where one differs."""
     known = sequence.token_ids[start : start + len(token_ids)]
     differs = known != token_ids[: len(known)]
     if differs[: max(0, sequence.num_prompt_tokens - start)].any():

@@ -22,7 +22,7 @@ from swiftbatch.worker.session.work import Assignment, JobProgress
 
 @dataclass
 class RunningJob:
-    """Times are of `time.monotonic()`, counts of this attempt."""
+    """A job on a worker. Times are of `time.monotonic()`, counts of this attempt."""
 
     assignment: Assignment
     sequence: TokenSequence
@@ -57,7 +57,7 @@ class RunningJob:
         return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
 
     def resume_record(self) -> ResumeRecord:
-        """How this attempt began. `seconds` are those since then: until the first new token when called there."""
+        """Record how this attempt began. `seconds` are those since: until the first new token when called there."""
         assert self.recovery is not None
         return ResumeRecord(
             kind=self.recovery.kind,
@@ -78,7 +78,7 @@ class RunningJob:
         self.recorder.note(time.monotonic(), time.time(), *counts)
 
     def is_log_due(self, seconds: float, num_tokens: int) -> bool:
-        """Whether the token log is older than `seconds` or `num_tokens` behind."""
+        """Return whether the token log is older than `seconds` or `num_tokens` behind."""
         num_new = self.sequence.num_generated_tokens - self.num_logged_tokens
         return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
 

@@ -148,7 +148,7 @@ class WorkerSession:
             job = self._start(assignment)
         except StoreError:
             raise
-        except TooLongError as error:  # of this worker, and of all that started when it did
+        except TooLongError as error:  # too long for this worker, and for all that started when it did
             refused.append((record.job_id, TOO_LONG, str(error)))
         except ConstraintError as error:  # an older version took what this one can't follow
             refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
@@ -224,7 +224,7 @@ class WorkerSession:
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
 
     def _is_kept(self, job: RunningJob) -> bool:
-        """Whether a finished job's checkpoints stay."""
+        """Return whether a finished job's checkpoints stay."""
         return self._config.keep_state and job.sequence.finish_reason == LENGTH
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:

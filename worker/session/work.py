@@ -1,4 +1,4 @@
-"""What the driver gives a worker and what it hears back. Needs no torch, so that the driver needs none."""
+"""The work that the driver gives a worker, and the reports it gets back. No torch, so the driver needs none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Orders:
-    """What a worker is to do at the start of a slice: take jobs in, drop some, hand some back. Ids are job ids."""
+    """Orders to a worker for the start of a slice: take jobs in, drop some, hand some back. Ids are job ids."""
 
     assignments: tuple[Assignment, ...] = ()
     cancelled: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How many tokens a job has, those that a resume recovered included."""
+    """The number of tokens that a job has, those that a resume recovered included."""
 
     job_id: str
     num_generated_tokens: int
@@ -37,7 +37,7 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class WorkReport:
-    """What happened in one slice of work."""
+    """A worker's report of one slice of work."""
 
     progress: tuple[JobProgress, ...] = ()  # running jobs
     finished: tuple[JobProgress, ...] = ()  # their results are in the store

@@ -18,12 +18,12 @@ class ByteStream:
         self.pending = b""  # the first bytes of a character whose others may come
 
     def push(self, token_id: int) -> str:
-        """Go on behind one more token; the characters that are complete with it, or can no longer become so."""
+        """Go on behind one more token; return the characters that are complete with it, or can no longer become so."""
         data = self._first_bytes(token_id) if self._is_at_start or self._num_to_strip else self._tokens[token_id]
         return self._characters(data) if data else ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Push many; their characters."""
+        """Push many tokens; return their characters."""
         return self._characters(b"".join(self.parts(token_ids)))
 
     def parts(self, token_ids: Sequence[int]) -> list[bytes]:

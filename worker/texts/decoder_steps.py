@@ -19,8 +19,8 @@ OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # steps that make of each tok
 class DecoderSteps:
     """The bytes of all tokens together, without what is cut at their start, are those of the text."""
 
-    name_text: Callable[[str, bool], str]  # of a token's name, and whether it is the first: its text
-    text_bytes: Callable[[str], bytes]  # of such a text: what it stands for
+    name_text: Callable[[str, bool], str]  # (a token's name, whether it is the first) to its text
+    text_bytes: Callable[[str], bytes]  # such a text to what it stands for
     stripped: bytes  # one byte
     num_stripped: int  # so many of these are left out at the start, if they are there
 

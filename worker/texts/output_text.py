@@ -10,7 +10,7 @@ class StopSearch(Protocol):
     """The search for stop strings behind some output tokens."""
 
     def push(self, token_id: int) -> bool:
-        """Go on behind one more token; whether a stop string is whole now, and was not before it."""
+        """Go on behind one more token; return whether a stop string is whole now, and was not before it."""
 
 
 class OutputText(Protocol):

@@ -1,4 +1,4 @@
-"""Stop strings: where the first one is in a text, and with which token it is there."""
+"""Finds stop strings: the first one's place in a text, and the token with which it is there."""
 
 from __future__ import annotations
 

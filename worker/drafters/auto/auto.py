@@ -52,7 +52,7 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """None where no kernel scans keys, and where all texts stay short."""
+    """Return the costs of rounds; None where no kernel scans keys, and where all texts stay short."""
     if target.forwards.team is not None:
         return ON_A_CPU
     arena = target.forwards.arena
@@ -72,10 +72,10 @@ class AutoDrafter(Drafter):
     ) -> None:
         self._recycling, self._budget, self._planner = recycling, budget, planner
         self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
-        self._rounds: Rounds | None = None  # how the coming steps go; None: by trees
-        self._names: list[str] = []  # of the sequences that this was planned for
+        self._rounds: Rounds | None = None  # of the coming steps; None: they have trees
+        self._names: list[str] = []  # of the sequences that the plan is for
         self._num_steps = 0  # since then
-        self._longest_planned = 0  # text of these, in tokens
+        self._longest_planned = 0  # text of the sequences at the last plan, in tokens
         self._steps_per_plan = FIRST_PLAN
         self._caches: dict[str, FullKVCache] = {}
         self._in_chains: set[str] = set()  # sequences that chains were drawn for
@@ -150,7 +150,7 @@ class AutoDrafter(Drafter):
             raise
 
     def _rests(self, requests: list[DraftRequest]) -> bool:
-        """Whether the coming step drafts nothing, and no plan is due."""
+        """Return whether the coming step drafts nothing, and no plan is due; then count it."""
         if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan or not self._budget.rests(requests):
             return False
         self._num_steps += 1
@@ -158,7 +158,7 @@ class AutoDrafter(Drafter):
         return True
 
     def _plan(self, requests: list[DraftRequest]) -> None:
-        """Every few steps, and where other sequences share the step, choose what brings most tokens per second."""
+        """Choose what brings most tokens per second, every few steps and where other sequences share the step."""
         names, longest = [request.sequence.sequence_id for request in requests], int(lengths_of(requests).max())
         is_new = names != self._names
         self._num_steps += 1
@@ -175,12 +175,12 @@ class AutoDrafter(Drafter):
             self._planner.forget()
 
     def _is_like_those_before(self, longest: int) -> bool:
-        """Whether sequences begin where trees were better for others with texts as long."""
+        """Return whether trees were better than rounds for the sequences before these, with texts as long."""
         return self._rounds is None and 0 < longest < MUCH_LONGER * self._longest_planned
 
     @property
     def _most_steps_per_plan(self) -> int:
-        """Rounds that were never tried here are looked at after every step: what they take is a guess."""
+        """The most steps between two plans; 1 for rounds that were never tried here: what they take is a guess."""
         if self._rounds is None:
             return TREES_PER_PLAN
         return 1 if self._planner.is_new else ROUNDS_PER_PLAN

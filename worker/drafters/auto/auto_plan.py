@@ -1,4 +1,4 @@
-"""Whether rounds pay, and how long chains should be: tokens per second by measured costs and running agreement."""
+"""Plans rounds, where they pay, and the length of chains: tokens per second by measured costs and running agreement."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import StepCosts
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
-FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # of a sequence: none to a chain and its root
-ROUND_NODES = (0, 1, 3)  # of a tree that a round checks: some of `NODE_CHOICES`
+FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # numbers of a sequence's rows: none to a chain and its root
+ROUND_NODES = (0, 1, 3)  # numbers of nodes of a tree that a round checks: some of `NODE_CHOICES`
 LEARNING_RATE = 0.03
 PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
 STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
-MOST_SLOWNESS = 3.0  # of one chain beside those before: what the machine does for a moment says nothing of the next
+MOST_SLOWNESS = 3.0  # of one chain beside those before: what the machine does for a moment tells nothing of the next
 SLOWEST = 100.0  # that is ever kept: a state with more is refused as damaged
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
-KEPT = 0.97  # of what earlier steps count, with every step
+KEPT = 0.97  # share of what earlier steps count that stays with every step
 MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
-LAUNCHES_IN_ROWS = 100  # of a GPU: what it takes in are launches rather than bytes
-CROSSINGS_IN_ROWS = 3  # where each row brings all keys from the host: these come once more, and launches
-CROSSING_SHARE = 0.02  # of the bytes that a GPU reads of its own memory, those that reach it from the host meanwhile
-HOST_SECONDS = 0.001  # of a GPU's step: the host's part, as docs/gpu.md has it
+LAUNCHES_IN_ROWS = 100  # on a GPU, where taking a text in costs launches rather than bytes
+CROSSINGS_IN_ROWS = 3  # where each row brings all keys from the host: taking in brings them once more, with launches
+CROSSING_SHARE = 0.02  # bytes that reach a GPU from the host, of those that it reads of its own memory meanwhile
+HOST_SECONDS = 0.001  # the host's part of a step on a GPU, as docs/gpu.md has it
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What rounds cost beside what forwards do."""
+    """The costs of rounds beside those of forwards."""
 
-    scan_share: float  # of the seconds that a row takes for all keys: what it takes to scan them
-    row_share: float  # of a row's scan: what the next row of the same sequence takes
-    seconds: float  # of a round beside its forward
-    tree_seconds: float  # of one that checks trees, beside that
-    row_seconds: float  # of each row of a sequence beside the first: it looks for the best keys by itself
-    taking_in_rows: float  # rows that take as long, behind a text, as to make it ready to be scanned
+    scan_share: float  # time to scan all keys for a row, as a share of the time to attend to them
+    row_share: float  # time of the next row's scan in the same sequence, as a share of the first one's
+    seconds: float  # that a round takes beside its forward
+    tree_seconds: float  # that a round with trees takes beside that
+    row_seconds: float  # that each further row of a sequence takes: it looks for the best keys by itself
+    taking_in_rows: float  # rows whose attention to a text takes as long as to make it ready to be scanned
 
 
 ON_A_CPU = RoundCosts(  # measured
@@ -55,7 +55,7 @@ ON_A_CPU = RoundCosts(  # measured
 
 
 def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """By the bytes that are read of a key, codes and its part of a cloud beside key and value: no GPU measured it.
+    """Guess costs by the bytes read of a key, codes and its part of a cloud beside key and value: no GPU measured it.
 
     Rows of a sequence read them together.
     """
@@ -68,7 +68,7 @@ def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
 
 
 def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """With keys and values on the host: codes and clouds are on the GPU, where reading them is next to nothing."""
+    """Guess costs with keys and values on the host: codes and clouds are on the GPU, where to read them is cheap."""
     here = costs_on_a_gpu(head_dim, item_size)
     return replace(here, scan_share=CROSSING_SHARE * here.scan_share, taking_in_rows=CROSSINGS_IN_ROWS)
 
@@ -84,7 +84,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class _Texts:
-    """What attention to the texts of a step takes, all sequences together, in seconds for each number of rows."""
+    """The seconds of attention to the texts of a step, all sequences together, for each number of rows."""
 
     number: int
     all_keys: list[float]
@@ -93,7 +93,7 @@ class _Texts:
 
 
 class RoundsPlanner(Planner):
-    """All sequences of a step have the same plan, since they wait for each other."""
+    """Plans the rounds of steps. All sequences of a step have the same plan, since they wait for each other."""
 
     max_nodes = TILE_ROWS - 1
 
@@ -108,10 +108,10 @@ class RoundsPlanner(Planner):
         self._has_learned = False
 
     def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> Rounds:
-        """What pays most for sequences of so many cached positions, `[num_sequences]`.
+        """Choose the rounds that pay most for sequences of so many cached positions, `[num_sequences]`.
 
-        `tree_tokens [num_sequences, num_choices]` that trees of `NODE_CHOICES` nodes bring where they are checked;
-        `overhead` seconds that a step takes beside forwards and drafts.
+        `tree_tokens [num_sequences, num_choices]` are the tokens that trees of `NODE_CHOICES` nodes bring where they
+        are checked, `overhead` the seconds that a step takes beside forwards and drafts.
         """
         texts = self._texts(lengths)
         chains = [
@@ -129,11 +129,11 @@ class RoundsPlanner(Planner):
         return best
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
-        """Until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
+        """The seconds until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: Rounds, lengths: np.ndarray) -> float:
-        """The coming step goes this way; how long its verification should take, in seconds."""
+        """Begin a step that goes this way; return the seconds that its verification should take."""
         self._num_steps += 1
         self._current = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         texts = self._texts(lengths)
@@ -142,7 +142,7 @@ class RoundsPlanner(Planner):
 
     @property
     def is_new(self) -> bool:
-        """Whether too few steps with rounds were seen to go by what they took."""
+        """True if too few steps with rounds were seen to go by what they took."""
         return self._num_steps < STEPS_TO_KNOW
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
@@ -163,7 +163,7 @@ class RoundsPlanner(Planner):
         self._has_learned = True
 
     def forget(self) -> None:
-        """Rounds do not pay now: what is known of them counts a little less."""
+        """Let what is known of rounds count a little less, since they do not pay now."""
         self._slowness += FORGETTING * (1.0 - self._slowness)
         self._alike += FORGETTING * (PRIOR_ALIKE * PRIOR_TRIALS - self._alike)
         self._compared += FORGETTING * (PRIOR_TRIALS - self._compared)
@@ -180,7 +180,7 @@ class RoundsPlanner(Planner):
             _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
 
     def _tokens(self, chain_length: int) -> float:
-        """Of a step that verifies such a chain, the bonus token included."""
+        """The number of tokens that a step with such a chain brings, the bonus token included."""
         alike, depths = self._alike / self._compared, chain_length + 1
         return (1 - alike**depths) / (1 - alike) if alike < 1 else float(depths)
 
@@ -191,11 +191,11 @@ class RoundsPlanner(Planner):
         return _Texts(len(lengths), all_keys.sum(axis=0).tolist(), near.sum(axis=0).tolist(), beyond)
 
     def _forward_seconds(self, texts: _Texts, num_rows: int) -> float:
-        """Of a verification with so many rows for each sequence."""
+        """The seconds of a verification with so many rows for each sequence."""
         return self._costs.shared_seconds(num_rows * texts.number) + texts.all_keys[num_rows]
 
     def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
-        """Of one round for all sequences: some entries are read exactly, all others are scanned."""
+        """The seconds of one round for all sequences: some entries are read exactly, all others are scanned."""
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
         beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number

@@ -16,7 +16,7 @@ class RecycledProposer(Proposer):
         self._recycling = recycling
 
     def start(self, sequence: Sequence) -> None:
-        """Nothing is kept of it."""
+        """Keep nothing of a sequence."""
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
         return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]

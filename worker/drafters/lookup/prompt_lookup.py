@@ -14,7 +14,7 @@ MATCH_LENGTHS = (3, 2, 1)  # tokens that must agree, longest first
 
 
 class NGramIndex:
-    """Where each n-gram of a growing token sequence was last followed by a token. Constant time per token."""
+    """The places where each n-gram of a growing sequence was last followed by a token. Constant time per token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -59,7 +59,7 @@ class SuffixDrafter(BudgetedDrafter):
 
 
 def predict(automaton: SuffixAutomaton, state: int) -> list[tuple[float, int, int]]:
-    """What may follow a state: at most `MAX_CANDIDATES` of (log-probability, token, next state), likeliest first.
+    """Predict what follows a state: at most `MAX_CANDIDATES` of (log-probability, token, next state), likeliest first.
 
     Prediction by partial matching: a context shares out what the longer ones left, by counts; what it leaves itself
     falls with the number of tokens seen in it and with its length. Tokens that a longer context named are done.

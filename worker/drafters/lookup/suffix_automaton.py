@@ -44,7 +44,7 @@ class SuffixAutomaton:
         return self._length[state]
 
     def count(self, state: int) -> int:
-        """How often a string of the state was the longest repeated suffix, plus one; at most its occurrences."""
+        """Count how often a string of the state was the longest repeated suffix, plus one; at most its occurrences."""
         return self._count[state]
 
     def step(self, state: int, token: int) -> int:

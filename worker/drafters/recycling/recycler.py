@@ -1,4 +1,4 @@
-"""How candidates are recycled: one native call for a tree and one to learn where kernels run, in Python elsewhere."""
+"""Recycles candidates: one native call for a tree and one to learn where kernels run, in Python elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recycler(Protocol):
     """Grows best-first trees from tables, and writes to them."""
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """At most `max_nodes` nodes, none deeper than `max_depth`."""
+        """Grow a tree of at most `max_nodes` nodes, none deeper than `max_depth`."""
 
     def write(
         self,
@@ -36,7 +36,7 @@ class Recycler(Protocol):
 
 
 class NativeRecycler:
-    """In C."""
+    """Recycles in C."""
 
     def __init__(self, tables: RecyclingTables, with_noise: bool, variant: str) -> None:
         tokens, pairs = tables.tokens, tables.pairs.matrix
@@ -50,7 +50,7 @@ class NativeRecycler:
 
 
 class PythonRecycler:
-    """In Python, anywhere: what the other one is held against."""
+    """Recycles in Python, anywhere: the reference that the other one is held against."""
 
     def __init__(self, tables: RecyclingTables, with_noise: bool) -> None:
         self._tables = tables
@@ -79,6 +79,6 @@ class PythonRecycler:
 
 
 def create_recycler(tables: RecyclingTables, with_noise: bool) -> Recycler:
-    """The fastest one here. Raises KernelError for instructions that this machine does not have."""
+    """Make the fastest recycler here. Raises KernelError for instructions that this machine does not have."""
     variant = chosen_variant()
     return PythonRecycler(tables, with_noise) if variant is None else NativeRecycler(tables, with_noise, variant)

@@ -1,4 +1,4 @@
-"""What token recycling keeps: rows of candidates behind tokens and behind pairs of tokens that stood in a text."""
+"""The tables of token recycling: rows of candidates behind tokens and behind pairs of tokens that stood in a text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecyclingTables:
         return pair % self.vocab_size * self.vocab_size + token_id
 
     def candidates(self, pair: int) -> tuple[list[int], list[float]]:
-        """What may follow a pair: ids and log-probabilities, best first."""
+        """The candidates that may follow a pair: ids and log-probabilities, best first."""
         return mixed(self.tokens.row(pair % self.vocab_size), self.pairs.row(pair))
 
     def state(self) -> dict[str, np.ndarray]:

@@ -50,7 +50,7 @@ class Chain:
         max_depth: int,
         keeps_logits: bool = False,
     ) -> None:
-        """`keeps_logits`: of the row that the newest token was drawn from."""
+        """`keeps_logits`: keep the logits of the row that the newest token was drawn from."""
         self.sequence = sequence.fork()
         self.sampler = sampler.fork(self.sequence)
         self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one
@@ -79,12 +79,12 @@ class Chain:
 
     @property
     def depth_left(self) -> int:
-        """How deep a tree below the newest token may be."""
+        """The greatest depth of a tree below the newest token."""
         return self._max_depth - self.num_tokens
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes may be proposed, the chain included."""
+        """The number of nodes that may be proposed, the chain included."""
         return min(max(self.plan.num_nodes, self.num_tokens), self._max_nodes)
 
     @property
@@ -93,17 +93,17 @@ class Chain:
 
     @property
     def num_bare_rounds(self) -> int:
-        """How many rounds are to come, where none of them checks a tree."""
+        """The number of rounds to come, where none of them checks a tree; else 0."""
         return 0 if self.plan.num_round_nodes else self._num_rounds_left
 
     @property
     def num_round_nodes(self) -> int:
-        """How many nodes the next round may check."""
+        """The number of nodes that the next round may check."""
         return 0 if self.plan.is_first_bare and not self.rounds else self.plan.num_round_nodes
 
     @property
     def _num_rounds_left(self) -> int:
-        """Of those that draw one token each."""
+        """The number of rounds left if each draws one token."""
         length = min(self.plan.chain_length, self._max_depth)
         return min(length - self.num_tokens, self.plan.num_rounds - len(self.rounds))
 

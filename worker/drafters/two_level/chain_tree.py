@@ -1,4 +1,4 @@
-"""What a chain becomes for the full verification: its tokens, other candidates for the last one, and trees below."""
+"""Makes a chain into the tree of a full verification: its tokens, other candidates for the last one, trees below."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChainTree:
 
 
 def assemble(chain: Chain, below: DraftTree, num_alternatives: int, seconds: float) -> ChainTree:
-    """Chain, tree below its newest token, and the same tree below the other candidates for that token."""
+    """Join a chain, the tree below its newest token, and the same tree below other candidates for that token."""
     length, max_nodes = chain.num_tokens, chain.num_nodes
     tree = DraftTree.chain(chain.drawn)
     _graft(tree, below, length - 1, max_nodes)

@@ -33,7 +33,7 @@ from swiftbatch.worker.target.tiles import tree_rows
 
 @dataclass
 class _Tracked:
-    """One sequence on its two levels."""
+    """The state of one sequence on its two levels."""
 
     cache: FullKVCache
     partial: PartialCache | None  # None: there was no room for one, and no round is planned
@@ -99,13 +99,13 @@ class TwoLevelDrafter(Drafter):
             self.counters.num_agreed_nodes += len(round_.path)
 
     def catch_up(self, sequence: Sequence, num_chunks: int) -> bool:
-        """Take some of what is new of a sequence into its partial cache; whether a round would find all of it there."""
+        """Take some of what is new of a sequence into its partial cache; tell whether a round finds all of it there."""
         tracked = self._tracked[sequence.sequence_id]
         with timed(self.counters.seconds, "follow"):
             return tracked.partial is None or tracked.partial.catch_up(tracked.cache, num_chunks)
 
     def rounds_of(self, sequence: Sequence) -> list[Round]:
-        """What came before the newest tree of a sequence."""
+        """The rounds before the newest tree of a sequence."""
         return self._tracked[sequence.sequence_id].proposed.rounds
 
     def stop(self, sequence: Sequence) -> None:
@@ -113,7 +113,7 @@ class TwoLevelDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """What planner and proposer have learned; all else follows from the tokens and is rebuilt from them."""
+        """Return what planner and proposer have learned; all else follows from the tokens and is rebuilt from them."""
         return self._planner.state() | self._proposer.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
@@ -156,7 +156,7 @@ class TwoLevelDrafter(Drafter):
             return None
 
     def _draw(self, draw_chains: DrawChains, chains: list[Chain], num_rounds: int) -> None:
-        """So many rounds without trees at once."""
+        """Draw in so many rounds without trees at once."""
         started = time.perf_counter()
         with timed(self.counters.seconds, "check"):
             rows, samplers = [chain.row_ahead() for chain in chains], [chain.sampler for chain in chains]

@@ -1,4 +1,4 @@
-"""How many rounds with a partial cache, and how many nodes, come before one full verification."""
+"""Plans how many rounds with a partial cache, and how many nodes, come before one full verification."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Planner(ABC):
         """Plan for a sequence of `length` cached positions that shares its forwards with others."""
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:  # noqa: B027
-        """What was proposed was verified in full, and the nodes of `path` were accepted."""
+        """Learn from a proposal that was verified in full, and of which the nodes of `path` were accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What it has learned."""
+        """Return what it has learned."""
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027
@@ -40,7 +40,7 @@ class Planner(ABC):
 
 
 class FixedPlanner(Planner):
-    """Always the same plan."""
+    """Plans the same for every step."""
 
     max_nodes = MAX_TREE_NODES
 
@@ -52,7 +52,7 @@ class FixedPlanner(Planner):
 
 
 class MeasuredPlanner(Planner):
-    """As many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
+    """Plans as many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
 
     max_nodes = TILE_ROWS - 1
 
@@ -98,7 +98,7 @@ class MeasuredPlanner(Planner):
         self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 
     def _observe_round(self, round_: Round) -> None:
-        """Its tree was checked as well, by the target with a partial cache."""
+        """Learn from a round: its tree was checked as well, by the target with a partial cache."""
         self._trees.observe(round_.num_nodes, round_.path)
         self._round_tokens += LEARNING_RATE * (len(round_.path) + 1 - self._round_tokens)
         self._round_seconds += LEARNING_RATE * (round_.seconds - self._round_seconds)
@@ -126,5 +126,5 @@ class MeasuredPlanner(Planner):
 
 
 def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
-    """Always one plan, or with None as a `MeasuredPlanner` says."""
+    """Make a planner of always one plan, or, with None, a `MeasuredPlanner`."""
     return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else FixedPlanner(plan)

@@ -15,7 +15,7 @@ SMALLEST = tl.constexpr(-0x8000000000000000)
 
 @triton.jit
 def kept_by_cut(scores, tokens, cut_scores_ptr, cut_tokens_ptr, row):
-    """Whether tokens lie from a row's cut on, in the order (score, token)."""
+    """Return whether tokens lie from a row's cut on, in the order (score, token)."""
     score, first = tl.load(cut_scores_ptr + row), tl.load(cut_tokens_ptr + row)
     return (scores > score) | ((scores == score) & (tokens >= first))
 

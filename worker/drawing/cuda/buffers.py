@@ -1,4 +1,4 @@
-"""What launches ask of the buffers that they are given."""
+"""The sizes and the checks of the buffers that launches are given."""
 
 from __future__ import annotations
 

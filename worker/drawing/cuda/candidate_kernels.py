@@ -22,7 +22,7 @@ def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
 
 @triton.jit
 def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, TOP: tl.constexpr):
-    """What is kept of a block: best ranks, best order, and the sum of e^(logit - best) in its own fixed order."""
+    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in its own fixed order."""
     best_ranks(tl.where(inside, rank_of(logits, tokens), SMALLEST), ranks_ptr + place * TOP, TOP)
     order = tl.max(order_of(logits), 0)
     peak = number_of(order)
@@ -35,7 +35,7 @@ def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, T
 def candidates_of_blocks(
     rows_ptr, logits_ptr, logits_stride, ranks_ptr, peaks_ptr, sums_ptr, vocab, BLOCK: tl.constexpr, TOP: tl.constexpr
 ):
-    """Of every block of logits."""
+    """Store the best tokens of every block of logits, as `store_block` does."""
     row, block = tl.program_id(0), tl.program_id(1)
     if whole(rows_ptr, row, SLOT) < 0:
         return

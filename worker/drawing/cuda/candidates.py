@@ -19,10 +19,10 @@ ROW_WARPS = 8
 
 @dataclass(frozen=True)
 class CandidateBuffers:
-    """What is read, and what is written; they stay where they are."""
+    """The buffers that `TopCandidates` reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py; of a padding row nothing is read
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
     ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equals in the order of their ids
     logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; of a row with NaN all as unlikely as can be
 
@@ -36,7 +36,7 @@ class CandidateBuffers:
 
 
 class TopCandidates:
-    """Two launches, of the same shape whatever the rows are."""
+    """Finds the best tokens in two launches, of the same shape whatever the rows are."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
         """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""

@@ -88,7 +88,7 @@ class CudaSampler:
         return torch.from_numpy(seen).to(self._drawing.device)
 
     def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[DrawRow]:
-        """Of a tree below the sequence's end."""
+        """The rows of a tree below the sequence's end."""
         committed = self.counts.sequence
         drafted = self.sequence.token_ids[len(committed) :].tolist()
         return rows_of(committed, self.counts.slot, drafted, tree, masks)
@@ -107,7 +107,7 @@ class CudaDrawing:
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
-        """Engine and drafter share a sequence's counts. Raises RuntimeError for more of them than a worker takes.
+        """Make a sampler; engine and drafter share the counts. Raises RuntimeError for more than a worker takes.
 
         Raises ValueError for a bias of a token that the model does not have.
         """
@@ -159,7 +159,7 @@ class CudaDrawing:
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """In torch on the device, row by row: simple, and for those who ask alone."""
+        """Compute them in torch on the device, row by row: simple, and only for sequences that ask for them."""
         sequence = sampler.sequence
         behind = TokenSampler(sequence, self._vocab_size, self.device)
         return logprobs_by(behind, sequence, logits, walked, mode, mask)

@@ -25,10 +25,10 @@ SORTED_WARPS = 16
 
 @dataclass(frozen=True)
 class DrawBuffers:
-    """What a draw reads, and what it writes; they stay where they are."""
+    """The buffers that a draw reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, root side first, its own last
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32: committed tokens that leave it next, in turn; -1: none does
@@ -47,7 +47,7 @@ class DrawBuffers:
 
 
 class Draw:
-    """Three launches. Rows are cut by min-p alone: those that want another filter go through `FilteredDraw`."""
+    """Draws in three launches. Min-p alone cuts rows: those that want another filter go through `FilteredDraw`."""
 
     def __init__(self, buffers: DrawBuffers) -> None:
         """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""
@@ -117,7 +117,7 @@ class Draw:
 
 
 class FilteredDraw(Draw):
-    """The same behind top-k, top-p, min-p and eta; rows that want none of them come out as from `Draw`."""
+    """Draws behind top-k, top-p, min-p and eta; rows that want none of them come out as from `Draw`."""
 
     def __init__(self, buffers: DrawBuffers) -> None:
         super().__init__(buffers)

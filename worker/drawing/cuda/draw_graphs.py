@@ -23,7 +23,7 @@ WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and thei
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """What a draw says of its rows, on the host."""
+    """The results of a draw for its rows, on the host."""
 
     tokens: NDArray[np.int32]  # [NUM_ROWS]; -1 where nothing can be drawn
     top_ids: NDArray[np.int32]  # [NUM_ROWS, TOP_K]
@@ -34,7 +34,7 @@ class DrawGraphs:
     """Static buffers and what runs over them. Captured at once: copies of other threads would disturb it later."""
 
     def __init__(self, vocab_size: int, layout: DrawLayout, device: torch.device, capture: Capture) -> None:
-        """What comes in goes to `logits [NUM_ROWS, vocab] float32` and `table [layout.size] int32`."""
+        """Allocate and capture. Inputs go to `logits [NUM_ROWS, vocab] float32` and `table [layout.size] int32`."""
         self.logits = torch.zeros(NUM_ROWS, vocab_size, device=device)
         padding = np.zeros(layout.size, dtype=np.int32)
         layout.fill(padding, [], {})

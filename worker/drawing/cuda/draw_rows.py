@@ -1,4 +1,4 @@
-"""What a draw on a GPU is told of its rows: whose they are, where they stand, what their path through a tree is."""
+"""The rows of a draw on a GPU: whose they are, where they stand, and their paths through a draft tree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DrawRow:
 
     @property
     def position(self) -> int:
-        """Of the token to be drawn."""
+        """The position of the token to be drawn."""
         return len(self.sequence) + len(self.path)
 
     @property
@@ -54,7 +54,7 @@ def rows_of(
 
 
 def mask_rows(slots: SlotBuffers, rows: Many[DrawRow | None]) -> None:
-    """Write down what is masked at each row, where anything is; queued behind the copies before."""
+    """Copy each row's masks to the device, where a row has any; queued behind the copies before."""
     restricted = [(index, row.allowed) for index, row in enumerate(rows) if row is not None and row.allowed is not None]
     if restricted:
         words = np.zeros((len(rows), slots.allowed.shape[1]), dtype=np.uint32)
@@ -72,7 +72,7 @@ def mask_rows(slots: SlotBuffers, rows: Many[DrawRow | None]) -> None:
 
 @dataclass(frozen=True)
 class DrawLayout:
-    """How it all lies in one buffer of int32."""
+    """The layout of a draw's inputs in one buffer of int32."""
 
     num_slots: int
 
@@ -90,7 +90,7 @@ class DrawLayout:
         return parts
 
     def fill(self, buffer: NDArray[np.int32], rows: Many[DrawRow | None], news: dict[int, tuple[Any, Any]]) -> None:
-        """At most `NUM_ROWS` rows, of which None is one that nothing is asked of.
+        """Fill a buffer with at most `NUM_ROWS` rows; None is a row that nothing is asked of.
 
         `news` has for slots the tokens that came into and left their windows since.
         """

@@ -30,7 +30,7 @@ MASS_UNITS = tl.constexpr(2.0**60)  # of a probability: 1 and its rounding stay 
 
 @triton.jit
 def is_cut(rows_ptr, row, peak):
-    """Whether a row has to be sorted."""
+    """Return whether a row has to be sorted."""
     return has_filters(rows_ptr, row) & (tl.abs(peak) < float("inf")) & (real(rows_ptr, row, TEMPERATURE) > 0.0)
 
 
@@ -83,7 +83,7 @@ def denominator(sorted_ptr, start, vocab, peak, BLOCK: tl.constexpr):
 
 @triton.jit
 def probabilities(sorted_ptr, places, start, vocab, peak, total):
-    """Of the tokens at some places, float32."""
+    """The probabilities of the tokens at some places, float32."""
     weight, _ = weights(sorted_ptr, places, start, vocab, peak)
     return tl.math.div_rn(weight, total.to(tl.float32))
 

@@ -1,4 +1,4 @@
-"""The table of rows.py as kernels read it."""
+"""The table of row_words.py as kernels read it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def real(rows_ptr, row, COLUMN: tl.constexpr):
 
 @triton.jit
 def seed_of(rows_ptr, row):
-    """All 64 bits."""
+    """All 64 bits of a row's seed."""
     low = whole(rows_ptr, row, SEED).to(tl.uint32).to(tl.uint64)
     high = whole(rows_ptr, row, SEED + 1).to(tl.uint32).to(tl.uint64)
     return (high << 32) | low
@@ -51,6 +51,6 @@ def seed_of(rows_ptr, row):
 
 @triton.jit
 def has_filters(rows_ptr, row):
-    """Whether the row is cut by anything but min-p."""
+    """Return whether anything but min-p cuts the row."""
     cuts = (whole(rows_ptr, row, TOP_K) > 0) | (real(rows_ptr, row, REST) >= 0.0)
     return cuts | (real(rows_ptr, row, ETA) > 0.0)

@@ -1,4 +1,4 @@
-"""Which tokens come into a penalty window and which leave it, as the kernels want to be told."""
+"""The tokens that come into a penalty window and those that leave it, in the form that the kernels take."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ ROW_WARPS = 8
 
 @dataclass(frozen=True)
 class RankingBuffers:
-    """What is read, and what is written; they stay where they are."""
+    """The buffers that `Ranking` reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of rows.py; of a padding row nothing is read
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `DrawBuffers`
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `DrawBuffers`
@@ -81,7 +81,7 @@ def rank_blocks(
 
 
 class Ranking:
-    """Three launches, of the same shape whatever the rows are."""
+    """Ranks candidates in three launches, of the same shape whatever the rows are."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
         """`spread` of the guesses' error, in logits. Raises ValueError for buffers that do not fit each other."""

@@ -1,4 +1,4 @@
-"""How each row is drawn, as one table of 4-byte words: the host fills it by name, kernels read it by column."""
+"""The table of 4-byte words that says how each row is drawn: the host fills it by name, kernels read it by column."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def fill_row(
 
 
 def needs_slot(params: SamplingParams) -> bool:
-    """Whether a row reads anything of its slot: counts, or a bias."""
+    """Return whether a row reads anything of its slot: counts, or a bias."""
     return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
 
 
 def needs_filters(params: SamplingParams) -> bool:
-    """Whether a row has to be sorted; min-p alone needs no more than the row's best score."""
+    """Return whether a row has to be sorted; min-p alone needs no more than the row's best score."""
     return params.top_k > 0 or params.top_p < 1.0 or params.eta > 0.0

@@ -1,4 +1,4 @@
-"""What a row's logits become before noise: bias, masks, penalties, temperature, as `sampling.py` applies them."""
+"""Changes a row's logits in front of the noise: bias, masks, penalties, temperature, as `sampling.py` applies them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swiftbatch.worker.drawing.cuda.parameters import (
 
 @triton.jit
 def occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab):
-    """How often each token `[BLOCK]` lies in the penalty window at a row, int32.
+    """Count how often each token `[BLOCK]` lies in the penalty window at a row, int32.
 
     The slot's counts are those behind its committed tokens. Each token of the row's own path comes into the window, and
     one goes: a committed one, listed in `leaving`, or, where that has -1, in a short window, one of the path itself.
@@ -102,7 +102,7 @@ def temper(scores, peak, temperature):
 
 @triton.jit
 def is_greedy(rows_ptr, row, peak):
-    """Whether a row's best token is drawn without noise."""
+    """Return whether a row's best token is drawn without noise."""
     return (real(rows_ptr, row, TEMPERATURE) == 0.0) | (tl.abs(peak) == float("inf"))
 
 

@@ -1,4 +1,4 @@
-"""What of sequences lies on the device: counts of their tokens and their bias by slots, what is masked by rows."""
+"""The data of sequences on the device: counts of their tokens and their bias by slots, masked tokens by rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftbatch.worker.drawing.rules import num_mask_words
 
 @dataclass(frozen=True)
 class SlotBuffers:
-    """What penalties, bias and masks are read from; they stay where they are."""
+    """The buffers that penalties, bias and masks are read from; they stay where they are."""
 
     counts: torch.Tensor  # [num_slots, vocab] int32: of the tokens in the penalty window behind the committed ones
     output: torch.Tensor  # [num_slots, vocab] int32: of all committed tokens behind the prompt
@@ -23,7 +23,7 @@ class SlotBuffers:
 
     @classmethod
     def empty(cls, num_slots: int, num_rows: int, vocab_size: int, device: torch.device) -> SlotBuffers:
-        """Zeros."""
+        """Allocate buffers of zeros."""
         by_slot = (num_slots, vocab_size)
         return cls(
             torch.zeros(by_slot, dtype=torch.int32, device=device),

@@ -17,10 +17,10 @@ MEMORY_SHARE = 1 / 8  # of what would be free without them
 
 @dataclass(frozen=True, eq=False)
 class KeptPrefix:
-    """A `KVSource` of its own."""
+    """A prompt's first tokens and their keys and values; a `KVSource` of its own."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
-    num_shared: int  # of these, first ones that other jobs are known to have
+    num_shared: int  # first ones that other jobs are known to have
     rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], as `FullKVCache.kv` has them
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
@@ -28,7 +28,7 @@ class KeptPrefix:
 
 
 class KeptPrefixes:
-    """A few, within an eighth of the memory that is free without them. Those go first that were used least recently."""
+    """Keeps a few prefixes, within an eighth of the memory that is free without them; drops the least recently used."""
 
     def __init__(self, bytes_per_position: int, free_bytes: Callable[[], float] | None = None) -> None:
         """`free_bytes` says what the memory has left, None for this machine's."""
@@ -38,7 +38,7 @@ class KeptPrefixes:
 
     @property
     def num_bytes(self) -> int:
-        """Of all keys and values."""
+        """The bytes of all keys and values."""
         return sum(prefix.rows.nbytes for prefix in self._prefixes)
 
     def longest(self, token_ids: NDArray[np.int64]) -> tuple[KeptPrefix | None, int]:
@@ -48,7 +48,7 @@ class KeptPrefixes:
         return best, num_tokens
 
     def use(self, prefix: KeptPrefix) -> None:
-        """Note that one was of use."""
+        """Note that a prefix was of use."""
         self._prefixes.remove(prefix)
         self._prefixes.append(prefix)
 
@@ -69,7 +69,7 @@ class KeptPrefixes:
         self._drop_down_to(self._limit())
 
     def clear(self) -> bool:
-        """Give all memory back; whether there was any."""
+        """Give all memory back; return whether there was any."""
         had_some = bool(self._prefixes)
         self._prefixes.clear()
         return had_some
@@ -83,7 +83,7 @@ class KeptPrefixes:
 
 
 def num_alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Tokens from the first on that are the same."""
+    """Count the tokens that are the same, from the first on."""
     num_tokens = min(len(one), len(other))
     differs = one[:num_tokens] != other[:num_tokens]
     first = int(differs.argmax()) if num_tokens else 0

@@ -1,4 +1,4 @@
-"""Tokens that several sequences of a worker begin with are read by one of them; the others copy keys and values.
+"""Lets one of a worker's sequences read the tokens that several begin with; the others copy keys and values.
 
 Keys and values at a position follow from the tokens up to there alone, whatever shared their forward: so the copies are
 what a sequence would have read itself, bit for bit, and all that drafters make of a cache they make of a copied one.
@@ -24,14 +24,14 @@ class _Member:
     """A sequence of the engine."""
 
     slot: Slot
-    token_ids: NDArray[np.int64]  # those that it came with, but for the last
+    token_ids: NDArray[np.int64]  # that it came with, but for the last
     num_alike: dict[str, int] = field(default_factory=dict)  # first tokens that another has as well, by its name
 
 
 class Sharing:
-    """Who of an engine's sequences has read what others lack, and who waits for whom.
+    """Knows which of an engine's sequences have read what others lack, and which wait for others.
 
-    One waits for those only that came before it, so the first always goes on.
+    A sequence waits only for those that came before it, so the first always goes on.
     """
 
     def __init__(self, kept: KeptPrefixes) -> None:
@@ -62,7 +62,7 @@ class Sharing:
         self.kept.keep(own.token_ids[:end], num_shared, slot.cache)
 
     def waits(self, slot: Slot) -> bool:
-        """Whether one that came before is still reading tokens that the slot lacks as well."""
+        """Return whether a sequence that came before is still reading tokens that the slot lacks as well."""
         own, length = self._members[slot.sequence.sequence_id], slot.cache.length
         for name, other in self._members.items():
             if other is own:
@@ -87,7 +87,7 @@ class Sharing:
         return end - start
 
     def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
-        """What has some first tokens of a sequence, and how many."""
+        """Yield each source of a sequence's first tokens, and how many it has."""
         own = self._members[slot.sequence.sequence_id]
         yield self.kept.longest(own.token_ids)
         for name, num_tokens in own.num_alike.items():
@@ -95,6 +95,6 @@ class Sharing:
             yield cache, min(num_tokens, cache.length)
 
     def _holds(self, own: _Member, name: str, num_tokens: int) -> bool:
-        """Whether another sequence has so many first tokens of one in its cache, and keeps them in its turn."""
+        """Return whether another sequence has so many first tokens of one in its cache, and keeps them in its turn."""
         other = self._members[name].slot
         return min(own.num_alike[name], other.num_shared_tokens, other.cache.length) >= num_tokens
