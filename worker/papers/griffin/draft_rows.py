@@ -8,7 +8,6 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
@@ -37,8 +36,8 @@ class GriffinRows(Protocol):
 def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> GriffinRows:
     """The kernels where the target runs on them and they take the draft model's sizes, else torch."""
     try:
-        if (team := target.forwards.team) is not None:
-            return NativeRows(model, target.forwards, team, num_candidates)
+        if target.forwards.team is not None:
+            return NativeRows(model, target.forwards, num_candidates)
         if target.forwards.arena:
             from swiftbatch.worker.papers.griffin.cuda_rows import cuda_rows
 
@@ -51,9 +50,11 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
 class NativeRows:
     """All rows in one forward through the compiled kernels, on the target's threads."""
 
-    def __init__(self, model: GriffinModel, forwards: Forwards, team: Team, num_candidates: int) -> None:
+    def __init__(self, model: GriffinModel, forwards: Forwards, num_candidates: int) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
-        self._native = NativeGriffin(packed_weights(model, forwards.vocab_size), team)
+        if forwards.team is None:
+            raise ValueError("found a target that no compiled kernels run")
+        self._native = NativeGriffin(packed_weights(model, forwards.vocab_size), forwards.team)
         self._forwards = forwards
         self._num_candidates = num_candidates
         self._cache_shape = cache_shape_of(model.config, forwards)
