@@ -16,7 +16,7 @@ BLOCK_STEPS = 16
 SETTLED = 2  # steps of a block before those that count
 NUM_KEPT = 3  # blocks of each way, of which the fastest counts: whatever disturbs makes a block slower
 MOST_AGE = 800  # tokens of each sequence after which a way is tried again
-CLEAR = 1.6  # times the rate without drafts: a promise as large needs no trial
+CLEAR = 1.3  # times the rate without drafts: a promise as large needs no trial
 FAVOUR = 1.02  # factor on the rate of the way that drafts nothing
 
 
