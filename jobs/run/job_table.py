@@ -3,6 +3,8 @@
 jobs.parquet                      of the first one
 jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
 
+A table says which run it is of, and its pages have checksums. Those of older versions have neither, and are read.
+
 A job that takes another one's place names it in the column `supersedes`, which other tables do not have. A table whose
 prompts are all shorter than what has a key lacks the column `prompt_keys`.
 """
@@ -13,17 +15,19 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.storage.store import Store
 
 FIRST = "jobs.parquet"
 LATER = "jobs"
+RUN = b"swiftbatch.run_id"  # in a table's metadata
 OPTIONAL = {"supersedes": None, "prompt_keys": b""}  # columns that a table may lack, and what its jobs have then
 
 
-def add(store: Store, records: Sequence[JobRecord]) -> None:
+def add(store: Store, records: Sequence[JobRecord], run_id: str) -> None:
     """Add a table of jobs to a run. Two at once do not harm each other."""
-    data = to_parquet(records)
+    data = to_parquet(records, run_id)
     if not store.write_new(FIRST, data):
         number = len(store.list(LATER)) + 2
         store.write(f"{LATER}/{number:06d}-{uuid4().hex[:8]}.parquet", data)
@@ -34,7 +38,7 @@ def paths(store: Store) -> list[str]:
     return [FIRST, *(f"{LATER}/{name}" for name in store.list(LATER) if name.endswith(".parquet"))]
 
 
-def to_parquet(records: Sequence[JobRecord]) -> bytes:
+def to_parquet(records: Sequence[JobRecord], run_id: str) -> bytes:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -51,25 +55,26 @@ def to_parquet(records: Sequence[JobRecord]) -> bytes:
     if any(record.prompt_keys for record in records):
         columns["prompt_keys"] = pa.array([record.prompt_keys for record in records], pa.large_binary())
     sink = pa.BufferOutputStream()
-    parquet.write_table(pa.table(columns), sink)
+    table = pa.table(columns).replace_schema_metadata({RUN: run_id})
+    parquet.write_table(table, sink, write_page_checksum=True)
     return bytes(sink.getvalue())
 
 
-def from_parquet(data: bytes) -> list[JobRecord]:
-    """The jobs of `to_parquet`. Raises `ValueError` for anything else."""
+def from_parquet(data: bytes, run_id: str | None = None) -> list[JobRecord]:
+    """The jobs of `to_parquet`. Raises `ValueError` for anything else, and for those of another run than `run_id`."""
     names = ["job_id", "job", "line_number", "num_prompt_tokens", *OPTIONAL]
     return [
         JobRecord(job_id, Job.model_validate_json(job), *others)
-        for job_id, job, *others in zip(*_columns(data, names), strict=True)
+        for job_id, job, *others in zip(*_columns(data, names, run_id), strict=True)
     ]
 
 
-def job_ids(data: bytes) -> list[tuple[str, str | None]]:
+def job_ids(data: bytes, run_id: str | None = None) -> list[tuple[str, str | None]]:
     """The ids of the jobs of `to_parquet`, each with the one that it supersedes, if any. Raises `ValueError`.
 
     Prompts are not taken apart.
     """
-    return list(zip(*_columns(data, ["job_id", "supersedes"]), strict=True))
+    return list(zip(*_columns(data, ["job_id", "supersedes"], run_id), strict=True))
 
 
 def names(data: bytes) -> list[tuple[str, str | None, str]]:
@@ -77,21 +82,28 @@ def names(data: bytes) -> list[tuple[str, str | None, str]]:
     return list(zip(*_columns(data, ["job_id", "supersedes", "custom_id"]), strict=True))
 
 
-def custom_ids(data: bytes) -> list[str]:
+def custom_ids(data: bytes, run_id: str | None = None) -> list[str]:
     """The names of the lines of the jobs of `to_parquet`, one for each job. Raises `ValueError`."""
-    [names] = _columns(data, ["custom_id"])
+    [names] = _columns(data, ["custom_id"], run_id)
     return names
 
 
-def _columns(data: bytes, names: list[str]) -> list[list[Any]]:
+def _columns(data: bytes, names: list[str], run_id: str | None = None) -> list[list[Any]]:
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         # without threads: pyarrow's may still be starting when `status` ends, and abort the process
-        file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+        file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True)
+        _refuse_other_run((file.schema_arrow.metadata or {}).get(RUN), run_id)
         table = file.read(columns=names, use_threads=False)
         without = OPTIONAL.keys() - set(table.column_names)
         return [[OPTIONAL[name]] * len(table) if name in without else table.column(name).to_pylist() for name in names]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(str(error)) from None
+
+
+def _refuse_other_run(found: bytes | None, run_id: str | None) -> None:
+    """Raise `ValueError` for a table that says that it is of another run."""
+    if found is not None and run_id is not None and found != run_id.encode():
+        raise ValueError(f"found the jobs of run {shown(found.decode(errors='replace'))}, expected those of {run_id}")

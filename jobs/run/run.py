@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -31,6 +32,15 @@ PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
 
+Table = TypeVar("Table", covariant=True)
+
+
+class _ParseTable(Protocol[Table]):
+    """Reads a table of jobs of a run."""
+
+    def __call__(self, data: bytes, run_id: str | None) -> Table: ...
+
+
 REJECT = TypeAdapter(Reject)
 
 
@@ -42,6 +52,7 @@ class Run:
         self.store = store
         self.manifest = RunManifest.model_construct() if manifest is None else manifest
         self._fingerprint = None if manifest is None else manifest.fingerprint
+        self._run_id = None if manifest is None else manifest.run_id
         self.damaged: dict[str, str] = {}  # files that were met and can't be used: path and why
         self._results = LineFiles(store, "results", self.damaged, self._fingerprint)
         self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
@@ -91,7 +102,7 @@ class Run:
         known = {job_id for lineage in self.lineages() for job_id in lineage}
         new = {record.job_id: record for record in records if record.job_id not in known}
         if new:
-            job_table.add(self.store, list(new.values()))
+            job_table.add(self.store, list(new.values()), self.manifest.run_id)
 
     def jobs(self) -> list[JobRecord]:
         """All jobs in input order, each in its newest form."""
@@ -101,8 +112,12 @@ class Run:
 
     def all_jobs(self) -> dict[str, JobRecord]:
         """All jobs by their ids, also those that others have superseded."""
-        tables = (read_parsed(self.store, path, job_table.from_parquet) for path in job_table.paths(self.store))
+        tables = (self._table(path, job_table.from_parquet) for path in job_table.paths(self.store))
         return {record.job_id: record for table in tables for record in table or []}
+
+    def _table(self, path: str, parse: _ParseTable[Table]) -> Table | None:
+        """A table of jobs; None where it is absent. Raises `RunError` for a damaged one, and another run's."""
+        return read_parsed(self.store, path, partial(parse, run_id=self._run_id))
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
@@ -110,12 +125,12 @@ class Run:
 
     def lineages(self) -> list[list[str]]:
         """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
-        tables = (read_parsed(self.store, path, job_table.job_ids) for path in job_table.paths(self.store))
+        tables = (self._table(path, job_table.job_ids) for path in job_table.paths(self.store))
         return lineages(pair for table in tables for pair in table or [])
 
     def custom_ids(self) -> set[str]:
         """The names of all lines that have jobs, without their prompts."""
-        tables = (read_parsed(self.store, path, job_table.custom_ids) for path in job_table.paths(self.store))
+        tables = (self._table(path, job_table.custom_ids) for path in job_table.paths(self.store))
         return {name for table in tables for name in table or []}
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:

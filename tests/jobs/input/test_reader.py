@@ -244,4 +244,4 @@ def test_a_good_line_is_the_same_jobs_in_both_forms_and_they_come_back_from_a_ru
     jobs = short.jobs([OPEN_LIMIT] * num_prompts)
     assert len({job.job_id("m") for job in jobs}) == len(jobs) == num_prompts * fields["n"]
     records = [JobRecord(job.job_id("m"), job, 1, 3) for job in jobs]
-    assert job_table.from_parquet(job_table.to_parquet(records)) == records
+    assert job_table.from_parquet(job_table.to_parquet(records, "run-1"), "run-1") == records
