@@ -45,6 +45,6 @@ def test_what_is_shared_is_what_a_look_at_all_pairs_finds(prompts: list[list[str
 def test_keys_lie_in_the_table_of_jobs_and_older_tables_have_none() -> None:
     job = Job(custom_id="a", url="/v1/completions", prompt="x", sampling=SamplingParams(max_tokens=1, seed=1))
     records = [JobRecord("a", job, 1, 640, prompt_keys=prompt_keys(BOOK)), JobRecord("b", job, 2, 5)]
-    assert from_parquet(to_parquet(records)) == records
-    assert from_parquet(to_parquet(records[1:])) == records[1:]
+    assert from_parquet(to_parquet(records, "run-1")) == records
+    assert from_parquet(to_parquet(records[1:], "run-1")) == records[1:]
     assert shared_prompts([b"", b""]) == [NOT_SHARED] * 2
