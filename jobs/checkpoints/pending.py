@@ -1,4 +1,4 @@
-"""What of one running job is still to be written, file by file."""
+"""The files of one running job that are still to be written."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class PendingCheckpoint:
         self.is_manifest_due = True
 
     def take_tokens(self) -> WriteFile:
-        """What writes the token log, which then waits no longer; call it while there is one.
+        """Take the token log from those that wait, and return a function that writes it. Call it while a log waits.
 
-        Log-probabilities come in front of it: a log is worth as much as it has of them.
+        The function writes the log-probabilities first: a log is worth as much as it has of them.
         """
         log, self.log = self.log, None
         logprobs, self.logprobs = self.logprobs, None
@@ -95,13 +95,13 @@ class PendingCheckpoint:
         return partial(self._write_tokens, log, logprobs)
 
     def take_timeline(self) -> WriteFile:
-        """What writes the timeline, which then waits no longer; call it while there is one."""
+        """Take the timeline from those that wait, and return a function that writes it. Call it while one waits."""
         timeline, self.timeline = self.timeline, None
         assert timeline is not None
         return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
 
     def take_state(self, max_positions: int) -> WriteFile:
-        """What writes the next file of the state; call it while `has_state`, run one before taking the next."""
+        """Return a function that writes the next file of the state. Call it while `has_state`, and run it first."""
         if self.is_manifest_due:
             return self._write_manifest
         start = self.num_written_positions

@@ -33,7 +33,7 @@ class Rewind(NamedTuple):
 
 
 class TokenLog(NamedTuple):
-    """What a job has generated: `token_ids` [num_tokens] as they stand, and all rewinds so far, oldest first."""
+    """The output of a job so far: `token_ids` [num_tokens] as they stand, and all rewinds, oldest first."""
 
     token_ids: TokenIds
     rewinds: tuple[Rewind, ...] = ()
@@ -44,7 +44,7 @@ class TokenLog(NamedTuple):
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:
-        """What the job had when it last had these first tokens, and no more: of rewinds to behind them, none."""
+        """The log as it was when the job last had these first tokens and no more, without rewinds to behind them."""
         if num_tokens >= len(self.token_ids):
             return self
         numbers = (number for number, rewind in enumerate(self.rewinds, 1) if rewind.num_kept <= num_tokens)

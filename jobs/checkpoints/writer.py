@@ -86,9 +86,9 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def rewind(self, job_id: str, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """As `put_tokens`, for one rewind more: of the state, what is not in front of `num_positions` is dropped.
+        """Put a log with one more rewind, as `put_tokens` does, and drop the state from `num_positions` on.
 
-        When this returns nothing reads those positions of the job's source any more.
+        When this returns, nothing reads those positions of the job's source any more.
         """
         with self._changed:
             job = self._opened(job_id)

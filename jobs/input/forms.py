@@ -48,7 +48,7 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
 
 
 def logprobs_of(value: object) -> int | bool | None:
-    """What `logprobs` may be in any form: a number in a completion, true or false in a chat. Raises FieldError."""
+    """Check `logprobs`, in any form of line: a number in a completion, true or false in a chat. Raises FieldError."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
@@ -63,7 +63,7 @@ TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
 class LineFields(SamplingParams):
-    """What every kind of line may say. The run decides the model, so `model` is read and not used."""
+    """The fields that every kind of line may have. The run decides the model, so `model` is read and not used."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be left open
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -109,7 +109,7 @@ class LineFields(SamplingParams):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text must be, whichever field says it."""
+        """The structure that the text must have, whichever field says it."""
         return self.structured_outputs if self.response_format is None else self.response_format
 
     @property
@@ -121,7 +121,7 @@ class LineFields(SamplingParams):
 
 
 def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
-    """How many of the likeliest tokens a line asks for beside each drawn one; None where it asks for nothing of it.
+    """The number of likeliest tokens that a line asks for beside each drawn one; None for no log-probabilities.
 
     Raises FieldError where a chat asks as a completion does, or the other way round.
     """
@@ -140,7 +140,7 @@ def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
 
 
 class ChatFields(Strict):
-    """What a chat template is told beside the messages."""
+    """The options that a chat template gets beside the messages."""
 
     chat_template_kwargs: TemplateKwargs = Field(default={})
     reasoning_effort: Utf8 | None = None

@@ -1,4 +1,4 @@
-"""What a good line asks for: a job, but for what its prompt's length decides."""
+"""The job that a good line asks for, without what depends on its prompt's length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JobLine:
 
     @property
     def url(self) -> JobUrl:
-        """What it would be sent to."""
+        """The endpoint that the line would be sent to."""
         return COMPLETIONS if self.messages is None else CHAT
 
     def jobs(self, max_tokens: Sequence[int], loop_guard: RepetitionDetection | None = None) -> list[Job]:

@@ -1,4 +1,4 @@
-"""What a run may compute in, on and with. Light: the command line shows them."""
+"""The names that a run's dtype, device, kernels and other such options take. Light: the command line shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run.json`, `progress.json` and `drivers/*.json` hold."""
+"""The contents of `run.json`, `progress.json` and `drivers/*.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
 
 class ProcessKey(Frozen):
-    """What tells a process from all others with its number: `start_ticks` is when it began, since its system did."""
+    """Tells a process from others with its number; `start_ticks` is when it began, counted from its system's start."""
 
     boot_id: str
     pid_namespace: str
@@ -28,7 +28,7 @@ class ProcessKey(Frozen):
 
 
 class RunManifest(Frozen):
-    """How a run computes: all that decides its bytes. `created` is in seconds since the epoch."""
+    """The settings of a run that decide its bytes. `created` is in seconds since the epoch."""
 
     version: int = RUN_VERSION
     run_id: str
@@ -124,7 +124,7 @@ class Progress(Frozen):
 
 
 class DriverClaim(Frozen):
-    """Who took the run over: the driver with the newest claim holds the run. `started` in seconds since the epoch."""
+    """A driver's claim on the run: the driver with the newest claim holds it. `started` in seconds since the epoch."""
 
     version: Literal[1] = 1
     host: str

@@ -78,7 +78,7 @@ class Shards:
                 yield SizedLine(line, sum(num_bytes))
 
     def _failures(self, failed: set[str]) -> dict[str, Failure]:
-        """Why jobs failed, of those whose errors can be read."""
+        """The reasons why jobs failed, for those whose errors can be read."""
         job_ids = sorted(failed)
         lines = zip(job_ids, self._run.error_lines(job_ids), strict=True)
         return {

@@ -114,7 +114,7 @@ class ObjectFolder:
 
 
 def _rest_of(source: BinaryIO) -> bytes | memoryview:
-    """What is left of a file, mapped into memory; of anything else read."""
+    """The rest of a file, mapped into memory; anything else is read."""
     try:
         descriptor, start = source.fileno(), source.tell()
     except UnsupportedOperation:

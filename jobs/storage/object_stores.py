@@ -1,4 +1,4 @@
-"""How to reach an object store: what its URI and the environment say, with pyarrow's own patience cut short."""
+"""The connection to an object store: what its URI and the environment say, with pyarrow's own patience cut short."""
 
 from __future__ import annotations
 
