@@ -1,4 +1,4 @@
-"""What an embedded Ray leaves outside of this process: a folder, and processes. Both end with the run.
+"""The folder and the processes that an embedded Ray leaves outside of this process. Both end with the run.
 
 Its processes are in sessions of their own, so that Ctrl-C, a closed terminal or a signal to the process group reach the
 driver alone: workers are needed to write their checkpoints. Should the driver die, the kernel ends them.

@@ -1,4 +1,4 @@
-"""What the driver counts at every beat: jobs and workers by state, and the time that workers were held."""
+"""Counts jobs and workers by state, and the time that workers were held, at every beat of the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a driver share."""
+"""The state that the parts of a driver share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker gets which job, and at the end of a run, which worker hands one over to an idle one."""
+"""Gives jobs to workers, and at the end of a run has a worker hand one over to an idle one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Dispatcher:
                 self._fleet.work(worker, replace(worker.orders, assignments=assignments), SLICE_SECONDS)
 
     def order_move(self, now: float) -> None:
-        """Where nothing waits any more, let a worker with several jobs hand one over to a worker without any."""
+        """Let a worker with several jobs hand one over to a worker without any, once no job waits any more."""
         counts = self._queue.counts()
         if counts["pending"] or not counts["running"]:
             return

@@ -87,7 +87,7 @@ class Driver:
         return state
 
     def _is_to_stop(self) -> bool:
-        """Whether a user or a limit wants the run to end; a user's wish comes first."""
+        """Return whether a user or a limit wants the run to end; a user's wish comes first."""
         if not self._is_stopping:
             self.reached_limit = self._context.limits.reached(self._context.spent, time.time())
         return self._is_stopping or self.reached_limit is not None

@@ -139,7 +139,7 @@ class Fleet:
         self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
-        """What has happened, after at most `seconds`."""
+        """Wait at most `seconds`, and return the events since."""
         calls = {worker.call: worker for worker in self.workers if worker.call is not None}
         if not calls:
             return []

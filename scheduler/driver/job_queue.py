@@ -1,4 +1,4 @@
-"""Which job runs next, who has it, and when it has had its chances. Plain bookkeeping, no Ray and no files."""
+"""The queue of jobs: which runs next, who has it, when it is given up. Plain bookkeeping, no Ray and no files."""
 
 from __future__ import annotations
 

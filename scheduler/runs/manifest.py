@@ -1,4 +1,4 @@
-"""What belongs to a run and stays the same over all its attempts: model, engine, numerics, seed."""
+"""The settings of a run that stay the same over all its attempts: model, engine, numerics, seed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
 
 
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
-    """What the run computes with; engine and folders may be others than those it was made with."""
+    """The computation of the run; engine and folders may be others than those it was made with."""
     computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
     return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
 
