@@ -95,7 +95,7 @@ def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
 
 
 def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
-    """Why a batch without a driver ends now; None while there is something to run, be it to name its lines."""
+    """The reason why a batch without a driver ends now; None while something is to run, be it to name its lines."""
     read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, also before all lines are in the run
     if batch.cancellation is not None:
         return "cancelled"
@@ -115,7 +115,7 @@ def _end_state(batch: Batch, delivered: Delivered) -> EndState:
 
 
 def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
-    """Of an input that could not be read, or not in time."""
+    """The end of a batch whose input could not be read, or not in time."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
     found = problem or "the input file could not be read in time"

@@ -22,7 +22,7 @@ class Files:
     """The files below `files/`. Every method raises StoreError when the storage fails."""
 
     def __init__(self, store: Store) -> None:
-        """What is there; what was left by an upload that a kill cut off goes away."""
+        """Read the files; what an upload that a kill cut off has left is deleted."""
         self._store = store
         names = [name for name in store.list(FILES) if is_file_id(name)]
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -63,7 +63,7 @@ class Files:
     def page(
         self, owner: str | None, after: str | None, limit: int, order: Order, purpose: str | None
     ) -> tuple[list[FileRecord], bool]:
-        """As `Catalogue.page`, of one purpose or of all."""
+        """The page that `Catalogue.page` returns, of one purpose or of all."""
         return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
 
     def content(self, record: FileRecord) -> Generator[bytes, None, None]:
@@ -86,7 +86,7 @@ class Files:
             raise RefusedError(f"{record.id} is damaged: {problem}", 410, code="damaged_file")
 
     def uri(self, file_id: str) -> str:
-        """Where the bytes are, for another process."""
+        """The place of the bytes, for another process."""
         return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
 
     def delete(self, record: FileRecord) -> None:

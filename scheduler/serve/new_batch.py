@@ -1,4 +1,4 @@
-"""What clients ask for with a new batch, checked."""
+"""The checked body of a request for a new batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NewBatch(Strict):
 
     @property
     def seconds(self) -> int:
-        """How long it may take. Raises RefusedError."""
+        """The time that the batch may take, in seconds. Raises RefusedError."""
         return window_seconds(self.completion_window)
 
     @field_validator("metadata", mode="before")

@@ -32,7 +32,7 @@ class DialledConnection(http.client.HTTPConnection):
 
 
 class DialledEncryptedConnection(http.client.HTTPSConnection, DialledConnection):
-    """As it, and the certificate has to be the host's: `HTTPSConnection.connect` calls the one above first."""
+    """A `DialledConnection` with the host's certificate: `HTTPSConnection.connect` calls its `connect` first."""
 
 
 class PostError(Exception):

@@ -91,7 +91,7 @@ class Sender:
         post(self._receiver, message, max(0.1, min(TRY_SECONDS, left)))
 
     def _is_over(self, message: WebhookMessage, state: RetryCallState) -> bool:
-        """Whether a message that was not taken is given up."""
+        """Return whether a message that was not taken is given up."""
         if self._is_ending.is_set():
             return message is not self._last or time.monotonic() >= self._end_by
         return (state.seconds_since_start or 0.0) >= MESSAGE_SECONDS

@@ -57,7 +57,7 @@ class DriverProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether it is no more, and what it said was read."""
+        """Return whether the process is no more, and what it said was read."""
         if self._process.poll() is None:
             return False
         for reader in self._readers:
@@ -66,18 +66,18 @@ class DriverProcess:
 
     @property
     def found_bad_input(self) -> bool:
-        """Whether it has ended because the input file as a whole can't be read."""
+        """True if the process has ended because the input file as a whole can't be read."""
         return self._process.returncode == BAD_INPUT
 
     def ask_to_end(self) -> None:
-        """In good order, with all checkpoints written."""
+        """Ask the driver to end in good order, with all checkpoints written."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait for the process to end, at most `seconds`. Return whether it has."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self._process.poll() is not None

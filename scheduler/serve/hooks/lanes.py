@@ -18,7 +18,7 @@ Item = tuple[Batch, Target]
 
 @dataclass
 class Lane:
-    """What waits for one host; `not_before` in `time.monotonic()` seconds."""
+    """The messages that wait for one host; `not_before` in `time.monotonic()` seconds."""
 
     items: deque[Item] = field(default_factory=deque)
     is_busy: bool = False

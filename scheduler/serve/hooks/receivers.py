@@ -62,7 +62,7 @@ class Receivers:
 
 
 def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
-    """Whether a host that is an address may be reached; of a name that shows when it is posted to."""
+    """Return whether a host that is an address may be reached; for a name that shows only when it is posted to."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

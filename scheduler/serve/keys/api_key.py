@@ -25,7 +25,7 @@ class KeyLineError(UserError):
 
 
 class Rights(Frozen):
-    """What a key may do; None is no limit."""
+    """The rights of a key; None is no limit."""
 
     max_running: Count | None = None  # batches at once
     max_unfinished: Count | None = None  # batches, those that wait included

@@ -29,7 +29,7 @@ NUM_TEXTS, LAST_TOKENS = 12, 120  # of running jobs: how many are shown, and how
 
 @dataclass(frozen=True)
 class RunView:
-    """What a batch's run says of its jobs. `unread` says why, where something of it can't be read just now."""
+    """The jobs of a batch's run. `unread` says why something of it can't be read just now."""
 
     jobs: JobPage | None = None
     problems: tuple[Problem, ...] = ()

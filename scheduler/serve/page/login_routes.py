@@ -1,4 +1,4 @@
-"""Who has a key logs in with it, and out again."""
+"""Logs in visitors who have a key, and out again."""
 
 from __future__ import annotations
 

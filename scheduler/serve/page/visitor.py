@@ -1,4 +1,4 @@
-"""Who looks at the page: nobody in particular where there are no keys, else who has logged in with one."""
+"""The visitor of the page: nobody in particular if there are no keys, else who has logged in with one."""
 
 from __future__ import annotations
 
