@@ -13,14 +13,14 @@ from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 
 Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]
-"""A text that can be written: without any bound pydantic takes halves of characters, too."""
+"""A text that can be written: a plain `str` of pydantic takes halves of characters, too."""
 
-# of a message; where they hold something, a plain text would leave out what was said
+# fields of a message; if one of them holds something, a plain text would leave out what was said
 TEXTLESS = (
     *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
     *("refusal", "reasoning", "reasoning_content"),
 )
-# what renders a template takes these for itself, or they are told in fields of their own
+# variables that the renderer of a template takes for itself, or that fields of their own set
 NOT_KWARGS = frozenset(
     [
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),

@@ -21,7 +21,7 @@ class TokenLogprobs:
 
     @classmethod
     def empty(cls, num_tokens: int, num_top: int) -> TokenLogprobs:
-        """Room for so many tokens."""
+        """Make room for the log-probabilities of `num_tokens` tokens, without values yet."""
         ids, values = np.empty((num_tokens, num_top), np.int32), np.empty((num_tokens, num_top), np.float32)
         return cls(np.empty(num_tokens, np.float32), ids, values)
 

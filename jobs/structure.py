@@ -20,7 +20,7 @@ FORMATS = ("text", "json_object", "json_schema")
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
-# of vLLM's `structured_outputs`, each with the values that ask for nothing
+# options of vLLM's `structured_outputs`, each with the values that ask for nothing
 OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
     "structural_tag": (None,),
     "whitespace_pattern": (None,),

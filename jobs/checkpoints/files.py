@@ -15,7 +15,7 @@ from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.input.reasons import reasons, shown
 
 VERSION: Final = 3
-VERSION_OF_NOBODY: Final = 2  # of older runs: such a file does not say whose it is
+VERSION_OF_NOBODY: Final = 2  # the version of older runs: such a file does not say whose it is
 SEAL = b',"checksum":"'
 
 

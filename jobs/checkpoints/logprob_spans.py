@@ -23,7 +23,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 
 MAGIC = b"SWLOGPRB"
 VERSION = 2
-VERSION_OF_NOBODY = 1  # of older runs
+VERSION_OF_NOBODY = 1  # the version of older runs
 HEADER = struct.Struct("<8sIIII32s")  # magic, version, first token, tokens, likeliest, SHA-256 of tokens in front
 CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
 
@@ -117,7 +117,7 @@ class WrittenSpans:
         self.files = [entry for entry in self.files if entry[0] < start] + [(start, num_tokens, name)]
 
     def rewind(self, num_tokens: int) -> None:
-        """Only the first tokens stay: what files have of them is as good as before."""
+        """Keep the first `num_tokens` only: the log-probabilities that files have of them are as good as before."""
         self.num_before = min(self.num_before, num_tokens)
         self.files = [(first, min(end, num_tokens), name) for first, end, name in self.files if first < num_tokens]
 

@@ -49,7 +49,7 @@ class PendingCheckpoint:
     engine: str
     source: KVSource | None
     segments: list[SegmentEntry]
-    num_rewinds: int = 0  # of what is written from now on
+    num_rewinds: int = 0  # the rewinds before what is written from now on
     log: TokenLog | None = None
     logprobs: TokenLogprobs | None = None  # of the log's tokens; None where the job asks for none
     written: WrittenSpans = field(default_factory=WrittenSpans)  # of log-probabilities

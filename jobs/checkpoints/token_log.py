@@ -19,7 +19,7 @@ TokenIds = NDArray[np.uint32]
 
 MAGIC = b"SWTOKENS"
 VERSION: Final = 3
-VERSION_OF_NOBODY, VERSION_WITH_REWINDS = 1, 2  # of older runs
+VERSION_OF_NOBODY, VERSION_WITH_REWINDS = 1, 2  # the versions of older runs
 HEADER = struct.Struct("<8sIII")  # magic, version, number of tokens, CRC-32 of what follows
 NUM_REWINDS = struct.Struct("<I")
 REWIND = struct.Struct("<II")

@@ -71,7 +71,7 @@ class LineFields(SamplingParams):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as in vLLM
-    logprobs: Logprobs = None  # what each form takes: `asked_logprobs`
+    logprobs: Logprobs = None  # `asked_logprobs` says what each form takes
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: Structure | None = None
 
@@ -165,7 +165,7 @@ class ChatFields(Strict):
 
     @property
     def template(self) -> TemplateOptions | None:
-        """None where the template is told nothing."""
+        """The options of the chat template; None if they are the defaults."""
         effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         prompted = self.add_generation_prompt
         options = TemplateOptions(

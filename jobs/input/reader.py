@@ -60,7 +60,7 @@ class JobReader:
     is_for_many: bool = False  # files: then places are named with theirs
     jobs: list[tuple[int, JobLine]] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
-    _files: list[tuple[int, str]] = field(default_factory=list)  # how many lines are before each, and its name
+    _files: list[tuple[int, str]] = field(default_factory=list)  # number of lines before each file, and its name
     _num_lines: int = 0
     _first_lines: dict[str, int] = field(default_factory=dict)
 

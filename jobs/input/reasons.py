@@ -49,7 +49,7 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     texts: list[str] = []
     for details in error.errors()[:MAX_REASONS]:
         reason, _, known = _reason(details, model, prefix).partition(KNOWN)
-        is_said = any(text.endswith(KNOWN + known) for text in texts)  # what is known is a long list
+        is_said = any(text.endswith(KNOWN + known) for text in texts)  # the list of known values is long: say it once
         texts.append(reason if is_said or not known else reason + KNOWN + known)
     if error.error_count() > MAX_REASONS:
         texts.append(f"and {error.error_count() - MAX_REASONS} more")

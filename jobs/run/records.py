@@ -42,13 +42,13 @@ class RunManifest(Frozen):
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype
     device: Device
-    attention: AttentionName = "triton"  # as all runs had it before there was a choice
+    attention: AttentionName = "triton"  # the kernels of all runs before there was a choice
     linear: LinearName = "cublas"
     num_threads: int = Field(ge=1)
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
-    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: they are not looked for
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the log-probabilities are of that jobs ask for
+    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: loops are not looked for
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
     thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
     versions: dict[str, str]
     exactness: Exactness

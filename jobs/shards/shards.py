@@ -49,7 +49,7 @@ class Shards:
 
     @classmethod
     def of(cls, run: Run, epoch: int, check: Callable[[], None]) -> Self | None:
-        """None where the run was not asked for shards."""
+        """The shards of a run; None if it was not asked for any."""
         settings = shard_settings(run.store)
         return None if settings is None else cls(run, settings, epoch, check)
 

@@ -27,7 +27,7 @@ MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
 URGENCY = {"failed": 0, "finished": 2}
-PATH_CHARACTERS = b"/"  # that stay as they are in a link
+PATH_CHARACTERS = b"/"  # characters that stay as they are in a link
 
 
 def render(facts: RunFacts, store: Store, folder: str | None) -> str:

@@ -20,7 +20,7 @@ class ChaosReport(Frozen):
     num_planned_kills: int
     kills: tuple[Kill, ...]
     num_recomputed_tokens: int
-    tokens_per_checkpoint: int  # that the whole run generates between two checkpoints
+    tokens_per_checkpoint: int  # of the whole run, between two checkpoints
     resumes: dict[str, int]  # by kind
     undisturbed_seconds: float
     disturbed_seconds: float

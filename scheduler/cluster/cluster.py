@@ -173,7 +173,7 @@ def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | N
     ended = threading.Event()
     ended.set()
     try:
-        call_interruptibly(ray.shutdown, ended)  # which has SIGTERM kill the process from then on
+        call_interruptibly(ray.shutdown, ended)  # from then on SIGTERM kills the process
     except KeyboardInterrupt:
         _end_without_ray(INTERRUPTED)
         raise

@@ -24,7 +24,7 @@ from swiftbatch.scheduler.process import interruption
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
 LOOK_SECONDS = 0.05
-KEPT_SECONDS = 86_400.0  # that logs stay for which nobody is there to remove them
+KEPT_SECONDS = 86_400.0  # the time for which logs stay that nobody removes
 LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
 USUAL_PLACE = "/tmp"
 

@@ -13,7 +13,7 @@ from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.worker.session.work import Assignment
 
-SLICE_SECONDS = 0.5  # of work between two reports
+SLICE_SECONDS = 0.5  # the work of a worker between two reports
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
 

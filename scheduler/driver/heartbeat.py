@@ -12,12 +12,12 @@ from swiftbatch.scheduler.driver.backlog import count_jobs, num_completion_token
 from swiftbatch.scheduler.process.identity import is_gone
 
 BEAT_SECONDS = 1.0
-BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time
+BEAT_SECONDS_OBJECT_STORE = 5.0  # a store where each beat costs money and time
 STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
 STALE_SECONDS_OBJECT_STORE = 30.0
 
-AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # of a beat
-KEPT = (  # of the beat of a driver that is no more
+AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # fields of a beat
+KEPT = (  # fields of the beat of a driver that is no more
     *("driver_host", "driver_pid", "driver_process", "epoch", "started", "updated"),
     *("running", "num_generated_tokens", "num_total_tokens", "worker_seconds", "reached_limit", "num_rejects"),
 )

@@ -20,7 +20,7 @@ from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
 from swiftbatch.scheduler.driver.takeover import Epoch
 
-KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # of the last driver's beat
+KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
 
 
 class Hold:

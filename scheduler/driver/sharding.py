@@ -22,7 +22,7 @@ class Sharding:
     """
 
     def __init__(self, run: Run, epoch: Epoch, display: Display) -> None:
-        self._run = Run(run.store, run.manifest)  # what damage it meets, it notes in another thread
+        self._run = Run(run.store, run.manifest)  # a run of its own: it notes damaged files in another thread
         self._epoch, self._display = epoch, display
         self._settings = shard_settings(run.store)
         self._shards: Shards | None = None

@@ -66,7 +66,7 @@ class Epoch:
     def check(self) -> None:
         """Raise RunTakenError if another driver has taken the run since, or its folder has gone."""
         newest = _newest(self.run)
-        if newest < self.number:  # what is written from now on would make another folder
+        if newest < self.number:  # a write from now on would make another folder
             raise RunTakenError(
                 f"the run at {self.run.store.shown_uri} is no longer there: {_path(self.number)} has gone with its "
                 "folder; this driver stops; where the folder was moved, go on with `swiftbatch resume` there"

@@ -25,7 +25,7 @@ class UnfinishedJob:
     num_strikes: int = 0  # attempts lost in a row without progress
     runs_alone: bool = False
     not_before: float = 0.0
-    worker_id: str = ""  # who has it, or had it last
+    worker_id: str = ""  # the worker that has it, or had it last
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
 
     @property

@@ -17,7 +17,7 @@ class Spending:
     """The tokens and worker time that a run has used, over all its drivers and all attempts at its jobs."""
 
     num_tokens: int = 0  # generated, those that were lost and generated once more included
-    worker_seconds: float = 0.0  # that started workers were held
+    worker_seconds: float = 0.0  # the time that started workers were held
 
     @classmethod
     def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:

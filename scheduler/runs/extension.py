@@ -75,7 +75,7 @@ def extend_jobs(
     hold.epoch.check()
     run.add_jobs(found.records)
     checkpoints = CheckpointStore.of(run)
-    for longer in found.records:  # which has it all
+    for longer in found.records:  # a longer job has all that the superseded one had
         assert longer.supersedes is not None
         kept.delete(longer.supersedes)
         checkpoints.clear(longer.supersedes)

@@ -42,8 +42,8 @@ class Outcome:
 
     state: RunState
     jobs: dict[str, int]
-    num_tokens: int  # that its jobs have
-    reached_limit: str | None = None  # why it is unfinished, as a text for people
+    num_tokens: int  # the tokens that its jobs have
+    reached_limit: str | None = None  # the reason why it is unfinished, for people
 
     @property
     def num_without_result(self) -> int:

@@ -90,7 +90,7 @@ class BatchLines:
 
 
 def lines_of(store: Store) -> BatchLines | None:
-    """None until all lines were read and checked."""
+    """The counts of a batch's lines; None until all were read and checked."""
     if not is_submitted(store):
         return None
     run = Run.open(store.uri)

@@ -160,7 +160,7 @@ class Batches:
 
 def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Cancellation | None:
     """The cancellation of a batch, if any; one that is damaged counts all the same."""
-    read = read_record if ended is None else read_model  # of thousands that have ended, no folder is looked into
+    read = read_record if ended is None else read_model  # thousands may have ended: their folders are not looked into
     try:
         return read(store, CANCEL, Cancellation)
     except DamagedError as error:

@@ -24,7 +24,7 @@ from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.records import BATCHES, Counts, Ended, EndState, LineProblem
 
-MOST_PROBLEMS = 100  # that are shown; all rejects are in the error file of a batch that ran
+MOST_PROBLEMS = 100  # problems that are shown; the error file of a batch that ran has all rejects
 
 Reason = Literal["finished", "cancelled", "expired"]
 

@@ -15,7 +15,7 @@ from swiftbatch.jobs.storage.store import Store
 if TYPE_CHECKING:
     from swiftbatch.worker.model.text import TextCodec
 
-NUM_KNOWN_RUNS = 8  # whose names stay in memory: pages and clients ask again and again
+NUM_KNOWN_RUNS = 8  # runs whose names stay in memory: pages and clients ask again and again
 
 
 def partial_texts(run: Run, running: Container[str], last_tokens: int | None = None) -> list[dict[str, Any]]:

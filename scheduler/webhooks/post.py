@@ -16,7 +16,7 @@ AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken la
 
 
 Dial = Callable[[str, int, float], socket.socket]
-"""A connection to a host's port, within so many seconds."""
+"""Opens a connection to a host's port, within so many seconds."""
 
 
 class DialledConnection(http.client.HTTPConnection):

@@ -73,7 +73,7 @@ class Sender:
                 tries(self._try, message)
             except PostError as error:
                 self._lose(str(error))
-            except Exception as error:  # what nobody thought of must not be silence
+            except Exception as error:  # an error that nobody foresaw must not be silence
                 self._lose(type(error).__name__)
         self._has_ended.set()
 

@@ -63,7 +63,7 @@ class Gate:
             return None
         if scope["path"] in OPEN_PATHS:
             return None
-        if is_of_page(scope["path"]):  # which asks for a login itself
+        if is_of_page(scope["path"]):  # the page asks for a login itself
             return self._sessions.owner(HTTPConnection(scope).cookies, self._keyring)
         key = _key(self._keyring, headers)
         if scope["path"] in METRICS_PATHS and not key.rights.metrics:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-OF_THE_USER = ("same-origin", "none")  # what browsers say of a request that no other site has made
+OF_THE_USER = ("same-origin", "none")  # browsers' words for a request that no other site has made
 
 
 def is_loopback(host: str) -> bool:

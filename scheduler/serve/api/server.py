@@ -57,7 +57,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
-        log_level="error",  # what clients do wrong is theirs to read
+        log_level="error",  # errors of clients are theirs to read
         access_log=False,
         lifespan="off",
         server_header=False,

@@ -25,7 +25,7 @@ class Course:
     is_asked_to_cancel: bool = False
     num_failures: int = 0  # in a row
     not_before: float = 0.0  # in `time.monotonic()` seconds
-    problem: str = ""  # why the last try did not bring it to its end
+    problem: str = ""  # the reason why the last try did not bring it to its end
     usage: Usage | None = None
 
     def begin(self, driver: DriverProcess) -> None:

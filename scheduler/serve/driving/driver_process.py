@@ -19,13 +19,13 @@ from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.parent import BAD_INPUT
 
-MAX_EVENTS = 1000  # that are kept for who looks later
+MAX_EVENTS = 1000  # events that are kept for those who look later
 MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it
 READ_SECONDS = 0.5  # for its last words: what it started may hold the streams open for longer
 ERROR_PREFIX = "swiftbatch: "
 
 Told = tuple[int, str, str]
-"""A number that counts on, the event's kind, and the event as JSON."""
+"""The number of an event, which counts on, its kind, and the event as JSON."""
 
 
 class DriverProcess:
@@ -36,7 +36,7 @@ class DriverProcess:
         self.events: deque[Told] = deque(maxlen=MAX_EVENTS)
         self.metrics_address: str | None = None
         self.has_begun = False  # its jobs; before that it starts Ray
-        self.num_total_tokens = 0  # as `Progress` has it, of all drivers of the run
+        self.num_total_tokens = 0  # the number in `Progress`, of all drivers of the run
         self.problem = ""  # the last line that it said of an error
         self._number = first_number
         self._log = _log_of(run)

@@ -14,7 +14,7 @@ from swiftbatch.scheduler.serve.keys.api_key import Rights
 
 DAY = 86400.0
 HALF_LIFE = 3600.0  # in which tokens come to weigh half as much between owners
-BEGUN_TOKENS = 10_000  # that a running batch weighs at least: else who had none yet would begin many at once
+BEGUN_TOKENS = 10_000  # the least weight of a running batch: else an owner who had none yet would begin many at once
 
 
 @dataclass(frozen=True)

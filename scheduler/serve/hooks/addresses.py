@@ -7,7 +7,7 @@ import socket
 from typing import Literal
 
 Reach = Literal["public", "private", "loopback", "forbidden"]
-"""`forbidden` are link-local ones (where clouds have their secrets), multicast, unspecified, reserved and tunnels."""
+"""`forbidden`: link-local (where clouds have their secrets), multicast, unspecified, reserved, and tunnels."""
 
 TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")))
 

@@ -111,7 +111,7 @@ class Hooks:
             self._receivers.post(self._receivers.of(batch, target), target, message_of(batch), TRY_SECONDS)
         except (PostError, ReceiverError) as error:
             return str(error)
-        except Exception as error:  # what nobody thought of must not end the lane
+        except Exception as error:  # an error that nobody foresaw must not end the lane
             return type(error).__name__
         return None
 

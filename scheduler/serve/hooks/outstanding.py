@@ -15,7 +15,7 @@ from swiftbatch.scheduler.serve.ids import is_batch_id
 WEBHOOKS, SUFFIX = "webhooks", ".json"
 
 Target = Literal["server", "batch"]
-"""Whose address: that of `--webhook`, or the one that the batch came with."""
+"""The address of `--webhook` ("server"), or the one that the batch came with ("batch")."""
 
 
 class Outstanding(Frozen):

@@ -30,7 +30,7 @@ class Rights(Frozen):
     max_running: Count | None = None  # batches at once
     max_unfinished: Count | None = None  # batches, those that wait included
     max_tokens_per_day: Count | None = None  # generated within 24 hours, beyond which no further batch begins
-    metrics: bool = False  # whether it reads /metrics and /sd, which tell of all keys' batches
+    metrics: bool = False  # True if it reads /metrics and /sd, which tell of all keys' batches
 
 
 class ApiKey(Frozen):

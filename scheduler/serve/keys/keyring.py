@@ -14,7 +14,7 @@ from swiftbatch.scheduler.serve.keys.api_key import ApiKey, KeyLineError, Rights
 LOOK_SECONDS = 1.0  # between two looks at whether the file has changed
 
 Signature = tuple[int, ...]
-"""What changes with the file."""
+"""The file's modification time, size and inode, which change with the file."""
 
 
 class KeyFileError(UserError):
@@ -91,7 +91,7 @@ class Keyring:
 
 
 def _signature(path: str) -> Signature:
-    """Empty where there is no file."""
+    """The signature of a file, empty if there is none."""
     try:
         found = os.stat(path)
     except OSError:

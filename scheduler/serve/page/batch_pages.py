@@ -22,9 +22,9 @@ from swiftbatch.scheduler.serve.service import Service
 
 SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
 NUM_BATCHES = 50  # of a page
-REFRESH_SECONDS = 2  # where the figures change
-REFRESH_SECONDS_OBJECT_STORE = 10  # where each look costs money
-NUM_TEXTS, LAST_TOKENS = 12, 120  # of running jobs: how many are shown, and how much of each
+REFRESH_SECONDS = 2  # if the figures change
+REFRESH_SECONDS_OBJECT_STORE = 10  # if each look costs money
+NUM_TEXTS, LAST_TOKENS = 12, 120  # texts of running jobs on a page, and tokens of each
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from swiftbatch.scheduler.serve.partial import names_of
 
 NUM_JOBS = 50  # of a page
 NUM_PROBLEMS = 100
-NUM_KNOWN_JOBS = 5000  # that have finished, so that their texts are not read again at each look
+NUM_KNOWN_JOBS = 5000  # finished jobs whose texts are kept: they are not read again at each look
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
     try:
         return str(batch_routes.create(service, visitor.name, body)["id"])
     except UserError:
-        with suppress(StoreError):  # what may be away now: then the file stays in the list
+        with suppress(StoreError):  # the store may be away now: then the file stays in the list
             service.delete_file(record)
         raise
 

@@ -17,7 +17,7 @@ STALE_FORM = "this form was not sent by this page, or is older than the session:
 
 
 class LoginNeededError(Exception):
-    """There are keys, and nobody has logged in with one."""
+    """Raised for a visitor who has not logged in, if there are keys."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def sessions_of(request: Request) -> Sessions:
 
 
 async def visitor_of(request: Request, owner: Owner) -> Visitor:
-    """Whoever it is, as the gate has found; a browser without a session gets one with the answer."""
+    """The visitor, as the gate has found; a browser without a session gets one with the answer."""
     session_id = request.cookies.get(COOKIE, "")
     if not is_session_id(session_id):
         session_id = request.state.new_session_id = new_session_id()
