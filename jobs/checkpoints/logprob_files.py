@@ -26,7 +26,7 @@ class LogprobFiles:
     def write(
         self, folder: str, written: WrittenSpans, log: TokenLog, logprobs: TokenLogprobs, identity: Identity
     ) -> int:
-        """Write what of a log's tokens is not `written` yet; `logprobs` are of all. Returns bytes written."""
+        """Write the log-probabilities not `written` yet; `logprobs` are of all tokens. Returns bytes written."""
         num_tokens = len(log.token_ids)
         if num_tokens <= written.end:
             return 0

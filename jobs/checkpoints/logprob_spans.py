@@ -46,7 +46,7 @@ class LogprobSpan(NamedTuple):
 
 
 def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity, start: int = 0) -> bytes:
-    """The bytes of what a job's output has from `start` on: both are of all its tokens."""
+    """Encode the tokens of a job's output and their log-probabilities from `start` on; both are of all its tokens."""
     part = logprobs.part(start, len(token_ids))
     arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
     types = ("<u4", "<f4", "<i4", "<f4")

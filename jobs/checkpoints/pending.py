@@ -76,7 +76,7 @@ class PendingCheckpoint:
         return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Keep of the state what is in front of `num_positions`. The log is written first, then a manifest says so."""
+        """Drop the state from `num_positions` on. The log is written first, then a manifest says so."""
         self.log, self.logprobs, self.num_rewinds = log, logprobs, len(log.rewinds)
         self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]

@@ -40,7 +40,7 @@ class TokenLog(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
+        """A pair that is the greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:

@@ -131,7 +131,7 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._writing != job_id)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, at most `seconds`. Whether all is."""
+        """Wait until all is written, at most `seconds`. Return whether all is."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or self._is_idle(), seconds)
             return self._failure is None and self._is_idle()

@@ -28,7 +28,7 @@ class ProcessKey(Frozen):
 
 
 class RunManifest(Frozen):
-    """The settings of a run that decide its bytes. `created` is in seconds since the epoch."""
+    """All settings of a run that decide its bytes. `created` is in seconds since the epoch."""
 
     version: int = RUN_VERSION
     run_id: str

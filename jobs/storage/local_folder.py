@@ -180,7 +180,7 @@ def _link_new(aside: Path, target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name is on the disk only when the folder is."""
+    """Flush a folder to the disk: only then is a new name in it there."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

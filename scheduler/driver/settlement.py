@@ -52,7 +52,7 @@ class Settlement:
         self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
-        """Cancel what users asked for, except jobs that a worker has: those wait for its next report."""
+        """Cancel the jobs that users asked for, except those that a worker has: these wait for its next report."""
         is_whole_run, requested = self._run.cancel_requests()
         unfinished = set(self._queue.unfinished())
         self._cancelling = unfinished if is_whole_run else requested & unfinished

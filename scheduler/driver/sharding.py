@@ -47,7 +47,7 @@ class Sharding:
             self._writing = self._pool.submit(self._catch_up, False)
 
     def finish(self, is_end: bool) -> None:
-        """Write what is left: at the end of the run everything, else what fills shards."""
+        """Write the shards that are left: at the end of the run all lines, else those that fill shards."""
         if self._settings is not None:
             self._told()
             self._writing = self._pool.submit(self._catch_up, is_end)

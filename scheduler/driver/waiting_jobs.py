@@ -105,7 +105,7 @@ class WaitingJobs:
         return job
 
     def _admit(self, now: float) -> None:
-        """Let those whose time has come into the order."""
+        """Let the jobs whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
             _, ticket, job = heappop(self._delayed)
             place = JobPlace(job.priority, -job.record.max_length, job.record.line_number, ticket, job)

@@ -40,7 +40,7 @@ def interrupt_on_signals() -> None:
     unheard = sys.unraisablehook
 
     def tell_again(told: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised in a destructor or in a callback, an import's among them."""
+        """Interrupt again: Python drops what is raised in a destructor or in a callback, an import's among them."""
         if told.exc_type is not KeyboardInterrupt:
             unheard(told)
             return

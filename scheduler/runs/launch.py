@@ -148,6 +148,6 @@ def _told_how_to_go_on(run: Run) -> Iterator[None]:
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:
-    """Workers on this machine log into the run folder; elsewhere it may not be there."""
+    """The run folder's logs, for workers on this machine; elsewhere the folder may not be there."""
     folder = local_path(run.store.uri)
     return f"{folder}/logs" if folder is not None and cluster.is_embedded else None

@@ -54,7 +54,7 @@ def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
 
 
 def with_absolute_folders(computation: Computation) -> Computation:
-    """Workers run in other folders."""
+    """Make folders absolute, since workers run in other folders."""
     folders = {name: folder for name in FOLDERS if (folder := getattr(computation, name))}
     return replace(computation, **{name: os.path.abspath(folder) for name, folder in folders.items()})
 

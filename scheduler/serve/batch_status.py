@@ -54,7 +54,7 @@ class Watcher:
         self._lines: BatchLines | None = None
 
     def status(self) -> Status:
-        """Raises StoreError, RunError."""
+        """The newest status. Raises StoreError, RunError."""
         if self._batch.ended is None:
             with self._lock:
                 if not self._is_fresh():
@@ -63,7 +63,7 @@ class Watcher:
         return self._said()
 
     def remembered(self) -> Status | None:
-        """The status, where nothing has to be read for it. A cancellation and an end show at once."""
+        """The status, if nothing has to be read for it, else None. A cancellation and an end show at once."""
         return self._said() if self._is_fresh() else None
 
     def _is_fresh(self) -> bool:

@@ -107,7 +107,7 @@ class Batches:
         return batch
 
     def get(self, batch_id: str, owner: str | None) -> Batch:
-        """Raises RefusedError where the owner has no such batch."""
+        """The owner's batch with this id. Raises RefusedError if there is none."""
         batch = self._catalogue.get(batch_id, owner)
         if batch is None:
             raise no_such_batch(batch_id)
@@ -126,7 +126,7 @@ class Batches:
         return [batch for batch in self.all() if batch.ended is None]
 
     def request_cancel(self, batch: Batch) -> None:
-        """Keep that a batch is to be cancelled; one that has ended stays as it is."""
+        """Request that a batch is cancelled; one that has ended stays as it is."""
         with batch.lock:
             if batch.ended is None and batch.cancellation is None:
                 cancellation = Cancellation(requested=time.time())
@@ -145,7 +145,7 @@ class Batches:
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """The batch; None where it has no record, as nobody was told of it then, and where one is damaged."""
+        """The batch; None if its record is missing, as nobody was told of it then, or damaged."""
         store = self._folder(name)
         try:
             record = read_record(store, BATCH, BatchRecord)

@@ -124,7 +124,7 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
 
 
 def _damaged(batch: Batch, files: Files, error: DamagedError) -> Ended:
-    """Failed, with what results are there. The run stays as it is, so that it may be mended."""
+    """The end of a failed batch, with the results that are there. The run stays as it is, so that it may be mended."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:

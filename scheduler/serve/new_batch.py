@@ -20,7 +20,7 @@ MAX_URL = 2000
 
 
 def _utf8(text: str) -> str:
-    """JSON may hold halves of characters, which no file and no answer can."""
+    """Refuse halves of characters, which JSON may hold, but no file and no answer can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,7 +57,7 @@ class NewBatch(Strict):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> NewBatch:
-        """Raises RefusedError."""
+        """Check the body of a request. Raises RefusedError."""
         try:
             return cls.model_validate(dict(islice(body.items(), MAX_LOOKED_AT)))
         except ValidationError as error:

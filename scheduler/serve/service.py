@@ -81,7 +81,7 @@ class Service:
         return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
 
     def _check_number(self, owner: str | None) -> None:
-        """Raises RefusedError where an owner may have no further batch."""
+        """Raise RefusedError if an owner may have no further batch."""
         most = self._rights(owner).max_unfinished
         if most is not None and self.keeper.num_unfinished(owner) >= most:
             problem = f"expected at most {most} unfinished batches of this key: wait for one to end, or cancel one"
@@ -100,7 +100,7 @@ class Service:
         return None if status is None else status.shown(self.places.hidden)
 
     def _watcher(self, batch: Batch) -> Watcher:
-        """Kept until the batch has ended."""
+        """The watcher of a batch, kept until the batch has ended."""
         if batch.ended is not None:
             return self._watchers.pop(batch.id, None) or Watcher(batch)
         return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
@@ -146,12 +146,12 @@ class Service:
         return batch
 
     def cancel_batch(self, batch: Batch) -> None:
-        """Raises StoreError."""
+        """Request that a batch is cancelled. Raises StoreError."""
         self.batches.request_cancel(batch)
         self.keeper.look_again()
 
     def delete_file(self, record: FileRecord) -> None:
-        """Raises RefusedError for the input of a batch that has not ended, StoreError."""
+        """Delete a file. Raises RefusedError for the input of a batch that has not ended, StoreError."""
         with self._input_lock:
             for batch in self.batches.unfinished():
                 if batch.record.input_file_id == record.id:

@@ -54,7 +54,7 @@ class Receiver:
         return (self.url.path or "/") + (f"?{self.url.query}" if self.url.query else "")
 
     def __str__(self) -> str:
-        """Scheme and host alone."""
+        """Show scheme and host alone."""
         return f"{self.url.scheme}://{self.url.netloc}"
 
 

@@ -30,7 +30,7 @@ OTHER_SITE = "found a request that a page of another site has made: those change
 
 
 class Gate:
-    """Notes in a request's state whose it is, or refuses it. Without keys all is nobody's.
+    """Notes a request's owner in its state, or refuses the request. Without keys, requests have no owner.
 
     There, `only_loopback` has requests refused that name another host, as those of pages that hide behind a name.
     """

@@ -19,7 +19,7 @@ BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
 
 
 class Polls:
-    """Answers as the routes do, and as new, where nothing has to be read; all else is left to them.
+    """Answers as the routes do, and no older, if nothing has to be read; all else is left to the routes.
 
     Behind the gate, which knows whose a request is.
     """

@@ -21,7 +21,7 @@ async def refuse(error: RefusedError, scope: Scope, receive: Receive, send: Send
 
 
 async def _is_read(receive: Receive) -> bool:
-    """Read what is left of a body, but not much of it; whether that was all."""
+    """Read the rest of a body, but not much of it. Return whether that was all."""
     num_bytes = 0
     with suppress(TimeoutError):
         async with asyncio.timeout(MOST_SECONDS):

@@ -29,7 +29,7 @@ class Course:
     usage: Usage | None = None
 
     def begin(self, driver: DriverProcess) -> None:
-        """A driver is at work."""
+        """Note that a driver is at work."""
         self.driver, self.stage = driver, "running"
         self.usage = self.usage_now(time.time())
 

@@ -83,7 +83,7 @@ class DriverProcess:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Once it has ended: let go of its log."""
+        """Let go of the log; call it once the driver has ended."""
         for handler in self._log.handlers:
             handler.close()
 
@@ -105,7 +105,7 @@ class DriverProcess:
         return thread
 
     def _take(self, line: str) -> None:
-        """An event, one a line; what is none is for the log alone."""
+        """Take in a line with an event; any other line is for the log alone."""
         try:
             event = json.loads(line)
             kind = str(event["event"])
@@ -126,7 +126,7 @@ class DriverProcess:
 
 
 def _log_of(run: Store) -> logging.Logger:
-    """A log in the run folder where that is on a disk; elsewhere what is told is kept in memory alone."""
+    """A log in the run folder if that is on a disk; elsewhere events are kept in memory alone."""
     log = logging.Logger("driver", logging.INFO)
     if run.is_local:
         path = Path(run.uri) / "logs" / "driver.log"

@@ -71,7 +71,7 @@ class Keeper:
         self._news.set()
 
     def look_again(self) -> None:
-        """Something has changed, as that a batch is to be cancelled."""
+        """Look at all batches soon: something has changed, such as that one is to be cancelled."""
         self._news.set()
 
     def course(self, batch_id: str) -> Course | None:
@@ -123,7 +123,7 @@ class Keeper:
         self._start_drivers()
 
     def _check_still_held(self) -> None:
-        """Raises what `check_hold` does; a store that is away says nothing of others, and comes back."""
+        """Raise what `check_hold` does, but no StoreError: a store that is away tells of no others, and comes back."""
         if time.monotonic() >= self._next_check:
             with suppress(StoreError):
                 self._check_hold()

@@ -39,7 +39,7 @@ def next_batch(
     now: float,
     standing_of: Callable[[str | None], Standing],
 ) -> Batch | None:
-    """The one to begin, if another one may run: of the owner with the fewest recent tokens, by priority and age.
+    """The batch to begin, if another one may run: of the owner with the fewest recent tokens, by priority and age.
 
     One whose time is up need not wait for others to end. `now` in seconds since the epoch; `standing_of` is asked of
     the owners of waiting batches once there is room.

@@ -34,7 +34,7 @@ class Standings:
             self._ended[batch.owner] = _of_a_day([*self._ended[batch.owner], usage])
 
     def forget(self) -> None:
-        """Something has changed, as that a batch has begun."""
+        """Forget computed standings: something has changed, such as that a batch has begun."""
         self._known.clear()
 
     def of(self, owner: str | None, courses: Iterable[Course]) -> Standing:

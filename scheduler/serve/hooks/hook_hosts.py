@@ -26,7 +26,7 @@ class WebhookHosts:
 
     @classmethod
     def parse(cls, text: str) -> WebhookHosts:
-        """Raises WebhookHostsError."""
+        """Parse the value of `--webhook-hosts`. Raises WebhookHostsError."""
         reaches: dict[str, frozenset[Reach]] = {}
         for word in filter(None, map(str.strip, text.split(","))):
             name, equals, reach = word.partition("=")

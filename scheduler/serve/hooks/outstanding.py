@@ -26,7 +26,7 @@ class Outstanding(Frozen):
 
 
 class OutstandingMessages:
-    """All of them. Every method raises StoreError when the storage fails."""
+    """The outstanding messages of all batches. Every method raises StoreError when the storage fails."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -114,7 +114,7 @@ def _run_view(service: Service, batch: Batch, number: int) -> RunView:
 
 
 def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem, ...]:
-    """The first ones."""
+    """The first problems of a batch."""
     ended = batch.ended
     if ended is None:
         return () if run is None else tuple(run_problems(run))

@@ -66,7 +66,7 @@ class Sessions:
         return hmac.new(self._secret, session_id.encode(), hashlib.sha256).hexdigest()
 
     def is_form_token(self, session_id: str, token: str) -> bool:
-        """The time it takes says nothing of how near a guess is."""
+        """Return whether a token is the session's. The time it takes says nothing of how near a guess is."""
         return hmac.compare_digest(self.form_token(session_id).encode(), token.encode())
 
 

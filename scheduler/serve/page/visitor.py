@@ -46,14 +46,14 @@ AnyVisitor = Annotated[Visitor, Depends(visitor_of)]
 
 
 async def known_visitor_of(service: Served, visitor: AnyVisitor) -> Visitor:
-    """Raises LoginNeededError."""
+    """The visitor, who must have logged in if there are keys. Raises LoginNeededError."""
     if visitor.name is None and service.keyring is not None:
         raise LoginNeededError
     return visitor
 
 
 def check_form(request: Request, visitor: Visitor, form: FormData) -> None:
-    """Raises RefusedError for a form that this visitor's page has not sent."""
+    """Raise RefusedError for a form that this visitor's page has not sent."""
     token = form.get(TOKEN)
     if not isinstance(token, str) or not sessions_of(request).is_form_token(visitor.session_id, token):
         raise RefusedError(STALE_FORM, 403)
