@@ -1,1 +1,1 @@
-"""What a job is, reading job files, the run folder, checkpoints and results. Imports neither torch nor ray."""
+"""Jobs, job files, the run folder, checkpoints and results. Imports neither torch nor ray."""

@@ -1,4 +1,4 @@
-"""What a chat job says: its messages, and what the model's chat template is told beside them."""
+"""The content of a chat job: its messages, and the options that the model's chat template gets beside them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 
 Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]
-"""A text that can be written: without any bound pydantic takes halves of characters, too."""
+"""A text that can be written: a plain `str` of pydantic takes halves of characters, too."""
 
-# of a message; where they hold something, a plain text would leave out what was said
+# fields of a message; if one of them holds something, a plain text would leave out what was said
 TEXTLESS = (
     *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
     *("refusal", "reasoning", "reasoning_content"),
 )
-# what renders a template takes these for itself, or they are told in fields of their own
+# variables that the renderer of a template takes for itself, or that fields of their own set
 NOT_KWARGS = frozenset(
     [
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -80,7 +80,7 @@ def _text_of(part: object, number: int) -> str:
 
 
 class TemplateOptions(Strict):
-    """What a chat template is told beside the messages; `kwargs` are variables of its own."""
+    """The options that a chat template gets beside the messages; `kwargs` are variables of its own."""
 
     kwargs: dict[str, Scalar] = Field(default={})
     add_generation_prompt: bool = True
@@ -88,7 +88,7 @@ class TemplateOptions(Strict):
 
 
 def checked_kwargs(value: object) -> dict[str, Scalar]:
-    """What a line gives as `chat_template_kwargs`. Raises FieldError."""
+    """Check the value of a line's `chat_template_kwargs` and return it. Raises FieldError."""
     if not isinstance(value, dict):
         raise FieldError("", f"found {shown(value)}, expected an object")
     for name, each in value.items():
@@ -101,7 +101,7 @@ def checked_kwargs(value: object) -> dict[str, Scalar]:
 
 
 def _is_writable(*values: object) -> bool:
-    """Whether JSON and UTF-8 have a form for them: not for NaN and infinities, nor for halves of characters."""
+    """Return whether JSON and UTF-8 can represent the values: not NaN, infinities or halves of characters."""
     try:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

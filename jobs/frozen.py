@@ -12,6 +12,6 @@ class Frozen(BaseModel):
 
 
 class Strict(Frozen):
-    """Converts nothing: "5", true and 5.0 are no whole numbers. What is done in silence would hide a mistake."""
+    """Converts nothing: "5", true and 5.0 are no whole numbers. A silent conversion would hide a mistake."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)

@@ -63,7 +63,7 @@ class Job(Strict):
 
     @property
     def name(self) -> str:
-        """What people and events call it: its `custom_id`, and which choice it is where there are several."""
+        """The job's name for people and events: its `custom_id`, and which choice it is if there are several."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     def job_id(self, model_fingerprint: str) -> str:

@@ -12,7 +12,7 @@ MAX_BIAS = 100.0
 TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 LogitBias = tuple[tuple[int, float], ...]
-"""Token ids, ascending, each with what is added to its logit."""
+"""Token ids, ascending, each with the number that is added to its logit."""
 
 
 def bias_pairs(value: object) -> object:

@@ -13,7 +13,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of consecutive tokens. A token that can't come has -inf."""
+    """The log-probabilities of consecutive tokens. A token that can't come has -inf."""
 
     logprobs: NDArray[np.float32]  # [num_tokens], of the drawn tokens
     top_ids: NDArray[np.int32]  # [num_tokens, num_top], the likeliest first; NO_TOKEN where no more could come
@@ -21,7 +21,7 @@ class TokenLogprobs:
 
     @classmethod
     def empty(cls, num_tokens: int, num_top: int) -> TokenLogprobs:
-        """Room for so many tokens."""
+        """Make room for the log-probabilities of `num_tokens` tokens, without values yet."""
         ids, values = np.empty((num_tokens, num_top), np.int32), np.empty((num_tokens, num_top), np.float32)
         return cls(np.empty(num_tokens, np.float32), ids, values)
 
@@ -43,5 +43,5 @@ class TokenLogprobs:
         return int(self.top_ids.shape[1])
 
     def part(self, start: int, end: int) -> TokenLogprobs:
-        """Those of the tokens from `start` up to `end`, a view."""
+        """A view of the log-probabilities of the tokens from `start` up to `end`."""
         return TokenLogprobs(self.logprobs[start:end], self.top_ids[start:end], self.top_logprobs[start:end])

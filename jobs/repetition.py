@@ -50,12 +50,12 @@ class RepetitionDetection(Strict):
 
     @property
     def smallest_pattern(self) -> int:
-        """In tokens."""
+        """The length of the shortest pattern, in tokens."""
         return max(1, self.min_pattern_size)
 
 
 def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
-    """What `--loop-guard` stands for: 64 tokens in a loop at least, so that no row of dots and no refrain is one.
+    """The detection that `--loop-guard` stands for: a loop has at least 64 tokens, so no row of dots or refrain is one.
 
     A pattern shorter than 16 tokens is found by one of its multiples. Jobs are named after these numbers.
     """

@@ -48,7 +48,7 @@ OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PEN
 
 
 class SamplingParams(Strict):
-    """How the tokens of one job are drawn. Raises `pydantic.ValidationError` for a value out of its bounds.
+    """The parameters that decide how a job's tokens are drawn. Raises `pydantic.ValidationError` for one out of bounds.
 
     `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
     `top_p` and `repetition_penalty` at 1. The penalty looks at the last `penalty_window` tokens, prompt included.
@@ -141,7 +141,7 @@ class SamplingParams(Strict):
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def identity(self) -> dict[str, Any]:
-        """What of these parameters tells a job from another, as JSON: the same as before later fields were known."""
+        """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
         unset = {name for name in LATER_FIELDS if getattr(self, name) == SamplingParams.model_fields[name].default}
         return self.model_dump(mode="json", exclude=unset)
 

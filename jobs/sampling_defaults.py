@@ -1,4 +1,4 @@
-"""What sampling fields are where nothing is said, but for the temperature. Light: the command line shows them."""
+"""The defaults of sampling fields, but for the temperature. Light: the command line shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs have prompts that begin alike, by keys of their tokens: whoever compares them needs no tokens."""
+"""Finds the jobs whose prompts begin alike, by keys of their tokens: the comparison needs no tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KEY_BYTES = 4
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """What a prompt has in common with others."""
+    """The part of a prompt that others have as well."""
 
-    group: int | None = None  # of prompts that are alike for half of their length at least
+    group: int | None = None  # the prompts that are alike for half of their length at least
     num_tokens: int = 0  # first ones that another prompt begins with as well, in multiples of `KEY_TOKENS`
 
 
@@ -31,8 +31,8 @@ def prompt_keys(token_ids: Sequence[int]) -> bytes:
 
 
 def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:
-    """What each of some prompts shares with the others, by their `prompt_keys`."""
-    order = sorted(range(len(keys)), key=keys.__getitem__)  # those that are most alike become neighbours
+    """The part that each prompt shares with the others, found by their `prompt_keys`."""
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # the keys that are most alike become neighbours
     pairs = [(_num_alike(keys[one], keys[other]), one, other) for one, other in pairwise(order)]
     found = [NOT_SHARED] * len(keys)
     for number, (num_keys, *pair) in enumerate(pairs):

@@ -20,7 +20,7 @@ FORMATS = ("text", "json_object", "json_schema")
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
-# of vLLM's `structured_outputs`, each with the values that ask for nothing
+# options of vLLM's `structured_outputs`, each with the values that ask for nothing
 OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
     "structural_tag": (None,),
     "whitespace_pattern": (None,),
@@ -47,7 +47,7 @@ class Structure(Strict):
 
 
 def structure_of(value: object) -> Structure | None:
-    """What `structured_outputs` asks for; None for nothing. Raises FieldError. A `Structure` comes out as it is."""
+    """Parse `structured_outputs`; None if it asks for nothing. A `Structure` comes out as it is. Raises FieldError."""
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def structure_of(value: object) -> Structure | None:
 
 
 def format_of(value: object) -> Structure | None:
-    """What OpenAI's `response_format` asks for; None for any text. Raises FieldError."""
+    """Parse OpenAI's `response_format`; None for any text. Raises FieldError."""
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):
@@ -130,7 +130,7 @@ def _within(most: int, text: str, name: str, unit: str = "characters") -> str:
 
 
 def _json(value: object, most: int, name: str) -> str:
-    """As it is kept."""
+    """The JSON text of a value, as it is kept."""
     try:
         written = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         text = json.dumps(value, separators=(",", ":"))

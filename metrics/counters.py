@@ -1,4 +1,4 @@
-"""What a worker's engine counts, as plain numbers, and what each is called where it is exported.
+"""The counters of a worker's engine, as plain numbers, and the names under which they are exported.
 
 Nothing here knows Prometheus: the engine adds to its counters in its own loop, the exporter reads them when scraped.
 `num_accepted_tokens` never counts the bonus token, so mean acceptance length = 1 + accepted / drafts.

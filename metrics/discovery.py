@@ -1,4 +1,4 @@
-"""What Prometheus reads to find the driver and the workers of a run (HTTP service discovery)."""
+"""The answer that Prometheus reads to find the driver and the workers of a run (HTTP service discovery)."""
 
 from __future__ import annotations
 

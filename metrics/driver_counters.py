@@ -1,4 +1,4 @@
-"""What the driver counts beside its workers, and what that is called where it is exported."""
+"""The counters that the driver keeps beside its workers', and the names under which they are exported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREEMPTION_REASONS = (
 
 @dataclass
 class DriverCounters:
-    """What only the driver sees: jobs by state, what it took back from workers or gave up, and all workers' counts."""
+    """The driver's own figures: jobs by state, what it took back from workers or gave up, and all workers' counts."""
 
     jobs: dict[str, int] = exported(
         "jobs",

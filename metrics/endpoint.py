@@ -35,7 +35,7 @@ class MetricsError(UserError):
 class _Server(ThreadingWSGIServer):
     """Keeps a bounded number of connections: who opens and holds them must not take the files of a worker."""
 
-    request_queue_size = 64  # that wait to be taken; beyond it, a scrape would wait a second for its next try
+    request_queue_size = 64  # connections that wait; one more scrape would wait a second for its next try
 
     def __init__(self, *args: Any) -> None:
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ def own_host() -> str:
     """An address by which this host's own processes, and on a cluster its neighbours, reach it."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):  # which Debian gives a host of its own name
+        if not address.startswith("127."):  # Debian gives a host's own name such an address
             return address
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(OUTSIDE_ADDRESS)

@@ -47,7 +47,7 @@ class Labels(NamedTuple):
 
 
 class NoLabels(NamedTuple):
-    """Of metrics that are of a whole server."""
+    """The labels of metrics about a whole server: none."""
 
 
 class EngineCollector(Collector):

@@ -1,4 +1,4 @@
-"""What `swiftbatch serve` counts, and what that is called where it is exported."""
+"""The counters of `swiftbatch serve`, and the names under which they are exported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH_STATES = ("waiting", "running", "ending")
 
 @dataclass
 class ServerCounters:
-    """What only the server sees: requests by their answer, and the batches that have not ended."""
+    """The figures that only the server sees: requests by their answer, and the batches that have not ended."""
 
     batches: dict[str, int] = exported(
         "serve_batches",

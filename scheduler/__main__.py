@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Where the command was started without one (`>&-`), let nothing else take its number."""
+    """Open `os.devnull` in place of streams that are closed (`>&-`), so that nothing else takes their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What the small files of one attempt say of it: who claimed it, how it began, when it had how many tokens."""
+"""The small files of one attempt: who claimed it, how it began, and when it had how many tokens."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class CheckedFiles:
     def read_verified(
         self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
     ) -> Content | None:
-        """As `decoded`, for a job's file that should be there; `whose` says what it says of its job, without a check.
+        """Decode a file that the job should have, as `decoded` does; `whose` reads its identity, without a check.
 
-        Another job's file would fail its checksum: it is asked first, so that the log can name that job.
+        Another job's file would fail its checksum: the identity is compared first, so that the log can name that job.
         """
         size, sha256 = known
 

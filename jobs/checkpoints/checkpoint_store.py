@@ -143,7 +143,10 @@ class CheckpointStore:
     def write_with_logprobs(
         self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
     ) -> int:
-        """As `write_tokens`, behind what of its tokens' log-probabilities is not `written` yet; these are of all."""
+        """Write the log-probabilities that are not `written` yet, then the tokens; `logprobs` are of all tokens.
+
+        Returns bytes written.
+        """
         num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs, self._identity(job_id))
         num_bytes += self.write_tokens(job_id, attempt, *log)
         self._logprobs.drop_replaced(_folder(job_id, attempt), written)
@@ -163,7 +166,7 @@ class CheckpointStore:
         return furthest, its_logprobs
 
     def _logs(self, job_id: str) -> list[TokenLog]:
-        """Those of all attempts, the furthest first, and an empty one."""
+        """The token logs of all attempts, the furthest first, and an empty one."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         attempts = self._attempts(job_id)
         for attempt in attempts:
@@ -199,7 +202,7 @@ class CheckpointStore:
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_segment, decode)
 
     def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
-        """As `write_segment`, for the state of `engine`'s drafter after `num_positions` positions."""
+        """Write the state of `engine`'s drafter after `num_positions` positions, as `write_segment` does a segment."""
         data = encode_state(state, self._identity(job_id))
         name = drafter_name(num_positions)
         self._store.write(_path(job_id, attempt, name), data)
@@ -238,7 +241,7 @@ class CheckpointStore:
         return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
 
     def read_manifests(self, job_id: str) -> list[StateManifest]:
-        """What can be read of all attempts: most positions first, then the newest attempt."""
+        """The manifests of all attempts that can be read: most positions first, then the newest attempt."""
         manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self._attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]

@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint say: who claimed an attempt, how it began, which state it has written."""
+"""The JSON files of a checkpoint: who claimed an attempt, how it began, and which state it has written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.input.reasons import reasons, shown
 
 VERSION: Final = 3
-VERSION_OF_NOBODY: Final = 2  # of older runs: such a file does not say whose it is
+VERSION_OF_NOBODY: Final = 2  # the version of older runs: such a file does not say whose it is
 SEAL = b',"checksum":"'
 
 
@@ -81,7 +81,7 @@ class StateManifest(OwnedFile):
 
 
 class ResumeRecord(Strict):
-    """How an attempt began: what it took over, what it had to compute again, and how long that took.
+    """The beginning of an attempt: what it took over, what it had to compute again, and how long that took.
 
     `num_recomputed_tokens` were generated once more, `num_loaded_positions` came from KV segments; `resumed` is the
     time (seconds since the epoch) when the job went on.

@@ -49,7 +49,7 @@ class KeptLogs:
         return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
-        """Those of all tokens of a kept log. Raises `DamagedFileError`, also where there are none of all of them."""
+        """The log-probabilities of all tokens of a kept log. Raises `DamagedFileError`, also if some have none."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")

@@ -17,7 +17,7 @@ NAME = re.compile(r"logprobs-([0-9]+)-([0-9]+)-[0-9]+\.bin")
 
 
 class LogprobFiles:
-    """Those of one run; a job's `folders` are those of its attempts. Methods raise `StoreError`."""
+    """The log-probability files of one run. `folders` are those of a job's attempts. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, files: CheckedFiles) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class LogprobFiles:
     def write(
         self, folder: str, written: WrittenSpans, log: TokenLog, logprobs: TokenLogprobs, identity: Identity
     ) -> int:
-        """Write what of a log's tokens is not `written` yet; `logprobs` are of all. Returns bytes written."""
+        """Write the log-probabilities not `written` yet; `logprobs` are of all tokens. Returns bytes written."""
         num_tokens = len(log.token_ids)
         if num_tokens <= written.end:
             return 0
@@ -44,7 +44,7 @@ class LogprobFiles:
             written.replaced.pop()
 
     def read(self, folders: Sequence[str], token_ids: TokenIds, num_top: int, identity: Identity) -> TokenLogprobs:
-        """Those of the first of an output's tokens, as far as there are any."""
+        """Read the log-probabilities of an output's first tokens, as many as the files hold without a gap."""
         decode = partial(decode_span, identity=identity)
         places = sorted(self._places(folders), key=lambda place: place[:2])
         spans: dict[str, LogprobSpan | None] = {}

@@ -23,7 +23,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 
 MAGIC = b"SWLOGPRB"
 VERSION = 2
-VERSION_OF_NOBODY = 1  # of older runs
+VERSION_OF_NOBODY = 1  # the version of older runs
 HEADER = struct.Struct("<8sIIII32s")  # magic, version, first token, tokens, likeliest, SHA-256 of tokens in front
 CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
 
@@ -37,7 +37,7 @@ class LogprobSpan(NamedTuple):
     logprobs: TokenLogprobs
 
     def num_agreeing(self, token_ids: TokenIds) -> int:
-        """How many of its tokens are those of an output at their places; none where the tokens in front differ."""
+        """Count the first tokens of the span that an output has in their places; 0 if the tokens in front differ."""
         if self.start > len(token_ids) or self.digest_before != _digest(token_ids[: self.start]):
             return 0
         theirs = token_ids[self.start : self.start + len(self.token_ids)]
@@ -46,7 +46,7 @@ class LogprobSpan(NamedTuple):
 
 
 def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity, start: int = 0) -> bytes:
-    """The bytes of what a job's output has from `start` on: both are of all its tokens."""
+    """Encode the tokens of a job's output and their log-probabilities from `start` on; both are of all its tokens."""
     part = logprobs.part(start, len(token_ids))
     arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
     types = ("<u4", "<f4", "<i4", "<f4")
@@ -88,10 +88,10 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
 
 @dataclass
 class WrittenSpans:
-    """Which files of an attempt hold which tokens' log-probabilities.
+    """The files of an attempt that hold log-probabilities, and the tokens of each.
 
-    A file takes those in that are no larger than it would be: few files stay, and a number is written few times. Those
-    whose place it has taken are dropped once the token log is written that belongs to it: an older log needs them.
+    A new file takes in those that are no larger than it would be: so few files stay, and each number is written a few
+    times only. The files whose place it has taken are dropped once its token log is written: an older log needs them.
     """
 
     num_before: int = 0  # tokens whose log-probabilities earlier attempts have written
@@ -103,7 +103,7 @@ class WrittenSpans:
         return self.files[-1][1] if self.files else self.num_before
 
     def start_of_next(self, num_tokens: int) -> int:
-        """Where a file up to `num_tokens` begins."""
+        """The first token of a file that ends at `num_tokens`."""
         start = self.end
         for first, end, _ in reversed(self.files):
             if end - first > num_tokens - start:
@@ -112,12 +112,12 @@ class WrittenSpans:
         return start
 
     def add(self, start: int, num_tokens: int, name: str) -> None:
-        """A file from `start` up to `num_tokens` is there."""
+        """Note that a file from `start` up to `num_tokens` has been written."""
         self.replaced += [other for first, _, other in self.files if first >= start]
         self.files = [entry for entry in self.files if entry[0] < start] + [(start, num_tokens, name)]
 
     def rewind(self, num_tokens: int) -> None:
-        """Only the first tokens stay: what files have of them is as good as before."""
+        """Keep the first `num_tokens` only: the log-probabilities that files have of them are as good as before."""
         self.num_before = min(self.num_before, num_tokens)
         self.files = [(first, min(end, num_tokens), name) for first, end, name in self.files if first < num_tokens]
 

@@ -1,4 +1,4 @@
-"""What of one running job is still to be written, file by file."""
+"""The files of one running job that are still to be written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PendingCheckpoint:
     engine: str
     source: KVSource | None
     segments: list[SegmentEntry]
-    num_rewinds: int = 0  # of what is written from now on
+    num_rewinds: int = 0  # the rewinds before what is written from now on
     log: TokenLog | None = None
     logprobs: TokenLogprobs | None = None  # of the log's tokens; None where the job asks for none
     written: WrittenSpans = field(default_factory=WrittenSpans)  # of log-probabilities
@@ -76,7 +76,7 @@ class PendingCheckpoint:
         return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Keep of the state what is in front of `num_positions`. The log is written first, then a manifest says so."""
+        """Drop the state from `num_positions` on. The log is written first, then a manifest says so."""
         self.log, self.logprobs, self.num_rewinds = log, logprobs, len(log.rewinds)
         self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
@@ -85,9 +85,9 @@ class PendingCheckpoint:
         self.is_manifest_due = True
 
     def take_tokens(self) -> WriteFile:
-        """What writes the token log, which then waits no longer; call it while there is one.
+        """Take the token log from those that wait, and return a function that writes it. Call it while a log waits.
 
-        Log-probabilities come in front of it: a log is worth as much as it has of them.
+        The function writes the log-probabilities first: a log is worth as much as it has of them.
         """
         log, self.log = self.log, None
         logprobs, self.logprobs = self.logprobs, None
@@ -95,13 +95,13 @@ class PendingCheckpoint:
         return partial(self._write_tokens, log, logprobs)
 
     def take_timeline(self) -> WriteFile:
-        """What writes the timeline, which then waits no longer; call it while there is one."""
+        """Take the timeline from those that wait, and return a function that writes it. Call it while one waits."""
         timeline, self.timeline = self.timeline, None
         assert timeline is not None
         return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
 
     def take_state(self, max_positions: int) -> WriteFile:
-        """What writes the next file of the state; call it while `has_state`, run one before taking the next."""
+        """Return a function that writes the next file of the state. Call it while `has_state`, and run it first."""
         if self.is_manifest_due:
             return self._write_manifest
         start = self.num_written_positions

@@ -16,7 +16,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenIds
 from swiftbatch.jobs.identity import Identity
 
 VERSION = 2
-VERSION_OF_NOBODY = 1  # of older runs
+VERSION_OF_NOBODY = 1  # the version of older runs
 KV_DTYPES = (np.dtype("uint16"), np.dtype("float32"))  # 16-bit floats are kept as their bits: Arrow has no bfloat16
 HEADERS_SIZE = 4096  # room for what Arrow puts before four tensors, and the second of them: a few hundred bytes in all
 

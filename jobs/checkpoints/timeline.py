@@ -1,4 +1,4 @@
-"""When an attempt at a job had how many tokens: some moments of it, kept so that a report can be made afterwards."""
+"""The timeline of an attempt: how many tokens it had at some moments, kept so that a report can be made afterwards."""
 
 from __future__ import annotations
 

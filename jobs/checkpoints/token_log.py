@@ -19,7 +19,7 @@ TokenIds = NDArray[np.uint32]
 
 MAGIC = b"SWTOKENS"
 VERSION: Final = 3
-VERSION_OF_NOBODY, VERSION_WITH_REWINDS = 1, 2  # of older runs
+VERSION_OF_NOBODY, VERSION_WITH_REWINDS = 1, 2  # the versions of older runs
 HEADER = struct.Struct("<8sIII")  # magic, version, number of tokens, CRC-32 of what follows
 NUM_REWINDS = struct.Struct("<I")
 REWIND = struct.Struct("<II")
@@ -33,18 +33,18 @@ class Rewind(NamedTuple):
 
 
 class TokenLog(NamedTuple):
-    """What a job has generated: `token_ids` [num_tokens] as they stand, and all rewinds so far, oldest first."""
+    """The output of a job so far: `token_ids` [num_tokens] as they stand, and all rewinds, oldest first."""
 
     token_ids: TokenIds
     rewinds: tuple[Rewind, ...] = ()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
+        """A pair that is the greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:
-        """What the job had when it last had these first tokens, and no more: of rewinds to behind them, none."""
+        """The log as it was when the job last had these first tokens and no more, without rewinds to behind them."""
         if num_tokens >= len(self.token_ids):
             return self
         numbers = (number for number, rewind in enumerate(self.rewinds, 1) if rewind.num_kept <= num_tokens)

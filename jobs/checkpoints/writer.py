@@ -86,9 +86,9 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def rewind(self, job_id: str, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """As `put_tokens`, for one rewind more: of the state, what is not in front of `num_positions` is dropped.
+        """Put a log with one more rewind, as `put_tokens` does, and drop the state from `num_positions` on.
 
-        When this returns nothing reads those positions of the job's source any more.
+        When this returns, nothing reads those positions of the job's source any more.
         """
         with self._changed:
             job = self._opened(job_id)
@@ -131,7 +131,7 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._writing != job_id)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, at most `seconds`. Whether all is."""
+        """Wait until all is written, at most `seconds`. Return whether all is."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or self._is_idle(), seconds)
             return self._failure is None and self._is_idle()

@@ -1,4 +1,4 @@
-"""Which column of a data set is which field of a line, as `--column FIELD=COLUMN` says."""
+"""The columns of a data set that stand for fields of a line, as `--column FIELD=COLUMN` says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH = {"method", "url", "body"}
 
 
 class ColumnError(UserError):
-    """What is said of columns can't be meant so."""
+    """An error in what is said of columns."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Columns:
         return cls(by_field)
 
     def chosen(self, names: Collection[str]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-        """Of the columns `names` those that are read, each behind its field, and those that are passed over.
+        """The columns of `names` that are read, each behind its field, and the names that are passed over.
 
-        With columns for some fields, others are read where their names are those of fields, but for a text or a form of
-        line beside the one that has a column.
+        If some fields have columns, another column is read where its name is a field's. But where a text or a form of
+        line has a column, other texts and forms of line are passed over.
         """
         if not self.by_field:
             return [(name, name) for name in names], ()
@@ -70,7 +70,7 @@ class Columns:
         return with_text_id({name: values[column] for name, column in pairs}), passed_over
 
     def absent(self, names: Collection[str]) -> list[str]:
-        """Those `FIELD=COLUMN` whose column is not among `names`."""
+        """The `FIELD=COLUMN` whose column is not among `names`."""
         return [f"{name}={column}" for name, column in self.by_field.items() if column not in names]
 
     def _settled(self) -> set[str]:

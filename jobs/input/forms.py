@@ -48,7 +48,7 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
 
 
 def logprobs_of(value: object) -> int | bool | None:
-    """What `logprobs` may be in any form: a number in a completion, true or false in a chat. Raises FieldError."""
+    """Check `logprobs`, in any form of line: a number in a completion, true or false in a chat. Raises FieldError."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
@@ -63,7 +63,7 @@ TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
 class LineFields(SamplingParams):
-    """What every kind of line may say. The run decides the model, so `model` is read and not used."""
+    """The fields that every kind of line may have. The run decides the model, so `model` is read and not used."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be left open
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -71,7 +71,7 @@ class LineFields(SamplingParams):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as in vLLM
-    logprobs: Logprobs = None  # what each form takes: `asked_logprobs`
+    logprobs: Logprobs = None  # `asked_logprobs` says what each form takes
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: Structure | None = None
 
@@ -109,7 +109,7 @@ class LineFields(SamplingParams):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text must be, whichever field says it."""
+        """The structure that the text must have, whichever field says it."""
         return self.structured_outputs if self.response_format is None else self.response_format
 
     @property
@@ -121,7 +121,7 @@ class LineFields(SamplingParams):
 
 
 def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
-    """How many of the likeliest tokens a line asks for beside each drawn one; None where it asks for nothing of it.
+    """The number of likeliest tokens that a line asks for beside each drawn one; None for no log-probabilities.
 
     Raises FieldError where a chat asks as a completion does, or the other way round.
     """
@@ -140,7 +140,7 @@ def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
 
 
 class ChatFields(Strict):
-    """What a chat template is told beside the messages."""
+    """The options that a chat template gets beside the messages."""
 
     chat_template_kwargs: TemplateKwargs = Field(default={})
     reasoning_effort: Utf8 | None = None
@@ -165,7 +165,7 @@ class ChatFields(Strict):
 
     @property
     def template(self) -> TemplateOptions | None:
-        """None where the template is told nothing."""
+        """The options of the chat template; None if they are the defaults."""
         effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         prompted = self.add_generation_prompt
         options = TemplateOptions(

@@ -29,12 +29,12 @@ class InputFileError(UserError):
 
 
 def shown_input(path: str) -> str:
-    """What to call a job file in a message."""
+    """The name of a job file in messages."""
     return "standard input" if path == STANDARD_INPUT else path or "''"
 
 
 def odd_kind(mode: int) -> str | None:
-    """What a thing with this `st_mode` is, where it is neither a file nor a folder."""
+    """The kind of a thing with this `st_mode`, if it is neither a file nor a folder."""
     return KINDS.get(stat.S_IFMT(mode))
 
 

@@ -1,4 +1,4 @@
-"""What a good line asks for: a job, but for what its prompt's length decides."""
+"""The job that a good line asks for, without what depends on its prompt's length."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class JobLine:
     sampling: Mapping[str, Any]  # all sampling fields but `max_tokens`, with a seed
     num_choices: int
     max_tokens: int | None  # None: the run's, or what the prompt leaves
-    priority: int = 0  # which job begins first: the lower one
+    priority: int = 0  # the job with the lower number begins first
     without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
-    format_field: str | None = None  # where `response_format` says a structure; None: nothing, or `structured_outputs`
+    format_field: str | None = None  # None: no structure, or one of `structured_outputs`
 
     @property
     def url(self) -> JobUrl:
-        """What it would be sent to."""
+        """The endpoint that the line would be sent to."""
         return COMPLETIONS if self.messages is None else CHAT
 
     def jobs(self, max_tokens: Sequence[int], loop_guard: RepetitionDetection | None = None) -> list[Job]:

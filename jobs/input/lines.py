@@ -1,4 +1,4 @@
-"""From the text of an input line to what it asks for."""
+"""Parses the text of an input line into what it asks for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parse_json(text: str) -> Any:
 
 
 def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
-    """What a parsed line asks for; a missing seed is derived from `run_seed`. Raises `LineError`."""
+    """Turn a parsed line into a `JobLine`; a missing seed is derived from `run_seed`. Raises `LineError`."""
     if values.keys() & {"method", "url", "body"}:
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:

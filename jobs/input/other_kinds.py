@@ -6,17 +6,17 @@ import json
 import re
 
 EXPECTED = "expected a JSONL or Parquet file"
-NUM_BYTES = 4096  # that tell a kind
+NUM_BYTES = 4096  # the first bytes of a file that tell its kind
 TAR_SIGN = slice(257, 262)
 
 UTF_8 = "expected UTF-8: convert it, as with iconv -f {0} -t UTF-8"
-BYTE_ORDER_MARKS = {  # those of four bytes first
+BYTE_ORDER_MARKS = {  # marks of four bytes come first
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-ZEROS: dict[tuple[bool, ...], str] = {  # where the first four bytes of ASCII letters have them
+ZEROS: dict[tuple[bool, ...], str] = {  # True for a zero among the first four bytes of ASCII letters
     (False, True, True, True): "UTF-32LE",
     (True, True, True, False): "UTF-32BE",
     (False, True, False, True): "UTF-16LE",
@@ -35,7 +35,7 @@ SIGNATURES = {
     b"SQLite format 3\0": ("an SQLite database", EXPECTED),
     b"ARROW1\0\0": ("an Arrow file", EXPECTED),
 }
-OFFICE = (b"[Content_Types].xml", b"mimetypeapplication/vnd.oasis")  # what such a ZIP archive begins with
+OFFICE = (b"[Content_Types].xml", b"mimetypeapplication/vnd.oasis")  # first names in the ZIP archive of such a document
 
 ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
 ONE_A_LINE = "expected one JSON object a line, without brackets around them: jq -c '.[]' makes that of it"

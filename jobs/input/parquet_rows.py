@@ -19,10 +19,10 @@ NUM_ROWS_AT_ONCE = 256
 BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
 # these may be JSON text
 OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs", "response_format", "structured_outputs")
-INDEX = re.compile(r"__index_level_[0-9]+__")  # that pandas writes beside the columns
+INDEX = re.compile(r"__index_level_[0-9]+__")  # the index that pandas writes beside the columns
 
 Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
-"""Its number (from 1), its fields or what is wrong with it, and the columns that were passed over."""
+"""The number of a row (from 1), its fields or what is wrong with it, and the columns that were passed over."""
 
 
 def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
@@ -80,14 +80,14 @@ def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
         yield from batch.to_pylist(maps_as_pydicts="strict")
         return
     except (UnicodeDecodeError, KeyError, ValueError, OverflowError):
-        pass  # which of them?
+        pass  # one of the rows is bad: look for it
     for index in range(batch.num_rows):
         try:
             [row] = batch.slice(index, 1).to_pylist(maps_as_pydicts="strict")
             yield row
         except UnicodeDecodeError as error:
             yield LineError(f"not UTF-8: found 0x{error.object[error.start]:02x} in a text, expected UTF-8 text")
-        except KeyError:  # of a map, which alone is read strictly
+        except KeyError:  # a key of a map came twice: maps alone are read strictly
             yield LineError("found a key twice in a map, expected each once")
         except (ValueError, OverflowError) as error:
             yield LineError(f"not readable: {' '.join(str(error).split())}")

@@ -1,4 +1,4 @@
-"""Where job files are: paths, URIs and patterns, in the order in which they are read, and each as a file on a disk."""
+"""Finds job files by paths, URIs and patterns, in the order in which they are read, each as a file on a disk."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _check_object(place: str) -> None:
 
 
 def _identity(place: str) -> str:
-    """What is the same for all names of a file: behind symbolic links, and as a path where it is a file's URI."""
+    """A text that is the same for all names of a file: it follows symbolic links, and makes a path of a file's URI."""
     if _scheme(place) == "file":
         return os.path.realpath(_path_of(place))
     return place if "://" in place or place == STANDARD_INPUT else os.path.realpath(place)

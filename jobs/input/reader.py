@@ -49,7 +49,7 @@ class Reject:
 
 @dataclass
 class JobReader:
-    """What some files ask for, as one file: `jobs` and `rejects` with numbers that count on from file to file (from 1).
+    """Reads files as if they were one: the line numbers of `jobs` and `rejects` count on from file to file, from 1.
 
     A line without a seed gets one from `run_seed` and its `custom_id`; one for another URL than `endpoint` is a reject.
     """
@@ -60,7 +60,7 @@ class JobReader:
     is_for_many: bool = False  # files: then places are named with theirs
     jobs: list[tuple[int, JobLine]] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
-    _files: list[tuple[int, str]] = field(default_factory=list)  # how many lines are before each, and its name
+    _files: list[tuple[int, str]] = field(default_factory=list)  # number of lines before each file, and its name
     _num_lines: int = 0
     _first_lines: dict[str, int] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class JobReader:
 
 
 def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """What the lines of one file ask for with their numbers (from 1), and its rejects, both in file order.
+    """Read one file: its jobs with their line numbers (from 1) and its rejects, both in file order.
 
     Raises `InputFileError` when the file can't be read to its end, or holds nothing but blank lines.
     """

@@ -26,7 +26,7 @@ EXPECTED = {
 
 
 class FieldError(ValueError):
-    """What is wrong with a field of what is validated: its name there ('' for all of it), what was found, expected."""
+    """An error in a field: its name in what is validated ('' for all of it), what was found, and what was expected."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
@@ -34,7 +34,7 @@ class FieldError(ValueError):
 
 
 def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
-    """What makes a tuple of a list, and says of anything else that `items` were expected, as in "a list of texts"."""
+    """Return what makes a tuple of a list, and says of anything else that it expected `items` ("a list of texts")."""
 
     def as_tuple(value: object) -> tuple[object, ...]:
         if not isinstance(value, list | tuple):
@@ -49,7 +49,7 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     texts: list[str] = []
     for details in error.errors()[:MAX_REASONS]:
         reason, _, known = _reason(details, model, prefix).partition(KNOWN)
-        is_said = any(text.endswith(KNOWN + known) for text in texts)  # what is known is a long list
+        is_said = any(text.endswith(KNOWN + known) for text in texts)  # the list of known values is long: say it once
         texts.append(reason if is_said or not known else reason + KNOWN + known)
     if error.error_count() > MAX_REASONS:
         texts.append(f"and {error.error_count() - MAX_REASONS} more")

@@ -88,7 +88,7 @@ def taken_apart(
 
 
 def is_of_others(name: str) -> bool:
-    """Whether lines of other programs may have a field of this name, which has no meaning here."""
+    """Return whether lines for other programs may have a field of this name, which has no meaning here."""
     return name in WITHOUT_EFFECT or name in NOT_SUPPORTED or name == "add_special_tokens"
 
 

@@ -1,4 +1,4 @@
-"""What a run may compute in, on and with. Light: the command line shows them."""
+"""The names that a run's dtype, device, kernels and other such options take. Light: the command line shows them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
 LinearName = Literal["cublas", "triton"]
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""What log-probabilities are of: the model's logits, or what is drawn from. The names are vLLM's."""
+"""The source of log-probabilities: the model's logits, or the scores that are drawn from. The names are vLLM's."""
 ThinkingMarkers = tuple[str, str] | tuple[()] | None
-"""The texts around a thought, () where a model has none; None where each worker is to look for them."""
+"""The texts around a thought, () if a model has none; None if each worker is to look for them."""

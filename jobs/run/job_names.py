@@ -1,4 +1,4 @@
-"""What people call the jobs of a run, without a look at their prompts."""
+"""The names of a run's jobs for people, found without a look at the prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class JobName:
 
     @property
     def name(self) -> str:
-        """As `Job.name`."""
+        """The name of the job for people and events, equal to `Job.name`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
 

@@ -78,7 +78,7 @@ def job_ids(data: bytes, run_id: str | None = None) -> list[tuple[str, str | Non
 
 
 def names(data: bytes) -> list[tuple[str, str | None, str]]:
-    """As `job_ids`, each also with its `custom_id`. Raises `ValueError`."""
+    """The ids that `job_ids` returns, each also with its `custom_id`. Raises `ValueError`."""
     return list(zip(*_columns(data, ["job_id", "supersedes", "custom_id"]), strict=True))
 
 

@@ -50,7 +50,7 @@ class LineFiles:
         self._store.write(self.path(job_id), sealed(dump_line(line)))
 
     def write_all(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """As `write`, for many jobs, several at a time: a store takes its time for each."""
+        """Keep the lines of many jobs, in place of older ones, several at a time: a store takes its time for each."""
         remaining = iter(lines)
         with ThreadPoolExecutor(NUM_READERS) as pool:
             while batch := list(islice(remaining, NUM_READ_AHEAD)):

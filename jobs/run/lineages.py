@@ -1,4 +1,4 @@
-"""Which job took which other one's place: the forms of a job from its first to its newest, by their ids."""
+"""The lineages of jobs: the ids of a job's forms, first to newest, where each took the place of the one before."""
 
 from __future__ import annotations
 

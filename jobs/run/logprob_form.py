@@ -18,7 +18,7 @@ class TokenTexts(Protocol):
     """A tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for, special ones too."""
+        """The bytes that a token stands for, also for special tokens."""
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Count the characters of the text in front of each of these tokens."""

@@ -89,9 +89,9 @@ def line_id(job_id: str) -> str:
 
 
 def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
-    """What a choice says, as columns of a table: log-probabilities are JSON, of which chats and others have their own.
+    """The texts of a choice, as columns of a table. Log-probabilities are JSON, in the form of chats or of completions.
 
-    None stands for what it does not have, as choices of runs that are older than the field.
+    None stands for what the choice does not have; choices of older runs lack fields that came later.
     """
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")

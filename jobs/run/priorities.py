@@ -1,6 +1,6 @@
-"""Which jobs of a run begin first: the priorities of lines, by `custom_id`, as the newest submission has them.
+"""The priorities of lines, by `custom_id`, as the newest submission has them: they say which jobs of a run begin first.
 
-priorities.json    those that are not 0, where there are any
+priorities.json    those that are not 0, if there are any
 
 They decide no token, so they are no part of a job and may change while it is not running.
 """

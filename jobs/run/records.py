@@ -1,4 +1,4 @@
-"""What `run.json`, `progress.json` and `drivers/*.json` hold."""
+"""The contents of `run.json`, `progress.json` and `drivers/*.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
 
 class ProcessKey(Frozen):
-    """What tells a process from all others with its number: `start_ticks` is when it began, since its system did."""
+    """Tells a process from others with its number; `start_ticks` is when it began, counted from its system's start."""
 
     boot_id: str
     pid_namespace: str
@@ -28,7 +28,7 @@ class ProcessKey(Frozen):
 
 
 class RunManifest(Frozen):
-    """How a run computes: all that decides its bytes. `created` is in seconds since the epoch."""
+    """All settings of a run that decide its bytes. `created` is in seconds since the epoch."""
 
     version: int = RUN_VERSION
     run_id: str
@@ -42,13 +42,13 @@ class RunManifest(Frozen):
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype
     device: Device
-    attention: AttentionName = "triton"  # as all runs had it before there was a choice
+    attention: AttentionName = "triton"  # the kernels of all runs before there was a choice
     linear: LinearName = "cublas"
     num_threads: int = Field(ge=1)
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
-    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: they are not looked for
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # what the log-probabilities are of that jobs ask for
+    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: loops are not looked for
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
     thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
     versions: dict[str, str]
     exactness: Exactness
@@ -124,7 +124,7 @@ class Progress(Frozen):
 
 
 class DriverClaim(Frozen):
-    """Who took the run over: the driver with the newest claim holds the run. `started` in seconds since the epoch."""
+    """A driver's claim on the run: the driver with the newest claim holds it. `started` in seconds since the epoch."""
 
     version: Literal[1] = 1
     host: str

@@ -18,7 +18,7 @@ from swiftbatch.jobs.run.output_line import line_id
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What a model thought in an output: its text and its tokens, without markers, and the output's text without it."""
+    """A model's thought in an output: its text and its tokens, without markers, and the output's text without it."""
 
     text: str
     content: str

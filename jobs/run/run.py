@@ -67,7 +67,10 @@ class Run:
 
     @classmethod
     def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """As `create_or_open`, but where there is no run yet, nothing is written before `made`."""
+        """Open the run at `uri`, or plan it from `manifest` if there is none: then nothing is written before `made`.
+
+        Raises `RunError` as `create_or_open` does.
+        """
         store = Store(uri, retries)
         if store.exists(MANIFEST):
             return cls.open(uri, retries)._fit_for(manifest)
@@ -94,7 +97,7 @@ class Run:
 
     @classmethod
     def without_manifest(cls, uri: str) -> Run:
-        """What a folder with a damaged manifest still has: jobs, rejects, results and errors are read without it."""
+        """The run of a folder with a damaged manifest: its jobs, rejects, results and errors are read without it."""
         return cls(Store(uri), None)
 
     def add_jobs(self, records: Sequence[JobRecord]) -> None:
@@ -154,7 +157,7 @@ class Run:
         self._errors.write(job_id, line)
 
     def write_errors(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """As `write_error`, for many jobs by their ids."""
+        """Keep the lines of many dead-lettered or cancelled jobs by their ids, in place of older ones."""
         self._errors.write_all(lines)
 
     def ended(self) -> tuple[set[str], set[str]]:
@@ -163,7 +166,7 @@ class Run:
         return set(finished), failed
 
     def ended_sizes(self) -> tuple[dict[str, int], set[str]]:
-        """As `ended`, with the bytes of each result."""
+        """The job ids that `ended` returns, with the bytes of each result."""
         finished = self._results.sizes()
         return finished, self._errors.job_ids().difference(finished)
 
@@ -180,11 +183,11 @@ class Run:
         return (line for line in self.error_lines(job_ids) if line is not None)
 
     def error_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """As `error`, of many jobs in that order."""
+        """The line that `error` returns for each of many jobs, in their order."""
         return self._errors.read_all(job_ids)
 
     def result_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """As `result`, of many jobs in that order."""
+        """The line that `result` returns for each of many jobs, in their order."""
         return self._results.read_all(job_ids)
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
@@ -243,7 +246,7 @@ class Run:
             return None
 
     def has_had_a_driver(self) -> bool:
-        """Whether there is a heartbeat, be it damaged."""
+        """Return whether there is a heartbeat, even a damaged one."""
         return self.store.exists(PROGRESS)
 
     def request_cancel(self, job_id: str | None) -> None:
@@ -252,7 +255,7 @@ class Run:
         self.store.write(path, dump_line({"requested": time.time()}))
 
     def cancel_requests(self) -> tuple[bool, set[str]]:
-        """Whether the whole run is to be cancelled, and the job ids to be cancelled."""
+        """Return whether the whole run is to be cancelled, and the ids of the jobs to be cancelled."""
         names = self.store.list(CANCEL_JOBS)
         return self.store.exists(CANCEL_RUN), {name.removesuffix(".json") for name in names if name.endswith(".json")}
 

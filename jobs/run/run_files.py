@@ -39,7 +39,7 @@ def pretty(model: BaseModel) -> bytes:
 
 
 def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Value | None:
-    """What `parse` makes of a file; None when it is absent. Raises `DamagedError` where `parse` raises `ValueError`."""
+    """Parse a file; None if it is absent. Raises `DamagedError` where `parse` raises `ValueError`."""
     data = store.read(path)
     if data is None:
         return None

@@ -1,4 +1,4 @@
-"""Which lines each shard holds. A plan is written before its shard, so that any later driver makes the same one of it.
+"""The plan of each shard: the lines it holds. It is written before the shard, so that later drivers make the same one.
 
 shard-plans/<number:05d>-<epoch:04d>.json    never changed; of one number, the plan of the newest epoch counts
 
@@ -26,7 +26,7 @@ LineKey = tuple[tuple[str, str | None], ...]
 
 
 class Failure(Frozen):
-    """Why a job has no result. The plan keeps it, since a job that is tried again loses its error."""
+    """The reason why a job has no result. The plan keeps it, since a job that is tried again loses its error."""
 
     code: str
     message: str
@@ -45,7 +45,7 @@ class PlannedLine(Frozen):
 
     @property
     def key(self) -> LineKey:
-        """How the line ended: each job, with the code of its error if it has no result."""
+        """The end of the line: each job, with the code of its error if it has no result."""
         codes = {job_id: failure.code for job_id, failure in self.failures.items()}
         return tuple((job_id, codes.get(job_id)) for job_id in self.jobs)
 

@@ -70,7 +70,7 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
 
 
 def _asked(record: JobRecord, revision: int) -> Row:
-    """What the line asked for."""
+    """The columns of a row that say what the line asked for."""
     job = record.job
     messages = job.messages and [{name: getattr(message, name) for name in MESSAGE} for message in job.messages]
     return {

@@ -1,6 +1,6 @@
-"""Whether a run writes shards, of which format, and how many rows each has.
+"""The shard settings of a run: whether it writes shards, in which format, and with how many rows each.
 
-shards.json    where a submission asked for them
+shards.json    if a submission asked for them
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardSettings(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What a user says, as in "parquet" or "jsonl:500". Raises ValueError."""
+        """Parse what a user says, such as "parquet" or "jsonl:500". Raises ValueError."""
         kind, has_rows, rows = text.partition(":")
         try:
             return cls.model_validate({"format": kind} | ({"rows_per_shard": rows} if has_rows else {}))
@@ -40,7 +40,7 @@ class ShardSettings(Frozen):
 
 
 def shard_settings(store: Store) -> ShardSettings | None:
-    """What the run was asked for; None where it writes no shards. Raises RunError for a damaged file."""
+    """The shards that the run was asked for; None if it writes none. Raises RunError for a damaged file."""
     return read_model(store, FILE, ShardSettings)
 
 

@@ -49,7 +49,7 @@ class Shards:
 
     @classmethod
     def of(cls, run: Run, epoch: int, check: Callable[[], None]) -> Self | None:
-        """None where the run was not asked for shards."""
+        """The shards of a run; None if it was not asked for any."""
         settings = shard_settings(run.store)
         return None if settings is None else cls(run, settings, epoch, check)
 
@@ -78,7 +78,7 @@ class Shards:
                 yield SizedLine(line, sum(num_bytes))
 
     def _failures(self, failed: set[str]) -> dict[str, Failure]:
-        """Why jobs failed, of those whose errors can be read."""
+        """The reasons why jobs failed, for those whose errors can be read."""
         job_ids = sorted(failed)
         lines = zip(job_ids, self._run.error_lines(job_ids), strict=True)
         return {

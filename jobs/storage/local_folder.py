@@ -108,7 +108,7 @@ class LocalFolder:
 
     def delete_folder(self, folder: str) -> None:
         target = self._root / folder
-        if target.is_symlink():  # what it leads to is not ours
+        if target.is_symlink():  # the target of a link is not ours
             target.unlink()
             return
         # a writer that was believed dead may put one more file in while the folder goes
@@ -140,7 +140,7 @@ class LocalFolder:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # which is to mean that the file that is to be written is there
+    except FileExistsError:  # of a file in the folder's place, not of the file to be written
         found = "found a file or a link that leads nowhere, expected a folder"
         raise NotADirectoryError(errno.ENOTDIR, found, str(folder)) from None
 
@@ -180,7 +180,7 @@ def _link_new(aside: Path, target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name is on the disk only when the folder is."""
+    """Flush a folder to the disk: only then is a new name in it there."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -101,7 +101,7 @@ class ObjectFolder:
             return source.read()
 
     def _put(self, path: str, data: memoryview) -> None:
-        """Leaving the block closes the stream, which publishes what was written, unless a part failed before."""
+        """Write an object. Leaving the block closes the stream, which publishes it, unless a part failed before."""
         filesystem = self._filesystem if data.nbytes < SINGLE_BYTES else self._multipart
         with as_os_error(), filesystem.open_output_stream(self._full(path)) as stream:
             for start in range(0, data.nbytes, PIECE_BYTES):
@@ -114,7 +114,7 @@ class ObjectFolder:
 
 
 def _rest_of(source: BinaryIO) -> bytes | memoryview:
-    """What is left of a file, mapped into memory; of anything else read."""
+    """The rest of a file, mapped into memory; anything else is read."""
     try:
         descriptor, start = source.fileno(), source.tell()
     except UnsupportedOperation:

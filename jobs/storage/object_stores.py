@@ -1,4 +1,4 @@
-"""How to reach an object store: what its URI and the environment say, with pyarrow's own patience cut short."""
+"""The connection to an object store: what its URI and the environment say, with pyarrow's own patience cut short."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NUM_TRIES = 1  # pyarrow's own; more of them hide the error, and don't work for 
 GCS_RETRY_SECONDS = 5
 
 ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-# what other S3 servers than Amazon's often don't know: a checksum behind the body
+# a checksum behind the body: S3 servers other than Amazon's often don't know it
 CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 
-# how pyarrow words what no second try can change; everything else may pass
+# pyarrow's words for errors that no second try can change; all others may pass
 NO_BUCKET = ("AWS Error NO_SUCH_BUCKET", "' not found")
 GONE = ("AWS Error NO_SUCH_KEY", "(HTTP status 404)", "Status(NOT_FOUND")
 REFUSED = (

@@ -1,4 +1,4 @@
-"""When the storage fails for a while: try again, with longer and longer pauses, within a bound."""
+"""Retries for a storage that fails for a while, with longer and longer pauses, within a bound."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TRANSIENT = FULL_OR_BUSY | CONNECTION
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed later. An `OSError` without a number is the network's or the server's."""
+    """Tell whether the same call may succeed later. An `OSError` without a number is the network's or the server's."""
     return isinstance(error, OSError) and (error.errno is None or error.errno in TRANSIENT)
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How long to go on trying when the storage fails; 0 seconds is not at all.
+    """The patience with a storage that fails, in `seconds`; 0 means no second try.
 
     `on_retry` is called before each pause, in the thread that waits.
     """
@@ -46,7 +46,7 @@ class Retries:
     on_retry: Callable[[], None] = lambda: None
 
     def call(self, action: Callable[[], Result]) -> Result:
-        """What `action` returns; it is called again after transient errors until `seconds` have passed since the start.
+        """Return the result of `action`, which is called again after transient errors until `seconds` have passed.
 
         Raises the error of the last try. The last try begins within the bound, and may take its own time.
         """

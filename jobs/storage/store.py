@@ -55,7 +55,7 @@ class Store:
         self._try("write", path, lambda: self._folder.write(path, data))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
-        """As `write`, with the rest of `source`, a file that can seek, as the data: for files too long for memory."""
+        """Write the rest of `source`, a file that can seek, as `write` does: for files too long for memory."""
         start = source.tell()
 
         def write() -> None:
@@ -65,7 +65,7 @@ class Store:
         self._try("write", path, write)
 
     def write_new_from(self, path: str, source: BinaryIO) -> None:
-        """As `write_from`, but leave an existing file alone. On an object store, see `write_new`."""
+        """Write a file like `write_from`, but leave an existing one alone. On an object store, see `write_new`."""
         start = source.tell()
 
         def write() -> None:
@@ -75,7 +75,7 @@ class Store:
         self._try("write", path, write)
 
     def write_new(self, path: str, data: bytes) -> bool:
-        """As `write`, but leave an existing file alone and return False. Two writers at once: one gets True.
+        """Write a file like `write`, but leave an existing one alone and return False. Of two writers, one gets True.
 
         On an object store the test and the write are two steps, and the later of two writers at once wins.
         """
@@ -119,7 +119,7 @@ class Store:
                 yield piece
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file (not a folder) at `path`."""
+        """Return whether there is a file (not a folder) at `path`."""
         return self._try("look up", path, lambda: self._folder.exists(path))
 
     def list(self, folder: str) -> builtins.list[str]:

@@ -1,4 +1,4 @@
-"""Where a run folder is: local path or object store, and how to speak of it without its credentials."""
+"""The place of a run folder: a local path or an object store, and a text for it without its credentials."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from swiftbatch.metrics.grafana.panel import DRIVER, RATE, WORKER, Board, Panel,
 
 
 def _increase(name: str, label: str = "") -> str:
-    """By how much a counter of the driver rose in the time shown."""
+    """The query for the increase of a driver's counter in the time shown."""
     by = f" by ({label})" if label else ""
     return f"sum{by} (increase(swiftbatch_{name}{{{DRIVER}}}[$__range]))"
 

@@ -1,4 +1,4 @@
-"""What a dashboard shows, as data."""
+"""The panels of a dashboard, as data."""
 
 from __future__ import annotations
 

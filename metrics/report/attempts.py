@@ -30,7 +30,7 @@ class Attempt:
 
     @property
     def first_token(self) -> float:
-        """When it went on, as far as that is known."""
+        """The moment when the attempt went on, as far as that is known."""
         if self.timeline is not None:
             return max(self.start, self.timeline.started)
         return self.start if self.resume is None else max(self.start, self.resume.resumed)
@@ -66,9 +66,10 @@ def attempts_of(
 
 
 def without_guesses(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
-    """As `attempts_of`, for a run that keeps timelines: a lost attempt without one drew no token that is known.
+    """The attempts of a run that keeps timelines, where a lost attempt without one drew no token that is known.
 
-    In older runs it may have drawn many, and its successor's claim is all that is known of its end.
+    Such an attempt ends at its `first_token`. In older runs it may have drawn many tokens, and only its successor's
+    claim is known of its end.
     """
     return tuple(
         replace(attempt, end=attempt.first_token) if attempt.timeline is None and attempt.outcome == "lost" else attempt
@@ -85,7 +86,7 @@ def parsed_history(attempts: Any) -> list[AttemptRecord]:
 
 
 def _end(attempt: Attempt) -> float:
-    """What the attempt's own files say, where they say something and it is over."""
+    """The end of the attempt by its own files, if they say something and it is over."""
     if attempt.timeline is None or attempt.outcome == "running":
         return max(attempt.first_token, attempt.end)
     return max(attempt.first_token, attempt.timeline.started + attempt.timeline.seconds[-1])

@@ -14,7 +14,7 @@ STEPS = (
 
 
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
-    """At most `most` + 1 round moments from 0 to `seconds`, with what stands there; all alike, as in 0:00 and 1:30."""
+    """At most `most` + 1 round moments from 0 to `seconds`, each with its label; all alike, as in 0:00 and 1:30."""
     step = next((step for step in STEPS if seconds / step <= most), STEPS[-1])
     return [(float(moment), clock(moment)) for moment in range(0, int(seconds) + 1, step)]
 

@@ -1,4 +1,4 @@
-"""What a run's folder says of its jobs and their attempts, as a report needs it."""
+"""The facts about a run's jobs and their attempts, read from its folder for a report."""
 
 from __future__ import annotations
 

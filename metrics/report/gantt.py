@@ -37,7 +37,7 @@ class Bar:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether there is no room for anything in the bar."""
+        """True if there is no room for anything in the bar."""
         return self.width < TINY_PERCENT
 
 

@@ -27,7 +27,7 @@ MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
 URGENCY = {"failed": 0, "finished": 2}
-PATH_CHARACTERS = b"/"  # that stay as they are in a link
+PATH_CHARACTERS = b"/"  # characters that stay as they are in a link
 
 
 def render(facts: RunFacts, store: Store, folder: str | None) -> str:
@@ -75,7 +75,7 @@ def _charts(facts: RunFacts, found: Stretches, begin: float, end: float) -> dict
 
 
 def _span(facts: RunFacts, found: Stretches) -> tuple[float, float]:
-    """From the first attempt to the end of the last, in seconds since the epoch."""
+    """The start of the first attempt and the end of the last, in seconds since the epoch."""
     starts = [attempt.start for _, attempt in facts.attempts]
     if not starts:
         return facts.progress.started, facts.progress.started
@@ -84,7 +84,7 @@ def _span(facts: RunFacts, found: Stretches) -> tuple[float, float]:
 
 
 def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
-    """Where the plan's time axis has ticks, in percent; a label at the very end would stick out."""
+    """The ticks of the plan's time axis, in percent; a label at the very end would stick out."""
     places = ((100 * moment / max(seconds, 1e-9), label) for moment, label in ticks(seconds, NUM_GANTT_TICKS))
     return [(place, label) for place, label in places if place <= MAX_TICK_PERCENT]
 

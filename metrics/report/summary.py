@@ -65,7 +65,7 @@ def _acceptance(facts: RunFacts, found: Stretches) -> Figure:
 
 
 def _shares_of_drafts(facts: RunFacts) -> list[str]:
-    """How the tokens of the jobs' last attempts came; nothing where no job has said it."""
+    """The shares of the jobs' last attempts' tokens that came by chains, trees or plain steps; none if no job says."""
     counts: Counter[str] = Counter()
     for job in facts.jobs:
         counts.update(job.metrics.get("num_tokens_by_draft") or {})

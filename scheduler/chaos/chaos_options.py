@@ -1,4 +1,4 @@
-"""What the user asks of a chaos run, and what follows: the job file and the commands that run it."""
+"""The options of a chaos run, with the job file and the commands that follow from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ChaosOptions:
 
     @property
     def tokens_per_checkpoint(self) -> int:
-        """What the whole run generates between two checkpoints of its jobs."""
+        """The number of tokens that the whole run generates between two checkpoints of its jobs."""
         return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:

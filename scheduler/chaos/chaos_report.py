@@ -1,4 +1,4 @@
-"""What a chaos run found, for people and as JSON."""
+"""The findings of a chaos run, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChaosReport(Frozen):
     num_planned_kills: int
     kills: tuple[Kill, ...]
     num_recomputed_tokens: int
-    tokens_per_checkpoint: int  # that the whole run generates between two checkpoints
+    tokens_per_checkpoint: int  # of the whole run, between two checkpoints
     resumes: dict[str, int]  # by kind
     undisturbed_seconds: float
     disturbed_seconds: float
@@ -28,7 +28,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def is_identical(self) -> bool:
-        """Whether every job has one output, and the same as in the undisturbed run."""
+        """True if every job has exactly one output, the same as in the undisturbed run."""
         return all(job.is_identical for job in self.jobs)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -49,7 +49,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def max_recomputed_tokens(self) -> int:
-        """What may be lost: with every kill all that the whole run generates between two checkpoints."""
+        """The number of tokens that may be lost: at each kill, all that the run generates between two checkpoints."""
         return len(self.kills) * self.tokens_per_checkpoint
 
     @computed_field  # type: ignore[prop-decorator]
@@ -59,7 +59,7 @@ class ChaosReport(Frozen):
 
     @property
     def has_passed(self) -> bool:
-        """Whether all kills were done and nothing is different for it."""
+        """True if all kills were done and changed no output."""
         return self.is_identical and len(self.kills) == self.num_planned_kills
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What two runs of the same jobs have in common: every job's output, token for token."""
+"""Compares two runs of the same jobs: every job's output, token for token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunOutput:
         return sum(body["metrics"]["num_recomputed_tokens"] for body in self._bodies.values())
 
     def resumes(self) -> dict[str, int]:
-        """How many attempts went on from where another one had ended, by kind."""
+        """Count the attempts that went on from where another one had ended, by kind."""
         attempts = [attempt for body in self._bodies.values() for attempt in body["metrics"]["attempts"]]
         return dict(Counter(attempt["resume"]["kind"] for attempt in attempts if attempt["resume"]))
 

@@ -40,12 +40,12 @@ class DisturbedDriver:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """SIGKILL; one that has ended is fine."""
+        """Send SIGKILL; a driver that has ended is fine."""
         self._process.kill()
         self._process.wait()
 
     def hang_up(self) -> None:
-        """SIGHUP, as when its terminal is closed, and wait until it has written its checkpoints."""
+        """Send SIGHUP, as when its terminal is closed, and wait until it has written its checkpoints."""
         self._process.send_signal(signal.SIGHUP)
         self._process.wait()
 

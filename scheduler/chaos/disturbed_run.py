@@ -25,7 +25,7 @@ DEEDS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed, after how many tokens of the run, and when in seconds of it."""
+    """A kill: its victim, the number of tokens that the run had then, and the seconds since the run's start."""
 
     kind: Kind
     victim: str

@@ -74,7 +74,7 @@ class Experiment:
         self.disturbed = f"{options.run_uri.rstrip('/')}/disturbed"
 
     def run_undisturbed(self) -> float:
-        """Returns the seconds that it took."""
+        """Run the jobs undisturbed; returns the seconds that it took."""
         self._show(f"undisturbed run: {self._options.num_jobs} jobs of {self._options.num_tokens:,} tokens")
         started = time.monotonic()
         driver = self._submit(self.undisturbed)
@@ -85,7 +85,7 @@ class Experiment:
         return round(time.monotonic() - started, 1)
 
     def run_disturbed(self, random: Random) -> tuple[float, list[Kill]]:
-        """Returns the seconds that it took, and the kills that were done."""
+        """Run the jobs with kills; returns the seconds that it took, and the kills that were done."""
         kinds = [kind for kind in KINDS if kind in self._arena.ways or kind in DRIVER_KINDS]
         plan = plan_kills(self._options.num_kills, kinds, self._options.num_run_tokens, random)
         self._show(f"disturbed run: {len(plan)} kills of {', '.join(kinds)}")
@@ -107,7 +107,7 @@ class Experiment:
 
 @contextlib.contextmanager
 def _folder(run_uri: str) -> Iterator[Path]:
-    """Beside the runs where they are on this machine, else a temporary one."""
+    """A folder beside the runs if they are on this machine, else a temporary one."""
     local = local_path(run_uri)
     if local is None:
         with tempfile.TemporaryDirectory(prefix="swiftbatch-chaos-") as name:

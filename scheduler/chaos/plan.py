@@ -1,4 +1,4 @@
-"""What is to be killed and when: drawn from a seed, so that a chaos run can be repeated."""
+"""The kills of a chaos run and their times, drawn from a seed so that the run can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker or a node is hit: on a cluster of our own by signals, on the user's by a Ray task.
+"""The ways to hit a worker or a node: signals on a cluster of our own, a Ray task on the user's.
 
 A way takes the workers that have jobs (one at least), kills or stops one of them or kills its node, and says which;
 None if that was gone already.

@@ -20,7 +20,7 @@ SESSION_FACTORY = "swiftbatch.worker.session.session:WorkerSession"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker needs to start: the same for all workers of a run."""
+    """The settings that a worker needs to start, the same for all workers of a run."""
 
     config: EngineConfig
     run_uri: str
@@ -31,7 +31,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a started worker runs, and on what: `node_id` is Ray's, the last three are the session's."""
+    """The place of a started worker, and its resources: `node_id` is Ray's, the last three are the session's."""
 
     host: str
     pid: int

@@ -21,7 +21,7 @@ from typing import Any
 PACKAGE = "swiftbatch"
 ROOMS = ("jobs", "metrics", "scheduler", "worker")  # in its folder, or in a checkout beside it
 CODE = ("*.py", "*.c", "*.h", "*.so")  # the kernels' source and what was compiled of it among them
-COMPILING = "tmp"  # how folders begin that a compiler at work has beside the kernels
+COMPILING = "tmp"  # the first letters of folders that a compiler at work has beside the kernels
 STARTING = "worker process {} starts"  # in front of what it writes
 
 

@@ -34,7 +34,7 @@ class ClusterError(UserError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the driver needs to know to place its workers and to keep them."""
+    """The facts about a cluster that the driver needs to place its workers and to keep them."""
 
     is_embedded: bool
     num_gpus: int
@@ -173,7 +173,7 @@ def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | N
     ended = threading.Event()
     ended.set()
     try:
-        call_interruptibly(ray.shutdown, ended)  # which has SIGTERM kill the process from then on
+        call_interruptibly(ray.shutdown, ended)  # from then on SIGTERM kills the process
     except KeyboardInterrupt:
         _end_without_ray(INTERRUPTED)
         raise
@@ -186,9 +186,9 @@ def _end_without_ray(code: int) -> None:
 
 
 def _silence_ray() -> None:
-    """From here on stderr is Python's alone: Ray's threads write to its descriptor, even behind our last line.
+    """Make stderr Python's alone from here on: Ray's threads write to its descriptor, even behind our last line.
 
-    Those that are Python's, too, fail when Ray has gone, and that is no news.
+    Ray's threads in Python fail when Ray has gone, and that is no news.
     """
     threading.excepthook = lambda _failed: None
     sys.stderr.flush()

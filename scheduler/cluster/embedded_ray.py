@@ -1,4 +1,4 @@
-"""What an embedded Ray leaves outside of this process: a folder, and processes. Both end with the run.
+"""The folder and the processes that an embedded Ray leaves outside of this process. Both end with the run.
 
 Its processes are in sessions of their own, so that Ctrl-C, a closed terminal or a signal to the process group reach the
 driver alone: workers are needed to write their checkpoints. Should the driver die, the kernel ends them.
@@ -24,7 +24,7 @@ from swiftbatch.scheduler.process import interruption
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
 LOOK_SECONDS = 0.05
-KEPT_SECONDS = 86_400.0  # that logs stay for which nobody is there to remove them
+KEPT_SECONDS = 86_400.0  # the time for which logs stay that nobody removes
 LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
 USUAL_PLACE = "/tmp"
 

@@ -43,7 +43,7 @@ def create_actor(worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int,
 
 @functools.cache
 def _actor_class() -> Any:
-    """Sent to the cluster's head with the first worker only: with each one, a head that hangs would hang us."""
+    """The actor class, sent to the head with the first worker only: with each one, a head that hangs would hang us."""
     import ray
 
     ray.cloudpickle.register_pickle_by_value(bootstrap)

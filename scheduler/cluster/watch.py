@@ -22,7 +22,7 @@ class ClusterLostError(RuntimeError):
 
 
 class ClusterWatch:
-    """What is known of the cluster; `check` and `draining` answer at once, from what the thread has heard."""
+    """The state of the cluster. `check` and `draining` answer at once, from what the thread has heard."""
 
     def __init__(self, head: Any, own_node_id: Any) -> None:
         """`head` is Ray's `GcsClient`, which is asked who is alive and who is draining."""

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a picture on a terminal, lines elsewhere, objects for programs.
+"""The output of a run for its user: a picture on a terminal, lines elsewhere, objects for programs.
 
 Whatever happens to the terminal or to the program that reads, the run goes on.
 """
@@ -25,7 +25,7 @@ LINE_SECONDS = 5.0  # between two lines that say where the run is
 
 
 class Display(Protocol):
-    """Where a command shows what it does."""
+    """A place where a command shows what it does."""
 
     def note(self, event: Event) -> None:
         """Tell of something that has happened."""

@@ -1,4 +1,4 @@
-"""What is told of the end of a run; see `events.py`."""
+"""The events at the end of a run; see `events.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen in a run: each event is a line of text for people, and an object with named fields for programs.
+"""The events of a run: each is a line of text for people, and an object with named fields for programs.
 
 `EVENTS.md` beside this file is the list of all kinds and fields, written by `event_reference.py`.
 """

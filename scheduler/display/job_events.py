@@ -1,4 +1,4 @@
-"""What can happen to a job in a run; see `events.py`."""
+"""The events that happen to a job in a run; see `events.py`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
     def __init__(self, stream: TextIO, errors: Lines | None) -> None:
         self._console = Console(file=cast("IO[str]", SteadyStream(stream)), force_terminal=True)
         self._errors = errors
-        # what stands in for stdout while Ray is at work must not be wrapped
+        # the stream that stands in for stdout while Ray is at work must not be wrapped
         self._live = Live(
             console=self._console,
             refresh_per_second=REDRAWS_PER_SECOND,

@@ -35,7 +35,7 @@ def speed_of(progress: Progress) -> str:
 
 
 def safety(progress: Progress) -> list[str]:
-    """How old checkpoints are, and how often jobs went back and were resumed, as far as there is something to say."""
+    """Tell the age of checkpoints, and the numbers of preemptions and resumes, as far as there is something to say."""
     age = checkpoint_age(progress)
     num_preemptions, num_resumes = sum(progress.num_preemptions.values()), sum(progress.num_resumes.values())
     parts = [] if age is None else [f"checkpoint {age:.0f} s ago"]
@@ -63,7 +63,7 @@ def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
 
 
 def numerics_lines(progress: Progress) -> list[str]:
-    """What decides the bits of the workers: a line where all are alike, else one for each kind."""
+    """The lines about what decides the bits of the workers: one if all are alike, else one for each kind."""
     kinds: dict[str, list[str]] = {}
     for worker in progress.workers:
         kinds.setdefault(worker.numerics, []).append(worker.id)

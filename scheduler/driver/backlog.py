@@ -1,4 +1,4 @@
-"""What a run folder says is done and still to do."""
+"""Reads from a run folder what is done and what is still to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver counts at every beat: jobs and workers by state, and the time that workers were held."""
+"""Counts jobs and workers by state, and the time that workers were held, at every beat of the driver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Census:
         states = [worker.state for worker in fleet.workers]
         counters.workers = {state: states.count(state) for state in ("starting", "ready", "draining")}
         device = "gpu" if fleet.num_gpus_per_worker() else "cpu"
-        num_held = counters.workers["ready"] + counters.workers["draining"]  # those that start may wait for a node
+        num_held = counters.workers["ready"] + counters.workers["draining"]  # workers that start may wait for a node
         seconds = 0.0 if self._last is None else num_held * (now - self._last)
         counters.worker_seconds[device] = counters.worker_seconds.get(device, 0.0) + seconds
         self._context.spent.worker_seconds += seconds

@@ -1,4 +1,4 @@
-"""What the parts of a driver share."""
+"""The state that the parts of a driver share."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class DriverContext:
     counters: DriverCounters
     num_workers: int
     num_slots: int | None  # jobs that a worker runs at a time; None for as many as it has room for
-    grace_seconds: float  # that a worker has to write its checkpoints before it ends
+    grace_seconds: float  # the time that a worker has to write its checkpoints before it ends
     limits: Limits
     spent: Spending

@@ -1,4 +1,4 @@
-"""Which worker gets which job, and at the end of a run, which worker hands one over to an idle one."""
+"""Gives jobs to workers, and at the end of a run has a worker hand one over to an idle one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.worker.session.work import Assignment
 
-SLICE_SECONDS = 0.5  # of work between two reports
+SLICE_SECONDS = 0.5  # the work of a worker between two reports
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
 
@@ -43,7 +43,7 @@ class Dispatcher:
                 self._fleet.work(worker, replace(worker.orders, assignments=assignments), SLICE_SECONDS)
 
     def order_move(self, now: float) -> None:
-        """Where nothing waits any more, let a worker with several jobs hand one over to a worker without any."""
+        """Let a worker with several jobs hand one over to a worker without any, once no job waits any more."""
         counts = self._queue.counts()
         if counts["pending"] or not counts["running"]:
             return

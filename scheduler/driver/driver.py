@@ -47,7 +47,7 @@ class Driver:
         self._census = Census(context)
         self._sharding = Sharding(context.run, hold.epoch, context.display)
         self._is_stopping = False
-        self.reached_limit: str | None = None  # why the run was left unfinished, as a text for people
+        self.reached_limit: str | None = None  # the reason why the run was left unfinished, for people
 
     def request_stop(self) -> None:
         """Ask the loop to end soon, with all checkpoints written; safe in a signal handler."""
@@ -87,7 +87,7 @@ class Driver:
         return state
 
     def _is_to_stop(self) -> bool:
-        """Whether a user or a limit wants the run to end; a user's wish comes first."""
+        """Return whether a user or a limit wants the run to end; a user's wish comes first."""
         if not self._is_stopping:
             self.reached_limit = self._context.limits.reached(self._context.spent, time.time())
         return self._is_stopping or self.reached_limit is not None
@@ -156,7 +156,7 @@ class Driver:
     def _end_state(self) -> RunState:
         if self._queue.num_unfinished:
             return "interrupted"
-        self.reached_limit = None  # what was left has finished meanwhile
+        self.reached_limit = None  # the jobs that were left have finished meanwhile
         is_whole_run, _ = self._run.cancel_requests()
         self._run.clear_cancel()
         return "cancelled" if is_whole_run else "finished"

@@ -35,7 +35,7 @@ class Worker:
     orders: Orders = field(default_factory=Orders)  # beside new jobs; they stand until its next report
     patience: float = math.inf  # until its call is answered; a start takes as long as it takes
     silent_since: float = 0.0  # on the fleet's clock
-    drain_reason: str | None = None  # why it takes no more work: a word for the metrics
+    drain_reason: str | None = None  # the reason why it takes no more work: a word for the metrics
     drain_by: float = 0.0  # in `time.monotonic()` seconds
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
 
@@ -100,7 +100,7 @@ class Fleet:
         self._num_created = 0
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a worker that starts sets it back
-        self.speed = Speed(time.monotonic())  # of all workers, the lost ones too
+        self.speed = Speed(time.monotonic())  # the speed of all workers, the lost ones too
         self.workers: list[Worker] = []
 
     def fill(self, num_workers: int, now: float) -> None:
@@ -139,7 +139,7 @@ class Fleet:
         self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
-        """What has happened, after at most `seconds`."""
+        """Wait at most `seconds`, and return the events since."""
         calls = {worker.call: worker for worker in self.workers if worker.call is not None}
         if not calls:
             return []

@@ -12,12 +12,12 @@ from swiftbatch.scheduler.driver.backlog import count_jobs, num_completion_token
 from swiftbatch.scheduler.process.identity import is_gone
 
 BEAT_SECONDS = 1.0
-BEAT_SECONDS_OBJECT_STORE = 5.0  # where each beat costs money and time
+BEAT_SECONDS_OBJECT_STORE = 5.0  # a store where each beat costs money and time
 STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
 STALE_SECONDS_OBJECT_STORE = 30.0
 
-AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # of a beat
-KEPT = (  # of the beat of a driver that is no more
+AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # fields of a beat
+KEPT = (  # fields of the beat of a driver that is no more
     *("driver_host", "driver_pid", "driver_process", "epoch", "started", "updated"),
     *("running", "num_generated_tokens", "num_total_tokens", "worker_seconds", "reached_limit", "num_rejects"),
 )
@@ -30,7 +30,7 @@ def beat_seconds(store: Store) -> float:
 
 
 def liveness(run: Run, progress: Progress | None) -> Liveness:
-    """Whether the driver that wrote this beat is at work: silent are those that may be, but have not been heard of."""
+    """Tell whether the driver that wrote this beat is at work; `silent` means it may be, but has not been heard of."""
     if progress is None or progress.state != "running":
         return "gone"
     return process_liveness(
@@ -39,7 +39,7 @@ def liveness(run: Run, progress: Progress | None) -> Liveness:
 
 
 def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, updated: float) -> Liveness:
-    """Whether a process is at work that wrote its newest sign of life to the store at `updated` (time since epoch)."""
+    """Tell whether a process is at work whose newest sign of life in the store is of `updated` (time since epoch)."""
     if is_gone(host, pid, key):
         return "gone"
     limit = STALE_SECONDS if store.is_local else STALE_SECONDS_OBJECT_STORE
@@ -47,7 +47,7 @@ def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, 
 
 
 def current_progress(run: Run) -> Progress:
-    """What `status` shows: the newest beat, or what the folder says where no driver is alive, or has yet counted."""
+    """The progress that `status` shows: the newest beat, or the folder's if no driver is alive or has yet counted."""
     progress = run.progress()
     if progress is None:
         return _without_beat(run)
@@ -72,7 +72,7 @@ def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progre
 
 
 def _without_beat(run: Run) -> Progress:
-    """What the folder alone says: of a run that was never run, or whose beat is damaged."""
+    """The progress by the folder alone: for a run that was never run, or whose beat is damaged."""
     created, jobs, was_run = run.manifest.created, count_jobs(run), run.has_had_a_driver()
     lines = run.result_lines(run.ended()[0]) if was_run else ()
     return Progress(

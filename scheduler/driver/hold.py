@@ -20,7 +20,7 @@ from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
 from swiftbatch.scheduler.driver.takeover import Epoch
 
-KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # of the last driver's beat
+KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
 
 
 class Hold:
@@ -51,11 +51,11 @@ class Hold:
                 self.end("interrupted")
 
     def go_on_through(self, run: Run) -> None:
-        """From now on, take another way to the run's store."""
+        """Take another way to the run's store from now on."""
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float) -> bool:
-        """Whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
+        """Return whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
         return now >= self._next_beat
 
     def beat(self, **figures: Any) -> Progress:

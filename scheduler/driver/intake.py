@@ -1,4 +1,4 @@
-"""What a worker's report, or its end, means for the jobs it had."""
+"""Takes in a worker's report, or its end, for the jobs that it had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job runs next, who has it, and when it has had its chances. Plain bookkeeping, no Ray and no files."""
+"""The queue of jobs: which runs next, who has it, when it is given up. Plain bookkeeping, no Ray and no files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class JobQueue:
             self._put_back(job, 0.0)
 
     def stop_running(self) -> None:
-        """All workers are gone: what ran is pending again, without blame."""
+        """Put all running jobs back, without blame, since all workers are gone."""
         for job_id in list(self._running):
             self.release(job_id)
 
@@ -130,7 +130,7 @@ class JobQueue:
         return self._unfinished[job_id].num_generated_tokens
 
     def num_shared_tokens(self, job_id: str) -> int:
-        """First tokens of a job's prompt that other jobs have as well."""
+        """The number of first tokens of a job's prompt that other jobs have as well."""
         return self._unfinished[job_id].prompt.num_tokens
 
     def unfinished(self) -> list[str]:

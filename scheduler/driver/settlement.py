@@ -1,4 +1,4 @@
-"""How a job's attempt ends: with a result, back in the queue, given up, or cancelled. Files first, then the queue."""
+"""Ends a job's attempt: with a result, back in the queue, given up, or cancelled. Files first, then the queue."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Settlement:
         self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
-        """Cancel what users asked for, except jobs that a worker has: those wait for its next report."""
+        """Cancel the jobs that users asked for, except those that a worker has: these wait for its next report."""
         is_whole_run, requested = self._run.cancel_requests()
         unfinished = set(self._queue.unfinished())
         self._cancelling = unfinished if is_whole_run else requested & unfinished
@@ -71,7 +71,7 @@ class Settlement:
             self._display.note(JobFinished(record.job.name, num_generated_tokens))
 
     def _has_ended(self, job_id: str) -> bool:
-        """Whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
+        """Return whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
         if (line := self._run.result(job_id)) is not None:
             self.finish(job_id, num_completion_tokens(line))
             return True

@@ -22,7 +22,7 @@ class Sharding:
     """
 
     def __init__(self, run: Run, epoch: Epoch, display: Display) -> None:
-        self._run = Run(run.store, run.manifest)  # what damage it meets, it notes in another thread
+        self._run = Run(run.store, run.manifest)  # a run of its own: it notes damaged files in another thread
         self._epoch, self._display = epoch, display
         self._settings = shard_settings(run.store)
         self._shards: Shards | None = None
@@ -47,7 +47,7 @@ class Sharding:
             self._writing = self._pool.submit(self._catch_up, False)
 
     def finish(self, is_end: bool) -> None:
-        """Write what is left: at the end of the run everything, else what fills shards."""
+        """Write the shards that are left: at the end of the run all lines, else those that fill shards."""
         if self._settings is not None:
             self._told()
             self._writing = self._pool.submit(self._catch_up, is_end)

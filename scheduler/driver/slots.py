@@ -1,4 +1,4 @@
-"""How many jobs a worker runs at a time: as asked, else as many as gain, and as its memory has room for."""
+"""The number of jobs that a worker runs at a time: as asked, else as many as gain, and as its memory has room for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Slots:
         self._fleet = fleet
 
     def has_room(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
-        """Whether a worker that has the jobs `held` takes another one, and has room for one as long as any of them."""
+        """Tell whether a worker with the jobs `held` takes another one, and has room for one as long as any of them."""
         most = worker.info.num_slots if worker.info else None  # a GPU's, made when it started
         if self._num_slots is not None or most is not None:
             return len(held) < min(number for number in (self._num_slots, most) if number is not None)

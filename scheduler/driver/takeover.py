@@ -1,4 +1,4 @@
-"""Which driver holds a run. No clock decides it: each driver claims the next epoch, and the newest claim holds.
+"""Decides which driver holds a run. No clock does: each driver claims the next epoch, and the newest claim holds.
 
 drivers/<epoch:04d>.json              who claimed the run, written once
 drivers/<epoch:04d>.<driver_id>.bid   on an object store, while two may claim the same epoch
@@ -66,7 +66,7 @@ class Epoch:
     def check(self) -> None:
         """Raise RunTakenError if another driver has taken the run since, or its folder has gone."""
         newest = _newest(self.run)
-        if newest < self.number:  # what is written from now on would make another folder
+        if newest < self.number:  # a write from now on would make another folder
             raise RunTakenError(
                 f"the run at {self.run.store.shown_uri} is no longer there: {_path(self.number)} has gone with its "
                 "folder; this driver stops; where the folder was moved, go on with `swiftbatch resume` there"
@@ -85,7 +85,7 @@ class Epoch:
 
 
 def claims(run: Run) -> list[DriverClaim]:
-    """Who held the run, oldest first."""
+    """The claims of all drivers that have held the run, oldest first."""
     found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
     return [claim for claim in found if claim is not None]
 
@@ -103,13 +103,13 @@ def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
 
 
 def has_begun(run: Run) -> bool:
-    """Whether the newest driver has written a beat: from then on it takes requests to cancel."""
+    """Return whether the newest driver has written a beat: from then on it takes requests to cancel."""
     progress = run.progress()
     return progress is not None and progress.epoch >= _newest(run)
 
 
 def _holder(run: Run) -> tuple[Liveness, str]:
-    """Whether the newest driver is at work, and who it is; one that has just claimed the run has no beat yet."""
+    """The newest driver's liveness, and who it is; one that has just claimed the run has no beat yet."""
     newest, progress = _newest(run), run.progress()
     if progress is not None and progress.epoch >= newest:
         return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
@@ -148,7 +148,7 @@ def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
 
 
 def _is_stale_bid(run: Run, path: str) -> bool:
-    """Whether a bid was left by one that was killed; it goes away then."""
+    """Return whether a bid was left by a driver that was killed; if so, delete it."""
     if not path.endswith(".bid"):
         return False
     bid = _read(run, path)

@@ -25,7 +25,7 @@ class UnfinishedJob:
     num_strikes: int = 0  # attempts lost in a row without progress
     runs_alone: bool = False
     not_before: float = 0.0
-    worker_id: str = ""  # who has it, or had it last
+    worker_id: str = ""  # the worker that has it, or had it last
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
 
     @property
@@ -33,13 +33,13 @@ class UnfinishedJob:
         return max(0, self.record.job.sampling.max_tokens - self.num_generated_tokens)
 
     def may_precede(self, first: UnfinishedJob) -> bool:
-        """Whether it may go before the one that comes first, for the sake of its prompt."""
+        """Return whether the job may go before `first`, which comes first, for the sake of its prompt."""
         is_as_long = self.record.max_length >= LEAST_LENGTH * first.record.max_length
         return is_as_long and self.priority == first.priority
 
 
 class JobPlace(NamedTuple):
-    """Where a job stands; two of them never compare by the job, since no two tickets are equal."""
+    """The place of a waiting job. Two places never compare by their jobs, since no two tickets are equal."""
 
     priority: int
     negative_length: int
@@ -93,7 +93,7 @@ class WaitingJobs:
         return better[0] if better else first
 
     def take(self, has_neighbours: bool, now: float, groups: Iterable[int] = ()) -> UnfinishedJob | None:
-        """As `first`; it waits no longer."""
+        """Return the job that `first` returns; it waits no longer."""
         job = self.first(has_neighbours, now, groups)
         if job is None:
             return None
@@ -105,7 +105,7 @@ class WaitingJobs:
         return job
 
     def _admit(self, now: float) -> None:
-        """Let those whose time has come into the order."""
+        """Let the jobs whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
             _, ticket, job = heappop(self._delayed)
             place = JobPlace(job.priority, -job.record.max_length, job.record.line_number, ticket, job)

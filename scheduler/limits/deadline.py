@@ -1,4 +1,4 @@
-"""When a run is to stop, as a user says it: in so much time, at a time of the day, or at a date."""
+"""The moment when a run is to stop, as a user says it: in so much time, at a time of the day, or at a date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run may take: until when, how many tokens, how long its workers; and what it has taken so far."""
+"""Limits for a run: until when, how many tokens, how long its workers; and what it has used so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HOUR = 3600.0
 
 @dataclass
 class Spending:
-    """What a run has taken, over all its drivers and all attempts at its jobs."""
+    """The tokens and worker time that a run has used, over all its drivers and all attempts at its jobs."""
 
     num_tokens: int = 0  # generated, those that were lost and generated once more included
-    worker_seconds: float = 0.0  # that started workers were held
+    worker_seconds: float = 0.0  # the time that started workers were held
 
     @classmethod
     def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:
-        """What the last driver's newest beat says, and the tokens that its workers have brought since.
+        """Read the last driver's newest beat, and add the tokens that its workers have brought since.
 
         `num_generated_tokens` are those that the jobs have now; a driver that was killed had not told of the last ones.
         """
@@ -33,14 +33,14 @@ class Spending:
 
 @dataclass(frozen=True)
 class Limits:
-    """At which a run stops in good order; None is no limit."""
+    """The limits at which a run stops in good order; None is no limit."""
 
     deadline: float | None = None  # in seconds since the epoch
     max_total_tokens: int | None = None
     max_worker_hours: float | None = None
 
     def reached(self, spent: Spending, now: float) -> str | None:
-        """Which limits are reached, as a text for people; None where none is. `now` in seconds since the epoch."""
+        """Name the limits that are reached, in a text for people; None if none is. `now` in seconds since the epoch."""
         found = []
         if self.deadline is not None and now >= self.deadline:
             moment = datetime.fromtimestamp(self.deadline).astimezone().isoformat(" ", "seconds")

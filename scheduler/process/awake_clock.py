@@ -8,14 +8,14 @@ LONGEST_TICK = 2.0
 
 
 class AwakeClock:
-    """Measures for how long others were silent while they were listened to. Look at it several times a second."""
+    """Measures how long others were silent while this process listened. Look at it several times a second."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._seconds = 0.0
 
     def now(self) -> float:
-        """Seconds since it was made; of a time in which nobody looked, at most two are counted."""
+        """Seconds since the clock was made; of each time in which nobody looked, at most two are counted."""
         last, self._last = self._last, time.monotonic()
         self._seconds += min(self._last - last, LONGEST_TICK)
         return self._seconds

@@ -1,4 +1,4 @@
-"""Which process is meant, where two may have the same number: in two containers, or before and after a restart."""
+"""Tells a process from others with its number: in two containers, or before and after a restart."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _own_key(pid: int) -> ProcessKey | None:
 
 
 def own_key() -> ProcessKey | None:
-    """What tells this process from others with its number; None where the system does not say."""
+    """The key that tells this process from others with its number; None if the system does not say."""
     return _own_key(os.getpid())
 
 
 def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
-    """Whether a process has surely ended; False for one that can't be seen from here.
+    """Return whether a process has surely ended; False for one that can't be seen from here.
 
     Without a `key` the host's name has to do: two hosts with one name would be taken for each other.
     """
@@ -47,7 +47,7 @@ def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
 
 
 def _start(pid: int) -> int:
-    """When a process began, in clock ticks since the machine did. Raises FileNotFoundError where it has ended."""
+    """The start of a process, in clock ticks since the machine's start. Raises FileNotFoundError if it has ended."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[STATE_FIELD] in ENDED_STATES:
         raise FileNotFoundError(pid)

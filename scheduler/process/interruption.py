@@ -1,4 +1,4 @@
-"""What a command does when it is told to end: SIGTERM and a closed terminal (SIGHUP) mean what Ctrl-C does.
+"""Handles the signals that tell a command to end: SIGTERM and a closed terminal (SIGHUP) mean what Ctrl-C does.
 
 The first signal raises KeyboardInterrupt wherever the command is: it ends with one line and exit code 130. A second one
 ends the process at once, should that hang. While jobs run, `held` has the first signal ask for an end in good order.
@@ -31,7 +31,7 @@ def signals() -> list[signal.Signals]:
 
 
 def interrupt_on_signals() -> None:
-    """From now on the first signal raises KeyboardInterrupt in the main thread, and the next one ends the process."""
+    """Have the first signal from now on raise KeyboardInterrupt in the main thread, and the next end the process."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         _handle(_unless_same(lambda _number, _frame: os._exit(INTERRUPTED)))
@@ -40,7 +40,7 @@ def interrupt_on_signals() -> None:
     unheard = sys.unraisablehook
 
     def tell_again(told: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised in a destructor or in a callback, an import's among them."""
+        """Interrupt again: Python drops what is raised in a destructor or in a callback, an import's among them."""
         if told.exc_type is not KeyboardInterrupt:
             unheard(told)
             return
@@ -53,7 +53,7 @@ def interrupt_on_signals() -> None:
 
 
 def end_on_signals() -> None:
-    """From now on a signal ends the process without a word: nothing is left that would have to be undone."""
+    """Have a signal end the process without a word from now on: nothing is left that would have to be undone."""
     for number in signals():
         signal.signal(number, signal.SIG_DFL)
 

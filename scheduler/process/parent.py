@@ -12,7 +12,7 @@ SET_DEATH_SIGNAL = 1  # of prctl
 
 
 def die_with(parent_pid: int) -> None:
-    """On Linux the kernel kills this process when the thread that started it ends, however it does."""
+    """Have Linux's kernel kill this process when the thread that started it ends, however it does."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent_pid:

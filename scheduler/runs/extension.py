@@ -75,7 +75,7 @@ def extend_jobs(
     hold.epoch.check()
     run.add_jobs(found.records)
     checkpoints = CheckpointStore.of(run)
-    for longer in found.records:  # which has it all
+    for longer in found.records:  # a longer job has all that the superseded one had
         assert longer.supersedes is not None
         kept.delete(longer.supersedes)
         checkpoints.clear(longer.supersedes)
@@ -83,7 +83,7 @@ def extend_jobs(
 
 
 def _is_due(record: JobRecord, line: Line | None, max_tokens: int, *, is_named: bool) -> bool:
-    """Whether a job is to go on. Raises NotExtendedError where its user should hear that it does not."""
+    """Return whether a job is to go on. Raises NotExtendedError where its user should hear that it does not."""
     own = record.job.sampling.max_tokens
     if line is None:
         if own < max_tokens:
@@ -121,7 +121,7 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
 
 
 def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
-    """Those of all its tokens, where the job asks for them. Raises NotExtendedError."""
+    """The log-probabilities of all its tokens, if the job asks for them. Raises NotExtendedError."""
     if record.job.sampling.logprobs is None:
         return None
     try:

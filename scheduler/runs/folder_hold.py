@@ -1,4 +1,4 @@
-"""Who is at work on a folder of runs: one `swiftbatch nightly` at a time, and one `swiftbatch serve`.
+"""The hold on a folder of runs: one `swiftbatch nightly` works in it at a time, and one `swiftbatch serve`.
 
 nightly.json, serve.json    the holder's newest sign of life, in the folder of the runs; gone when it ends
 

@@ -41,7 +41,7 @@ def digest_of(folder: Store, path: str) -> str:
 
 
 def read_job_files(said: Sequence[str], run_seed: int, columns: Columns, endpoint: JobUrl | None = None) -> JobReader:
-    """What job files ask for, in the order of `found_files`. Raises InputFileError, StoreError."""
+    """Read job files, in the order of `found_files`. Raises InputFileError, StoreError."""
     files = found_files(said)
     reader = JobReader(run_seed, columns, endpoint, is_for_many=len(files) > 1)
     for file in files:
@@ -85,6 +85,6 @@ def _walk_disk(root: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
-    """What is there, and the names in it where it is a folder."""
+    """The status of what is at a place, and the names in it if it is a folder."""
     status = os.stat(place)
     return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None

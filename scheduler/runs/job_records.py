@@ -1,4 +1,4 @@
-"""From the lines of a job file to the jobs of a run: prompts are counted, what can't run is refused."""
+"""Makes the jobs of a run from the lines of a job file: counts prompts' tokens, and refuses what can't run."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _prompts(line: JobLine, codec: TextCodec, max_tokens: int | None, files: Mod
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
-    """How many tokens may come behind a prompt. Raises ValueError where the positions end before."""
+    """The number of tokens that may come behind a prompt. Raises ValueError where the positions end before."""
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:

@@ -1,4 +1,4 @@
-"""What a run keeps of jobs that have ended, so that `extend` can take them on: how much, and how it is dropped."""
+"""Finds and drops what a run keeps of jobs that have ended, so that `extend` can take them on."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Kept:
 
 
 def kept_of(run: Run) -> Kept:
-    """What is kept. A checkpoint of a job that may still go on by itself is no part of it. Raises StoreError."""
+    """Find what is kept. A checkpoint of a job that may still go on by itself is no part of it. Raises StoreError."""
     found = set(run.store.list(FOLDER))
-    if found:  # what failed or was cancelled may be run again, from its checkpoint
+    if found:  # failed and cancelled jobs may be run again, from their checkpoints
         found -= set(run.job_ids()) - run.ended()[0]
     with ThreadPoolExecutor(NUM_READERS) as pool:
         states = dict(zip(sorted(found), pool.map(lambda job_id: _size(run.store, job_id), sorted(found)), strict=True))

@@ -38,12 +38,12 @@ from swiftbatch.worker.drafters.catalogue import check_parts
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands when its driver ends."""
+    """The state of a run when its driver ends."""
 
     state: RunState
     jobs: dict[str, int]
-    num_tokens: int  # that its jobs have
-    reached_limit: str | None = None  # why it is unfinished, as a text for people
+    num_tokens: int  # the tokens that its jobs have
+    reached_limit: str | None = None  # the reason why it is unfinished, for people
 
     @property
     def num_without_result(self) -> int:
@@ -93,7 +93,7 @@ def _drive(
     display: Display,
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
-    """How the run stands then, and the limit that it has reached, if any."""
+    """Drive the run; return the state in which it ends, and the limit that it has reached, if any."""
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     spec = WorkerSpec(
@@ -124,7 +124,7 @@ def _drive(
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
-    """What the run's workers run with.
+    """The configuration of the engines that the run's workers use.
 
     Raises ModelError where the engine's trained parts are missing, KVRoomError where caches can't be kept in a folder.
     """
@@ -148,6 +148,6 @@ def _told_how_to_go_on(run: Run) -> Iterator[None]:
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:
-    """Workers on this machine log into the run folder; elsewhere it may not be there."""
+    """The run folder's logs, for workers on this machine; elsewhere the folder may not be there."""
     folder = local_path(run.store.uri)
     return f"{folder}/logs" if folder is not None and cluster.is_embedded else None

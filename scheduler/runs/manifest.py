@@ -1,4 +1,4 @@
-"""What belongs to a run and stays the same over all its attempts: model, engine, numerics, seed."""
+"""The settings of a run that stay the same over all its attempts: model, engine, numerics, seed."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
 
 
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
-    """What the run computes with; engine and folders may be others than those it was made with."""
+    """The computation of the run; engine and folders may be others than those it was made with."""
     computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
     return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
 
 
 def with_absolute_folders(computation: Computation) -> Computation:
-    """Workers run in other folders."""
+    """Make folders absolute, since workers run in other folders."""
     folders = {name: folder for name in FOLDERS if (folder := getattr(computation, name))}
     return replace(computation, **{name: os.path.abspath(folder) for name, folder in folders.items()})
 

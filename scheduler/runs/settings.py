@@ -1,4 +1,4 @@
-"""What a user may ask of a run, each default once. Light: the command line shows them."""
+"""The settings that a user may give a run, each default once. Light: the command line shows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORE_SLACK_SECONDS = 30.0  # a worker that waits for the store is to say so bef
 
 @dataclass(frozen=True)
 class Settings:
-    """What `submit` and `resume` were asked for; all but `said` may differ from one resume to the next."""
+    """The settings of `submit` and `resume`; all but `said` may differ from one resume to the next."""
 
     said: Mapping[str, Any] = field(default_factory=dict)  # of the fields of `Computation`: those that were named
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -42,7 +42,7 @@ class Settings:
 
     @property
     def start_retries(self) -> Retries:
-        """Of the store, until something runs."""
+        """The retries of the store, until something runs."""
         from swiftbatch.jobs.storage.retries import Retries
 
         return Retries(min(START_RETRY_SECONDS, self.checkpoints.store_retry_seconds))

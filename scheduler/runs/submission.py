@@ -1,4 +1,4 @@
-"""From job files to a run folder: read, count prompt tokens, refuse what can't run, add the rest."""
+"""Puts job files into a run folder: reads them, counts prompt tokens, refuses what can't run, adds the rest."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def submission(
 
 
 def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
-    """Where this machine's workers keep caches; None where that can't be known here. Raises KVRoomError."""
+    """The place where this machine's workers keep caches; None if that can't be known here. Raises KVRoomError."""
     if settings.address is not None:
         return None
     kv_offload = computation_of(manifest, settings).kv_offload

@@ -44,7 +44,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
 
 def _num_common(shown: str, text: str) -> int:
-    """How many characters both begin with."""
+    """Count the characters with which both texts begin."""
     differing = (i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
     return len(shown) if text.startswith(shown) else next(differing, len(text))
 

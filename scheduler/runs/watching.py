@@ -34,7 +34,7 @@ def watch(run: Run, display: Display) -> Progress:
 
 
 def silent_driver(run: Run) -> DriverSilent | None:
-    """What is to be told of a driver that may be stopped or cut off; None where there is none, or it is heard of."""
+    """The event that a driver is silent: it may be stopped or cut off. None if there is none, or it is heard of."""
     progress = run.progress()
     if progress is None or liveness(run, progress) != "silent":
         return None
@@ -42,7 +42,7 @@ def silent_driver(run: Run) -> DriverSilent | None:
 
 
 def _is_awaited(run: Run, display: Display) -> bool:
-    """Whether the run is yet to get its first driver: `submit` takes some seconds until then."""
+    """Return whether the run is yet to get its first driver: `submit` takes some seconds until then."""
     if run.has_had_a_driver() or not count_jobs(run)["pending"]:
         return False
     display.note(DriverAwaited(run.store.shown_uri))

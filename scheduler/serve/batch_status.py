@@ -1,4 +1,4 @@
-"""How a batch stands, from its folder alone."""
+"""The status of a batch, from its folder alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNFINISHED = ("pending", "running")  # states of jobs
 
 @dataclass(frozen=True)
 class Status:
-    """What clients are told. `in_progress` and `finalizing` are moments in seconds since the epoch."""
+    """The status that clients are told. `in_progress` and `finalizing` are moments in seconds since the epoch."""
 
     state: State
     counts: Counts = NO_LINES
@@ -54,7 +54,7 @@ class Watcher:
         self._lines: BatchLines | None = None
 
     def status(self) -> Status:
-        """Raises StoreError, RunError."""
+        """The newest status. Raises StoreError, RunError."""
         if self._batch.ended is None:
             with self._lock:
                 if not self._is_fresh():
@@ -63,7 +63,7 @@ class Watcher:
         return self._said()
 
     def remembered(self) -> Status | None:
-        """The status, where nothing has to be read for it. A cancellation and an end show at once."""
+        """The status, if nothing has to be read for it, else None. A cancellation and an end show at once."""
         return self._said() if self._is_fresh() else None
 
     def _is_fresh(self) -> bool:
@@ -82,7 +82,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class BatchLines:
-    """How many good lines the input has, of how many jobs, and how many rejects."""
+    """The numbers of an input's good lines, of their jobs, and of its rejects."""
 
     num_lines: int
     num_jobs: int
@@ -90,7 +90,7 @@ class BatchLines:
 
 
 def lines_of(store: Store) -> BatchLines | None:
-    """None until all lines were read and checked."""
+    """The counts of a batch's lines; None until all were read and checked."""
     if not is_submitted(store):
         return None
     run = Run.open(store.uri)
@@ -98,12 +98,12 @@ def lines_of(store: Store) -> BatchLines | None:
 
 
 def is_submitted(store: Store) -> bool:
-    """Whether all good lines are jobs of the run: rejects are written behind them."""
+    """Return whether all good lines are jobs of the run: rejects are written behind them."""
     return store.exists(REJECTS) and store.exists(MANIFEST)
 
 
 def running_status(store: Store, lines: BatchLines) -> Status:
-    """As the run's progress says it, once the lines are in it. Raises StoreError, RunError."""
+    """The status by the run's progress, once the lines are in it. Raises StoreError, RunError."""
     run = Run.open(store.uri)
     progress = current_progress(run)
     is_over = not any(progress.jobs.get(state) for state in UNFINISHED)
@@ -117,7 +117,7 @@ def running_status(store: Store, lines: BatchLines) -> Status:
 
 
 def ended_status(batch: Batch) -> Status:
-    """How a batch stands that has ended. Raises RunError for one that has not."""
+    """The status of a batch that has ended. Raises RunError for one that has not."""
     ended = batch.ended
     if ended is None:
         raise RunError(f"batch {batch.id} has not ended")
@@ -134,13 +134,13 @@ def ended_status(batch: Batch) -> Status:
 
 
 def unread_status(batch: Batch, problem: str) -> Status:
-    """How a batch stands, as far as that is known without its run, which can't be used."""
+    """The status of a batch, as far as it is known without its run, which can't be used."""
     state: State = "in_progress" if batch.cancellation is None else "cancelling"
     return Status(state, problems=(LineProblem(code=DAMAGED, message=problem),))
 
 
 def _counts(jobs: dict[str, int], lines: BatchLines) -> Counts:
-    """In lines; those of several choices count by the share of their choices until the batch has ended."""
+    """The counts in lines; until the batch has ended, lines of several choices count by the share of their choices."""
     share = lines.num_lines / max(1, lines.num_jobs)
     num_failed = jobs.get("failed", 0) + jobs.get("cancelled", 0)
     return Counts(

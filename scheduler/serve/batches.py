@@ -65,7 +65,7 @@ class Batches:
         note_end: Callable[[Batch], None],
         prepare_end: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
-        """What is there. `note_end` is told of every batch that ends from now on, `prepare_end` just before it does."""
+        """Read the batches. `note_end` is told of every batch that ends from now on, `prepare_end` just before."""
         self._store = store
         self._note_end, self._prepare_end = note_end, prepare_end
         names = [name for name in store.list(BATCHES) if is_batch_id(name)]
@@ -107,14 +107,14 @@ class Batches:
         return batch
 
     def get(self, batch_id: str, owner: str | None) -> Batch:
-        """Raises RefusedError where the owner has no such batch."""
+        """The owner's batch with this id. Raises RefusedError if there is none."""
         batch = self._catalogue.get(batch_id, owner)
         if batch is None:
             raise no_such_batch(batch_id)
         return batch
 
     def page(self, owner: str | None, after: str | None, limit: int, order: Order) -> tuple[list[Batch], bool]:
-        """As `Catalogue.page`."""
+        """The page that `Catalogue.page` returns."""
         return self._catalogue.page(owner, after, limit, order)
 
     def all(self) -> list[Batch]:
@@ -122,11 +122,11 @@ class Batches:
         return self._catalogue.all()
 
     def unfinished(self) -> list[Batch]:
-        """Those that have not ended, oldest first."""
+        """The batches that have not ended, oldest first."""
         return [batch for batch in self.all() if batch.ended is None]
 
     def request_cancel(self, batch: Batch) -> None:
-        """Keep that a batch is to be cancelled; one that has ended stays as it is."""
+        """Request that a batch is cancelled; one that has ended stays as it is."""
         with batch.lock:
             if batch.ended is None and batch.cancellation is None:
                 cancellation = Cancellation(requested=time.time())
@@ -145,7 +145,7 @@ class Batches:
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """The batch; None where it has no record, as nobody was told of it then, and where one is damaged."""
+        """The batch; None if its record is missing, as nobody was told of it then, or damaged."""
         store = self._folder(name)
         try:
             record = read_record(store, BATCH, BatchRecord)
@@ -159,8 +159,8 @@ class Batches:
 
 
 def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Cancellation | None:
-    """When the batch was to be cancelled; where that is damaged it is to be all the same."""
-    read = read_record if ended is None else read_model  # of thousands that have ended, no folder is looked into
+    """The cancellation of a batch, if any; one that is damaged counts all the same."""
+    read = read_record if ended is None else read_model  # thousands may have ended: their folders are not looked into
     try:
         return read(store, CANCEL, Cancellation)
     except DamagedError as error:
@@ -169,7 +169,7 @@ def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Can
 
 
 def _ended(store: Store) -> Ended | None:
-    """How the batch ended; a damaged end is made anew from its run."""
+    """The end of a batch; a damaged one is set aside, and the end is made anew from the run."""
     try:
         return read_record(store, ENDED, Ended)
     except DamagedError as error:

@@ -17,7 +17,7 @@ from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.records import Counts
 
-BATCH_CANCELLED = "batch_cancelled"  # what OpenAI calls the code of such a line
+BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"
 
 

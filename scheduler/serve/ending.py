@@ -24,7 +24,7 @@ from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.records import BATCHES, Counts, Ended, EndState, LineProblem
 
-MOST_PROBLEMS = 100  # that are shown; all rejects are in the error file of a batch that ran
+MOST_PROBLEMS = 100  # problems that are shown; the error file of a batch that ran has all rejects
 
 Reason = Literal["finished", "cancelled", "expired"]
 
@@ -95,7 +95,7 @@ def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
 
 
 def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
-    """Why a batch without a driver ends now; None while there is something to run, be it to name its lines."""
+    """The reason why a batch without a driver ends now; None while something is to run, be it to name its lines."""
     read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, also before all lines are in the run
     if batch.cancellation is not None:
         return "cancelled"
@@ -115,7 +115,7 @@ def _end_state(batch: Batch, delivered: Delivered) -> EndState:
 
 
 def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
-    """Of an input that could not be read, or not in time."""
+    """The end of a batch whose input could not be read, or not in time."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
     found = problem or "the input file could not be read in time"
@@ -124,7 +124,7 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
 
 
 def _damaged(batch: Batch, files: Files, error: DamagedError) -> Ended:
-    """Failed, with what results are there. The run stays as it is, so that it may be mended."""
+    """The end of a failed batch, with the results that are there. The run stays as it is, so that it may be mended."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:

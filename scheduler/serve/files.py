@@ -22,7 +22,7 @@ class Files:
     """The files below `files/`. Every method raises StoreError when the storage fails."""
 
     def __init__(self, store: Store) -> None:
-        """What is there; what was left by an upload that a kill cut off goes away."""
+        """Read the files; what an upload that a kill cut off has left is deleted."""
         self._store = store
         names = [name for name in store.list(FILES) if is_file_id(name)]
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -54,7 +54,7 @@ class Files:
         return record
 
     def get(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
-        """Raises RefusedError where the owner has no such file."""
+        """The owner's file with this id. Raises RefusedError if there is none."""
         record = self._catalogue.get(file_id, owner)
         if record is None:
             raise no_such_file(file_id, param)
@@ -63,7 +63,7 @@ class Files:
     def page(
         self, owner: str | None, after: str | None, limit: int, order: Order, purpose: str | None
     ) -> tuple[list[FileRecord], bool]:
-        """As `Catalogue.page`, of one purpose or of all."""
+        """The page that `Catalogue.page` returns, of one purpose or of all."""
         return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
 
     def content(self, record: FileRecord) -> Generator[bytes, None, None]:
@@ -78,7 +78,7 @@ class Files:
         return pieces
 
     def check(self, record: FileRecord) -> None:
-        """Raises RefusedError where a file's bytes are not as many as they were."""
+        """Raise RefusedError if a file's bytes are not as many as they were."""
         num_bytes = self._store.sizes(f"{FILES}/{record.id}").get(CONTENT)
         if num_bytes is not None and num_bytes != record.num_bytes:
             problem = f"found {num_bytes:,} bytes, expected {record.num_bytes:,}"
@@ -86,17 +86,17 @@ class Files:
             raise RefusedError(f"{record.id} is damaged: {problem}", 410, code="damaged_file")
 
     def uri(self, file_id: str) -> str:
-        """Where the bytes are, for another process."""
+        """The place of the bytes, for another process."""
         return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
 
     def delete(self, record: FileRecord) -> None:
-        """Once its record is gone it is not there; what a failure leaves behind goes at the next start."""
+        """Delete the record, then the file, which is gone without it. The next start removes what a failure leaves."""
         self._store.delete(f"{FILES}/{record.id}/{FILE}")
         self._catalogue.remove(record.id)
         self._store.delete_folder(f"{FILES}/{record.id}")
 
     def _read(self, name: str) -> FileRecord | None:
-        """The file's record; None for one that never became whole, which goes away, and for a damaged one."""
+        """The file's record; None for a damaged one, and for a file that never became whole, which is removed."""
         try:
             record = read_record(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
         except RunError as error:

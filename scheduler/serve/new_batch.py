@@ -1,4 +1,4 @@
-"""What clients ask for with a new batch, checked."""
+"""The checked body of a request for a new batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_URL = 2000
 
 
 def _utf8(text: str) -> str:
-    """JSON may hold halves of characters, which no file and no answer can."""
+    """Refuse halves of characters, which JSON may hold, but no file and no answer can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ class NewBatch(Strict):
 
     @property
     def seconds(self) -> int:
-        """How long it may take. Raises RefusedError."""
+        """The time that the batch may take, in seconds. Raises RefusedError."""
         return window_seconds(self.completion_window)
 
     @field_validator("metadata", mode="before")
@@ -57,7 +57,7 @@ class NewBatch(Strict):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> NewBatch:
-        """Raises RefusedError."""
+        """Check the body of a request. Raises RefusedError."""
         try:
             return cls.model_validate(dict(islice(body.items(), MAX_LOOKED_AT)))
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What `swiftbatch serve` may be asked for, each default once. Light: the command line shows them."""
+"""The options of `swiftbatch serve`, each default once. Light: the command line shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where it listens, how many batches run at a time, and how long a file may be that is uploaded.
+    """The address of the server, the number of batches that run at a time, and the length of a file that is uploaded.
 
     Without `api_keys`, the path of a file, who reaches the port may do anything: `is_open` says that this is meant.
     The end of every batch is told to `webhook`; `webhook_hosts` are those that batches may name for theirs.

@@ -13,7 +13,7 @@ Order = Literal["asc", "desc"]
 
 
 class Listed(Protocol):
-    """What a catalogue can hold."""
+    """A record that a catalogue can hold."""
 
     @property
     def id(self) -> str: ...
@@ -85,7 +85,7 @@ class Catalogue(Generic[Record]):
             return found, False
 
     def _places(self, owner: str | None, after: str | None, order: Order) -> range:
-        """Where what is behind `after` stands among the keys."""
+        """The places of what is behind `after` among the keys."""
         first, end = 0, len(self._keys)
         if after is not None:
             record = self.get(after, owner)

@@ -15,11 +15,11 @@ from swiftbatch.jobs.storage.store import Store
 if TYPE_CHECKING:
     from swiftbatch.worker.model.text import TextCodec
 
-NUM_KNOWN_RUNS = 8  # whose names stay in memory: pages and clients ask again and again
+NUM_KNOWN_RUNS = 8  # runs whose names stay in memory: pages and clients ask again and again
 
 
 def partial_texts(run: Run, running: Container[str], last_tokens: int | None = None) -> list[dict[str, Any]]:
-    """For each job that is named: its line, which choice of it, how many tokens, and their text, or that of the last.
+    """The texts of the jobs that are named, each with its line, choice, number of tokens, and text or the end of it.
 
     Raises ModelError if the run's tokenizer is not there, RunError, StoreError.
     """

@@ -1,4 +1,4 @@
-"""Where a server keeps things is no matter of its clients: texts for them name places below the folder of runs."""
+"""Hides a server's places from its clients: texts for them name places below the folder of runs."""
 
 from __future__ import annotations
 

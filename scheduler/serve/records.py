@@ -1,4 +1,4 @@
-"""What a server keeps of files and batches. All moments are in seconds since the epoch.
+"""The records that a server keeps of files and batches. All moments are in seconds since the epoch.
 
 files/<file_id>/content        the bytes
 files/<file_id>/file.json      written last: a file without it is not there
@@ -87,7 +87,7 @@ class Counts(Frozen):
 
 
 class LineProblem(Frozen):
-    """Why a line, or for None the file, could not be run."""
+    """The reason why a line, or for None the file, could not be run."""
 
     code: str
     message: str

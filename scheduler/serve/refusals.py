@@ -1,4 +1,4 @@
-"""What a client did wrong, as OpenAI's API says it."""
+"""The errors that tell a client what it did wrong, as OpenAI's API says it."""
 
 from __future__ import annotations
 

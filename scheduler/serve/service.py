@@ -32,7 +32,7 @@ STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waitin
 
 
 class Service:
-    """What requests are answered from."""
+    """The state from which requests are answered."""
 
     def __init__(
         self,
@@ -77,42 +77,42 @@ class Service:
         self.hooks.tell(batch)
 
     def _rights(self, owner: str | None) -> Rights:
-        """What an owner may do; what was made without keys has no limits."""
+        """The rights of an owner; what was made without keys has no limits."""
         return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
 
     def _check_number(self, owner: str | None) -> None:
-        """Raises RefusedError where an owner may have no further batch."""
+        """Raise RefusedError if an owner may have no further batch."""
         most = self._rights(owner).max_unfinished
         if most is not None and self.keeper.num_unfinished(owner) >= most:
             problem = f"expected at most {most} unfinished batches of this key: wait for one to end, or cancel one"
             raise RefusedError(problem, 429, code="batch_limit")
 
     def status(self, batch: Batch) -> Status:
-        """How a batch stands; where its run is damaged, that is its problem. Raises StoreError."""
+        """The status of a batch; if its run is damaged, that is its problem. Raises StoreError."""
         try:
             return self._watcher(batch).status().shown(self.places.hidden)
         except RunError as error:
             return unread_status(batch, str(error)).shown(self.places.hidden)
 
     def remembered_status(self, batch: Batch) -> Status | None:
-        """How a batch stands, where nothing has to be read for it."""
+        """The status of a batch, if nothing has to be read for it."""
         status = self._watcher(batch).remembered()
         return None if status is None else status.shown(self.places.hidden)
 
     def _watcher(self, batch: Batch) -> Watcher:
-        """Kept until the batch has ended."""
+        """The watcher of a batch, kept until the batch has ended."""
         if batch.ended is not None:
             return self._watchers.pop(batch.id, None) or Watcher(batch)
         return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
 
     def problem(self, batch: Batch, status: Status) -> str:
-        """Why a batch as a whole does not go on, or could not; empty where nothing is known to be wrong."""
+        """The reason why a batch as a whole does not go on, or could not; empty if nothing is known to be wrong."""
         course = self.keeper.course(batch.id)
         known = [each.message for each in status.problems if each.line is None]
         return known[0] if known else "" if course is None else self.places.hidden(course.problem)
 
     def refusal(self, error: UserError) -> RefusedError:
-        """What a client is told of an error behind its request."""
+        """The error that a client is told for an error behind its request."""
         if isinstance(error, RefusedError):
             return error
         told = self.places.hidden(str(error))
@@ -146,12 +146,12 @@ class Service:
         return batch
 
     def cancel_batch(self, batch: Batch) -> None:
-        """Raises StoreError."""
+        """Request that a batch is cancelled. Raises StoreError."""
         self.batches.request_cancel(batch)
         self.keeper.look_again()
 
     def delete_file(self, record: FileRecord) -> None:
-        """Raises RefusedError for the input of a batch that has not ended, StoreError."""
+        """Delete a file. Raises RefusedError for the input of a batch that has not ended, StoreError."""
         with self._input_lock:
             for batch in self.batches.unfinished():
                 if batch.record.input_file_id == record.id:

@@ -13,7 +13,7 @@ EXPECTED = "expected a whole number with s, m, h or d behind it, as in 24h, from
 
 
 def window_seconds(text: str) -> int:
-    """How long a batch may take. Raises RefusedError."""
+    """The time that a batch may take. Raises RefusedError."""
     found = WINDOW.fullmatch(text)
     seconds = int(found[1]) * UNITS[found[2]] if found else 0
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:

@@ -23,7 +23,7 @@ class WebhookMessage:
 
     @property
     def id(self) -> str:
-        """The same whenever the same is told again, by whichever driver."""
+        """The message's id: the same whenever the same is told again, by whichever driver."""
         identity = json.dumps([self.kind, self.data], sort_keys=True)
         return f"msg_{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 

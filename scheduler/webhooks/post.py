@@ -16,7 +16,7 @@ AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken la
 
 
 Dial = Callable[[str, int, float], socket.socket]
-"""A connection to a host's port, within so many seconds."""
+"""Opens a connection to a host's port, within so many seconds."""
 
 
 class DialledConnection(http.client.HTTPConnection):
@@ -32,7 +32,7 @@ class DialledConnection(http.client.HTTPConnection):
 
 
 class DialledEncryptedConnection(http.client.HTTPSConnection, DialledConnection):
-    """As it, and the certificate has to be the host's: `HTTPSConnection.connect` calls the one above first."""
+    """A `DialledConnection` with the host's certificate: `HTTPSConnection.connect` calls its `connect` first."""
 
 
 class PostError(Exception):

@@ -49,7 +49,7 @@ class PostingDisplay:
         self._tell_failure()
 
     def post_error(self) -> None:
-        """Post that the run had to stop: why, its own terminal says."""
+        """Post that the run had to stop; the reason is on its own terminal."""
         newest = self._newest
         jobs, num_tokens = ({}, 0) if newest is None else (newest.jobs, newest.num_generated_tokens)
         self._post_end("interrupted", jobs, num_tokens, None, STOPPED)

@@ -1,4 +1,4 @@
-"""Where messages are posted to, and the key that they are signed with: an address without credentials, and a secret.
+"""The receiver of messages: an address without credentials to post to, and a secret key to sign with.
 
 The path and the query of an address may be all that keeps strangers out, so none of them is ever shown.
 """
@@ -26,7 +26,7 @@ class ReceiverError(UserError):
 
 @dataclass
 class Receiver:
-    """Where messages go: `key` signs them, None to leave them unsigned.
+    """A receiver of messages: `key` signs them, None to leave them unsigned.
 
     `patience` are the seconds that a command may still wait in all for a receiver that takes nothing.
     """
@@ -50,11 +50,11 @@ class Receiver:
 
     @property
     def target(self) -> str:
-        """What the request asks for: path and query."""
+        """The target of a request: path and query."""
         return (self.url.path or "/") + (f"?{self.url.query}" if self.url.query else "")
 
     def __str__(self) -> str:
-        """Scheme and host alone."""
+        """Show scheme and host alone."""
         return f"{self.url.scheme}://{self.url.netloc}"
 
 

@@ -73,7 +73,7 @@ class Sender:
                 tries(self._try, message)
             except PostError as error:
                 self._lose(str(error))
-            except Exception as error:  # what nobody thought of must not be silence
+            except Exception as error:  # an error that nobody foresaw must not be silence
                 self._lose(type(error).__name__)
         self._has_ended.set()
 
@@ -91,7 +91,7 @@ class Sender:
         post(self._receiver, message, max(0.1, min(TRY_SECONDS, left)))
 
     def _is_over(self, message: WebhookMessage, state: RetryCallState) -> bool:
-        """Whether a message that was not taken is given up."""
+        """Return whether a message that was not taken is given up."""
         if self._is_ending.is_set():
             return message is not self._last or time.monotonic() >= self._end_by
         return (state.seconds_since_start or 0.0) >= MESSAGE_SECONDS

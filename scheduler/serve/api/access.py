@@ -1,4 +1,4 @@
-"""What every route needs: the service, and whose request it is."""
+"""The dependencies of every route: the service, and the owner of the request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def served(request: Request) -> Service:  # without `async` it would take 
 
 
 async def owner_of(request: Request) -> str | None:
-    """Whose files and batches a request may see, as the gate has found: without keys those of nobody in particular."""
+    """The owner whose files and batches a request may see, as the gate found it; without keys, nobody in particular."""
     owner: str | None = request.state.owner
     return owner
 

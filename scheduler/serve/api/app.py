@@ -31,7 +31,7 @@ NO_JSON = "the body of the request could not be read as JSON"
 
 def make_app(service: Service, only_loopback: bool) -> FastAPI:
     """The server's answers; `only_loopback` is the gate's."""
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # what clients do wrong is theirs to read
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors of clients are theirs to read
     app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.sessions = Sessions()

@@ -11,7 +11,7 @@ from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_ob
 from swiftbatch.scheduler.serve.new_batch import NewBatch
 
 MAX_PAGE = 100
-PAGE = 20  # where the client says nothing
+PAGE = 20  # batches on a page if the client asks for no number
 
 router = APIRouter(prefix="/v1/batches")
 

@@ -1,4 +1,4 @@
-"""No request's body is read further than what may be in it, whether it says its length or not, nor without end."""
+"""Bounds how far a request's body is read, whether it says its length or not, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every request is counted by its answer. As plain ASGI: Starlette's own middleware costs a task for each request."""
+"""Counts every request by its answer, as plain ASGI: Starlette's own middleware costs a task for each request."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def content(service: Served, owner: Owner, file_id: str) -> StreamingResponse:
 
 
 async def _closed(pieces: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
-    """The pieces, closed also where the client has gone."""
+    """Yield the pieces, and close their source, also if the client has gone."""
     with closing(pieces):
         async for piece in iterate_in_threadpool(pieces):
             yield piece

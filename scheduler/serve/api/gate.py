@@ -1,4 +1,4 @@
-"""Who may come in: asked of every request before anything of its body is read."""
+"""The gate: checks who sends a request, before anything of its body is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER_SITE = "found a request that a page of another site has made: those change
 
 
 class Gate:
-    """Notes in a request's state whose it is, or refuses it. Without keys all is nobody's.
+    """Notes a request's owner in its state, or refuses the request. Without keys, requests have no owner.
 
     There, `only_loopback` has requests refused that name another host, as those of pages that hide behind a name.
     """
@@ -51,7 +51,7 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:
-        """Whose the request is. Raises RefusedError."""
+        """The owner of a request. Raises RefusedError."""
         headers = Headers(scope=scope)
         if len(headers) > MOST_HEADERS or sum(map(len, chain.from_iterable(headers.raw))) > MOST_HEADER_BYTES:
             raise RefusedError(LONG_HEAD, 431)
@@ -63,7 +63,7 @@ class Gate:
             return None
         if scope["path"] in OPEN_PATHS:
             return None
-        if is_of_page(scope["path"]):  # which asks for a login itself
+        if is_of_page(scope["path"]):  # the page asks for a login itself
             return self._sessions.owner(HTTPConnection(scope).cookies, self._keyring)
         key = _key(self._keyring, headers)
         if scope["path"] in METRICS_PATHS and not key.rights.metrics:
@@ -72,7 +72,7 @@ class Gate:
 
 
 def _is_form_of_page(path: str, headers: Headers) -> bool:
-    """Whether it may be: the page tells browsers not to say where its forms come from. They carry tokens instead."""
+    """Tell whether it may be a form of the page, whose origin browsers are told to hide. Forms carry tokens instead."""
     return is_of_page(path) and headers.get("origin") == "null" and "sec-fetch-site" not in headers
 
 

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-OF_THE_USER = ("same-origin", "none")  # what browsers say of a request that no other site has made
+OF_THE_USER = ("same-origin", "none")  # browsers' words for a request that no other site has made
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name without a port can only be that of the machine itself."""
+    """Return whether a name without a port can only be that of the machine itself."""
     if host == "localhost":
         return True
     try:
@@ -22,12 +22,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_of_loopback(headers: Headers) -> bool:
-    """Whether the client has asked for a loopback name: a page whose own name leads here asks for that one."""
+    """Return whether the client has asked for a loopback name: a page whose own name leads here asks for that one."""
     return is_loopback(_hostname(f"//{headers.get('host', '')}"))
 
 
 def is_cross_site(method: str, headers: Headers) -> bool:
-    """Whether a browser asks to change something on behalf of a page that is not this server's."""
+    """Return whether a browser asks to change something on behalf of a page that is not this server's."""
     if method in SAFE_METHODS:
         return False
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")

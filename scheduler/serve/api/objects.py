@@ -1,4 +1,4 @@
-"""What clients are sent, in the form of OpenAI's API; moments are whole seconds since the epoch."""
+"""The objects that clients are sent, in the form of OpenAI's API; moments are whole seconds since the epoch."""
 
 from __future__ import annotations
 

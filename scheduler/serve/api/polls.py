@@ -1,4 +1,4 @@
-"""What clients ask again and again is answered in front of FastAPI, where such a request would cost most."""
+"""Answers the requests that clients repeat again and again in front of FastAPI, where they would cost most."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
 
 
 class Polls:
-    """Answers as the routes do, and as new, where nothing has to be read; all else is left to them.
+    """Answers as the routes do, and no older, if nothing has to be read; all else is left to the routes.
 
     Behind the gate, which knows whose a request is.
     """
@@ -34,7 +34,7 @@ class Polls:
         await (self._app if found is None else JSONResponse(found))(scope, receive, send)
 
     def _found(self, path: str, owner: str | None) -> Object | None:
-        """What to answer; None where that is the routes' to say."""
+        """The answer to a poll; None if the routes have to answer it."""
         if path == LIST:
             batches, has_more = self._service.batches.page(owner, None, PAGE, "desc")
             objects = [self._batch(batch) for batch in batches]
@@ -52,7 +52,7 @@ class Polls:
         return None if status is None else batch_object(batch, status)
 
     def _progress(self, batch: Batch) -> Object | None:
-        """Of a batch that has ended, the newest heartbeat is read."""
+        """The progress of a batch, or None if it has ended: then the routes read its newest heartbeat."""
         status = self._service.remembered_status(batch)
         if status is None or status.ended is not None:
             return None

@@ -57,7 +57,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
-        log_level="error",  # what clients do wrong is theirs to read
+        log_level="error",  # errors of clients are theirs to read
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -90,7 +90,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _refuse_strangers(options: ServeOptions) -> None:
-    """Who reaches the port may do anything where there are no keys. Raises ServeError where that was not said."""
+    """Raise ServeError if others reach the port without keys, where they may do anything, and this was not said."""
     if options.api_keys is not None and options.is_open:
         raise ServeError("--api-keys and --no-keys: expected at most one of them")
     if options.api_keys is None and not options.is_open and not is_loopback(options.host):

@@ -1,4 +1,4 @@
-"""What those who run the server ask it: is it there, is it ready, what has it counted, where are its drivers."""
+"""The routes for those who run the server: is it there, is it ready, what has it counted, where are its drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenAI's API does not have: how far a batch is, what its jobs have written so far, its report, its events."""
+"""The routes that OpenAI's API does not have: a batch's progress, its jobs' texts so far, its report, its events."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def progress(service: Served, owner: Owner, batch_id: str) -> Object:
 
 
 def progress_object(service: Service, batch: Batch, status: Status, newest: Progress | None) -> Object:
-    """How far a batch is; nothing is read for it."""
+    """The progress of a batch; nothing is read for it."""
     return {
         "id": batch.id,
         "object": "batch.progress",
@@ -93,7 +93,7 @@ def report_response(service: Service, batch: Batch) -> HTMLResponse:
 
 @router.get("/events")
 async def events(service: Served, owner: Owner, batch_id: str) -> StreamingResponse:
-    """What its driver tells, as server-sent events, from the oldest that is kept; `batch` comes last, when it ends."""
+    """Stream what its driver tells, as server-sent events, from the oldest that is kept; `batch` ends the stream."""
     batch = service.batches.get(batch_id, owner)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(service, batch), media_type="text/event-stream", headers=headers)
@@ -119,7 +119,7 @@ async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
 
 
 def _last_progress(batch: Batch) -> Progress | None:
-    """Of a batch that has ended; None also where its run can't be used any more."""
+    """The last progress of a batch that has ended; None also if its run can't be used any more."""
     with suppress(RunError):
         return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None
     return None

@@ -12,7 +12,7 @@ READ_SECONDS = 60.0  # in which a client has to read some of an answer that fill
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which by itself waits for headers and for readers without end."""
+    """A connection of uvicorn's, which by itself waits for headers and for readers without end."""
 
     _head: asyncio.TimerHandle | None = None
     _read: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""How many requests are answered at a time, of one key and in all, so that none keeps the others out."""
+"""Bounds how many requests are answered at a time, of one key and in all, so that none keeps the others out."""
 
 from __future__ import annotations
 

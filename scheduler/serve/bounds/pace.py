@@ -1,4 +1,4 @@
-"""How slow a request's body may come."""
+"""Bounds how slowly a request's body may come."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from swiftbatch.scheduler.serve.api.objects import error_response
 from swiftbatch.scheduler.serve.refusals import RefusedError
 
-MOST_BYTES, MOST_SECONDS = 2**20, 2.0  # of the body, which are read for nothing
+MOST_BYTES, MOST_SECONDS = 2**20, 2.0  # bounds for the body, which is read for nothing
 
 
 async def refuse(error: RefusedError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -21,7 +21,7 @@ async def refuse(error: RefusedError, scope: Scope, receive: Receive, send: Send
 
 
 async def _is_read(receive: Receive) -> bool:
-    """Read what is left of a body, but not much of it; whether that was all."""
+    """Read the rest of a body, but not much of it. Return whether that was all."""
     num_bytes = 0
     with suppress(TimeoutError):
         async with asyncio.timeout(MOST_SECONDS):

@@ -1,4 +1,4 @@
-"""What is still being answered when the server ends: it is told so, where uvicorn would show a traceback of it."""
+"""Tells clients that are still being answered that the server ends, where uvicorn would show a traceback of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a batch is on its way to its end."""
+"""The course of a batch on its way to its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
 
 @dataclass
 class Course:
-    """Where a batch is on its way. `usage` is what it had, as its folder said or when its driver began."""
+    """The course of a batch. `usage` is what it had, as its folder said or when its driver began."""
 
     batch: Batch
     stage: Stage = "to_settle"
@@ -25,21 +25,21 @@ class Course:
     is_asked_to_cancel: bool = False
     num_failures: int = 0  # in a row
     not_before: float = 0.0  # in `time.monotonic()` seconds
-    problem: str = ""  # why the last try did not bring it to its end
+    problem: str = ""  # the reason why the last try did not bring it to its end
     usage: Usage | None = None
 
     def begin(self, driver: DriverProcess) -> None:
-        """A driver is at work."""
+        """Note that a driver is at work."""
         self.driver, self.stage = driver, "running"
         self.usage = self.usage_now(time.time())
 
     def usage_now(self, now: float) -> Usage:
-        """What it has had so far; `now` in seconds since the epoch."""
+        """The usage so far; `now` in seconds since the epoch."""
         before = self.usage or Usage(0, now, now)
         if self.driver is None or self.stage == "waiting":
             return before
         return Usage(max(before.num_tokens, self.driver.num_total_tokens), before.begun, max(before.ended, now))
 
     def is_due(self) -> bool:
-        """Whether it waits for a driver, and not for a later try."""
+        """Return whether the batch waits for a driver, and not for a later try."""
         return self.stage == "waiting" and time.monotonic() >= self.not_before

@@ -19,13 +19,13 @@ from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.parent import BAD_INPUT
 
-MAX_EVENTS = 1000  # that are kept for who looks later
+MAX_EVENTS = 1000  # events that are kept for those who look later
 MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it
 READ_SECONDS = 0.5  # for its last words: what it started may hold the streams open for longer
 ERROR_PREFIX = "swiftbatch: "
 
 Told = tuple[int, str, str]
-"""A number that counts on, the event's kind, and the event as JSON."""
+"""The number of an event, which counts on, its kind, and the event as JSON."""
 
 
 class DriverProcess:
@@ -36,7 +36,7 @@ class DriverProcess:
         self.events: deque[Told] = deque(maxlen=MAX_EVENTS)
         self.metrics_address: str | None = None
         self.has_begun = False  # its jobs; before that it starts Ray
-        self.num_total_tokens = 0  # as `Progress` has it, of all drivers of the run
+        self.num_total_tokens = 0  # the number in `Progress`, of all drivers of the run
         self.problem = ""  # the last line that it said of an error
         self._number = first_number
         self._log = _log_of(run)
@@ -57,7 +57,7 @@ class DriverProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether it is no more, and what it said was read."""
+        """Return whether the process is no more, and what it said was read."""
         if self._process.poll() is None:
             return False
         for reader in self._readers:
@@ -66,24 +66,24 @@ class DriverProcess:
 
     @property
     def found_bad_input(self) -> bool:
-        """Whether it has ended because the input file as a whole can't be read."""
+        """True if the process has ended because the input file as a whole can't be read."""
         return self._process.returncode == BAD_INPUT
 
     def ask_to_end(self) -> None:
-        """In good order, with all checkpoints written."""
+        """Ask the driver to end in good order, with all checkpoints written."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait for the process to end, at most `seconds`. Return whether it has."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Once it has ended: let go of its log."""
+        """Let go of the log; call it once the driver has ended."""
         for handler in self._log.handlers:
             handler.close()
 
@@ -105,7 +105,7 @@ class DriverProcess:
         return thread
 
     def _take(self, line: str) -> None:
-        """An event, one a line; what is none is for the log alone."""
+        """Take in a line with an event; any other line is for the log alone."""
         try:
             event = json.loads(line)
             kind = str(event["event"])
@@ -126,7 +126,7 @@ class DriverProcess:
 
 
 def _log_of(run: Store) -> logging.Logger:
-    """A log in the run folder where that is on a disk; elsewhere what is told is kept in memory alone."""
+    """A log in the run folder if that is on a disk; elsewhere events are kept in memory alone."""
     log = logging.Logger("driver", logging.INFO)
     if run.is_local:
         path = Path(run.uri) / "logs" / "driver.log"

@@ -71,11 +71,11 @@ class Keeper:
         self._news.set()
 
     def look_again(self) -> None:
-        """Something has changed, as that a batch is to be cancelled."""
+        """Look at all batches soon: something has changed, such as that one is to be cancelled."""
         self._news.set()
 
     def course(self, batch_id: str) -> Course | None:
-        """Where an unfinished batch is; None for one that has ended."""
+        """The course of an unfinished batch; None for one that has ended."""
         return self._courses.get(batch_id)
 
     def drivers(self) -> list[tuple[Batch, DriverProcess]]:
@@ -84,11 +84,11 @@ class Keeper:
         return [(each.batch, each.driver) for each in courses if each.stage == "running" and each.driver is not None]
 
     def num_unfinished(self, owner: str | None) -> int:
-        """How many batches of an owner have not ended."""
+        """Count an owner's batches that have not ended."""
         return sum(course.batch.owner == owner for course in list(self._courses.values()))
 
     def hindrance(self, batch: Batch) -> str | None:
-        """Why a batch that waits may not begin, though others may."""
+        """The reason why a batch that waits may not begin, though others may."""
         courses = list(self._courses.values())
         own = [course for course in courses if course.batch.owner == batch.owner]
         num_running = sum(course.stage == "running" for course in own)
@@ -96,7 +96,7 @@ class Keeper:
         return self._standings.of(batch.owner, courses).hindrance(num_running) if is_waiting else None
 
     def stages(self) -> list[Stage]:
-        """Where the batches are that have not ended."""
+        """The stages of all batches that have not ended."""
         return [course.stage for course in list(self._courses.values())]
 
     def _run(self) -> None:
@@ -123,7 +123,7 @@ class Keeper:
         self._start_drivers()
 
     def _check_still_held(self) -> None:
-        """Raises what `check_hold` does; a store that is away says nothing of others, and comes back."""
+        """Raise what `check_hold` does, but no StoreError: a store that is away tells of no others, and comes back."""
         if time.monotonic() >= self._next_check:
             with suppress(StoreError):
                 self._check_hold()

@@ -1,4 +1,4 @@
-"""Which batch is to be run next: between owners by what they had lately, then by priority and age."""
+"""Chooses the batch to run next: between owners by what they had lately, then by priority and age."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_EXPIRED = 1  # beside the others: they are read to name their lines, and run
 
 @dataclass(frozen=True)
 class Standing:
-    """How an owner stands. `recent_tokens` weigh less the longer ago they were generated; None is no limit."""
+    """The standing of an owner. `recent_tokens` weigh less the longer ago they were generated; None is no limit."""
 
     recent_tokens: float = 0.0
     tokens_of_day: float = 0.0
@@ -21,7 +21,7 @@ class Standing:
     max_running: int | None = None
 
     def hindrance(self, num_running: int) -> str | None:
-        """Why no batch of the owner may begin while so many run, for people; None where one may."""
+        """The reason why no batch of the owner may begin while so many run, for people; None if one may."""
         if self.max_running is not None and num_running >= self.max_running:
             return f"{num_running} of at most {self.max_running} batches of its key are running"
         if self.max_tokens_per_day is not None and self.tokens_of_day >= self.max_tokens_per_day:
@@ -39,7 +39,7 @@ def next_batch(
     now: float,
     standing_of: Callable[[str | None], Standing],
 ) -> Batch | None:
-    """The one to begin, if another one may run: of the owner with the fewest recent tokens, by priority and age.
+    """The batch to begin, if another one may run: of the owner with the fewest recent tokens, by priority and age.
 
     One whose time is up need not wait for others to end. `now` in seconds since the epoch; `standing_of` is asked of
     the owners of waiting batches once there is room.

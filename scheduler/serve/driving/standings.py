@@ -1,4 +1,4 @@
-"""How the owners of batches stand, from what is in the batches' folders: a server that starts knows it all again."""
+"""The standings of batches' owners, from what is in the batches' folders: a server that starts knows it all again."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Standings:
             self._ended[batch.owner] = _of_a_day([*self._ended[batch.owner], usage])
 
     def forget(self) -> None:
-        """Something has changed, as that a batch has begun."""
+        """Forget computed standings: something has changed, such as that a batch has begun."""
         self._known.clear()
 
     def of(self, owner: str | None, courses: Iterable[Course]) -> Standing:
-        """How an owner stands, with those of the courses that are its own."""
+        """The standing of an owner, with those of the courses that are its own."""
         now = time.time()
         computed, standing = self._known.get(owner, (-FRESH_SECONDS, Standing()))
         if not 0 <= now - computed < FRESH_SECONDS:

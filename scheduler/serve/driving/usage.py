@@ -1,4 +1,4 @@
-"""What owners have had: the tokens of their batches, as if each batch had brought its own evenly over its time."""
+"""The usage of owners: the tokens of their batches, as if each batch had brought its own evenly over its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftbatch.scheduler.serve.keys.api_key import Rights
 
 DAY = 86400.0
 HALF_LIFE = 3600.0  # in which tokens come to weigh half as much between owners
-BEGUN_TOKENS = 10_000  # that a running batch weighs at least: else who had none yet would begin many at once
+BEGUN_TOKENS = 10_000  # the least weight of a running batch: else an owner who had none yet would begin many at once
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Usage:
     ended: float
 
     def since(self, moment: float) -> float:
-        """How many of the tokens came after a moment."""
+        """The number of tokens that came after a moment."""
         if self.begun >= moment:
             return self.num_tokens
         if self.ended <= moment:
@@ -44,7 +44,7 @@ class Usage:
 
 
 def standing_of(rights: Rights, at_rest: Collection[Usage], running: Collection[Usage], now: float) -> Standing:
-    """How an owner stands by the usage of batches that run and of those that do not. `now` since the epoch."""
+    """The standing of an owner by the usage of batches that run and of those that do not. `now` since the epoch."""
     return Standing(
         recent_tokens=sum(each.decayed(now) for each in at_rest)
         + sum(max(BEGUN_TOKENS, each.decayed(now)) for each in running),
@@ -55,7 +55,7 @@ def standing_of(rights: Rights, at_rest: Collection[Usage], running: Collection[
 
 
 def usage_so_far(batch: Batch) -> Usage | None:
-    """What a batch that has not ended has had, as its folder says. Raises RunError, StoreError."""
+    """The usage of a batch that has not ended, as its folder says. Raises RunError, StoreError."""
     if not is_submitted(batch.store):
         return None
     run = Run.open(batch.store.uri)
@@ -64,7 +64,7 @@ def usage_so_far(batch: Batch) -> Usage | None:
 
 
 def usage_of_ended(batch: Batch) -> Usage | None:
-    """What a batch has had in all; None for one that never ran, or has not ended."""
+    """The usage of a batch in all; None for one that never ran, or has not ended."""
     ended = batch.ended
     if ended is None or ended.in_progress is None:
         return None

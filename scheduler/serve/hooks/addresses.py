@@ -1,4 +1,4 @@
-"""Where the addresses of a host lead: out into the world, into the inner network, or nowhere one may post to."""
+"""Tells where the addresses of a host lead: out into the world, into the inner network, or where none may post to."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 from typing import Literal
 
 Reach = Literal["public", "private", "loopback", "forbidden"]
-"""`forbidden` are link-local ones (where clouds have their secrets), multicast, unspecified, reserved and tunnels."""
+"""`forbidden`: link-local (where clouds have their secrets), multicast, unspecified, reserved, and tunnels."""
 
 TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")))
 
 
 def reach(address: str) -> Reach:
-    """Where an address of version 4 or 6 leads; one that is mapped into version 6 is what is mapped."""
+    """Tell where an address of version 4 or 6 leads; one that is mapped into version 6 is what is mapped."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

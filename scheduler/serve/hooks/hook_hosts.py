@@ -26,7 +26,7 @@ class WebhookHosts:
 
     @classmethod
     def parse(cls, text: str) -> WebhookHosts:
-        """Raises WebhookHostsError."""
+        """Parse the value of `--webhook-hosts`. Raises WebhookHostsError."""
         reaches: dict[str, frozenset[Reach]] = {}
         for word in filter(None, map(str.strip, text.split(","))):
             name, equals, reach = word.partition("=")
@@ -39,7 +39,7 @@ class WebhookHosts:
         return cls(reaches)
 
     def allowed(self, host: str) -> frozenset[Reach]:
-        """Where the addresses of a host may lead; empty for one that may not be named."""
+        """The kinds of addresses that a host may have; empty for a host that may not be named."""
         name = host.lower()
         parents = [f"*.{name.split('.', number)[-1]}" for number in range(1, name.count(".") + 1)]
         return next((self.reaches[each] for each in [name, *parents] if each in self.reaches), frozenset())

@@ -49,7 +49,7 @@ class Hooks:
         self._add(batch, self._receivers.targets(batch))
 
     def take_up(self, batches: Batches) -> None:
-        """What a server before has left. Raises StoreError."""
+        """Take up the messages that a server before has left. Raises StoreError."""
         ended = {batch.id: batch for batch in batches.all() if batch.ended is not None}
         for batch_id, targets in self._outstanding.all().items():
             if batch_id in ended:
@@ -106,12 +106,12 @@ class Hooks:
         self._news.set()
 
     def _try(self, batch: Batch, target: Target) -> str | None:
-        """Why a message was not taken; None for one that was."""
+        """Post one message; return the reason why it was not taken, None if it was."""
         try:
             self._receivers.post(self._receivers.of(batch, target), target, message_of(batch), TRY_SECONDS)
         except (PostError, ReceiverError) as error:
             return str(error)
-        except Exception as error:  # what nobody thought of must not end the lane
+        except Exception as error:  # an error that nobody foresaw must not end the lane
             return type(error).__name__
         return None
 
@@ -129,7 +129,7 @@ class Hooks:
 
 
 def message_of(batch: Batch) -> WebhookMessage:
-    """What is told of a batch's end: of OpenAI's kinds, with what its object says of the outcome."""
+    """The message that tells of a batch's end: of OpenAI's kinds, with what its object says of the outcome."""
     ended, record = batch.ended, batch.record
     assert ended is not None
     data = {

@@ -18,7 +18,7 @@ Item = tuple[Batch, Target]
 
 @dataclass
 class Lane:
-    """What waits for one host; `not_before` in `time.monotonic()` seconds."""
+    """The messages that wait for one host; `not_before` in `time.monotonic()` seconds."""
 
     items: deque[Item] = field(default_factory=deque)
     is_busy: bool = False
@@ -29,12 +29,12 @@ class Lane:
         return bool(self.items) and not self.is_busy and time.monotonic() >= self.not_before
 
     def succeed(self) -> None:
-        """The first message was taken, or is given up."""
+        """Drop the first message: it was taken, or is given up."""
         self.items.popleft()
         self.num_failures, self.not_before = 0, 0.0
 
     def fail(self) -> None:
-        """The first message was not taken: it goes behind the others, and all of them wait for a while."""
+        """Put the first message, which was not taken, behind the others; all of them wait for a while."""
         self.items.rotate(-1)
         pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_failures, 20))
         self.not_before = time.monotonic() + pause * random.uniform(0.5, 1)  # of many servers not all at once

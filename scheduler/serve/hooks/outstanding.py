@@ -15,7 +15,7 @@ from swiftbatch.scheduler.serve.ids import is_batch_id
 WEBHOOKS, SUFFIX = "webhooks", ".json"
 
 Target = Literal["server", "batch"]
-"""Whose address: that of `--webhook`, or the one that the batch came with."""
+"""The address of `--webhook` ("server"), or the one that the batch came with ("batch")."""
 
 
 class Outstanding(Frozen):
@@ -26,19 +26,19 @@ class Outstanding(Frozen):
 
 
 class OutstandingMessages:
-    """All of them. Every method raises StoreError when the storage fails."""
+    """The outstanding messages of all batches. Every method raises StoreError when the storage fails."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def all(self) -> dict[str, tuple[Target, ...]]:
-        """By the ids of their batches."""
+        """The targets of messages that are outstanding, by the ids of their batches."""
         names = [name.removesuffix(SUFFIX) for name in self._store.list(WEBHOOKS)]
         found = {name: self._read(name) for name in names if is_batch_id(name)}
         return {name: outstanding.targets for name, outstanding in found.items() if outstanding is not None}
 
     def keep(self, batch_id: str, targets: tuple[Target, ...]) -> None:
-        """From now on these are to be told; none where all were."""
+        """Keep the targets that are yet to be told of a batch's end; an empty tuple if all were."""
         if targets:
             self._store.write(_path(batch_id), pretty(Outstanding(targets=targets)))
         else:

@@ -1,4 +1,4 @@
-"""Whom the end of a batch is told, and where that is."""
+"""The receivers of the message that a batch has ended, and their addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Receivers:
             Receiver.parse("https://localhost", self._secret)  # a wrong secret is told now, not at the first end
 
     def check(self, url: str | None) -> None:
-        """Raises RefusedError for an address that a batch may not name."""
+        """Raise RefusedError for an address that a batch may not name."""
         if url is None:
             return
         try:
@@ -41,7 +41,7 @@ class Receivers:
         return of_server if batch.record.webhook is None else (*of_server, "batch")
 
     def of(self, batch: Batch, target: Target) -> Receiver:
-        """Raises ReceiverError where the address may not be posted to any more."""
+        """The receiver for a target. Raises ReceiverError if the address may not be posted to any more."""
         if target == "batch":
             return self._of_batch(batch.record.webhook or "")
         if self._of_server is None:
@@ -62,7 +62,7 @@ class Receivers:
 
 
 def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
-    """Whether a host that is an address may be reached; of a name that shows when it is posted to."""
+    """Return whether a host that is an address may be reached; for a name that shows only when it is posted to."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -25,12 +25,12 @@ class KeyLineError(UserError):
 
 
 class Rights(Frozen):
-    """What a key may do; None is no limit."""
+    """The rights of a key; None is no limit."""
 
     max_running: Count | None = None  # batches at once
     max_unfinished: Count | None = None  # batches, those that wait included
     max_tokens_per_day: Count | None = None  # generated within 24 hours, beyond which no further batch begins
-    metrics: bool = False  # whether it reads /metrics and /sd, which tell of all keys' batches
+    metrics: bool = False  # True if it reads /metrics and /sd, which tell of all keys' batches
 
 
 class ApiKey(Frozen):

@@ -14,7 +14,7 @@ from swiftbatch.scheduler.serve.keys.api_key import ApiKey, KeyLineError, Rights
 LOOK_SECONDS = 1.0  # between two looks at whether the file has changed
 
 Signature = tuple[int, ...]
-"""What changes with the file."""
+"""The file's modification time, size and inode, which change with the file."""
 
 
 class KeyFileError(UserError):
@@ -61,7 +61,7 @@ class Keyring:
         return self.find_digest(digest_of(secret))
 
     def find_digest(self, digest: str) -> ApiKey | None:
-        """As `find`, by the hash of the secret."""
+        """Find a key as `find` does, by the hash of its secret."""
         found = None
         for key in self._newest():
             if hmac.compare_digest(key.digest, digest):
@@ -69,7 +69,7 @@ class Keyring:
         return found
 
     def rights(self, name: str) -> Rights:
-        """What the keys of this name may do; without limits where none is left: its batches were taken before."""
+        """The rights of the keys of this name; without limits if none is left: its batches were taken before."""
         return next((key.rights for key in self._newest() if key.name == name), Rights())
 
     def _newest(self) -> tuple[ApiKey, ...]:
@@ -91,7 +91,7 @@ class Keyring:
 
 
 def _signature(path: str) -> Signature:
-    """Empty where there is no file."""
+    """The signature of a file, empty if there is none."""
     try:
         found = os.stat(path)
     except OSError:

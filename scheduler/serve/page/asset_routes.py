@@ -1,4 +1,4 @@
-"""What the pages load: one style, one script, one icon."""
+"""The files that the pages load: one style, one script, one icon."""
 
 from __future__ import annotations
 

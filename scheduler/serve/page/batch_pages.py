@@ -22,14 +22,14 @@ from swiftbatch.scheduler.serve.service import Service
 
 SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
 NUM_BATCHES = 50  # of a page
-REFRESH_SECONDS = 2  # where the figures change
-REFRESH_SECONDS_OBJECT_STORE = 10  # where each look costs money
-NUM_TEXTS, LAST_TOKENS = 12, 120  # of running jobs: how many are shown, and how much of each
+REFRESH_SECONDS = 2  # if the figures change
+REFRESH_SECONDS_OBJECT_STORE = 10  # if each look costs money
+NUM_TEXTS, LAST_TOKENS = 12, 120  # texts of running jobs on a page, and tokens of each
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What a batch's run says of its jobs. `unread` says why, where something of it can't be read just now."""
+    """The jobs of a batch's run. `unread` says why something of it can't be read just now."""
 
     jobs: JobPage | None = None
     problems: tuple[Problem, ...] = ()
@@ -114,7 +114,7 @@ def _run_view(service: Service, batch: Batch, number: int) -> RunView:
 
 
 def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem, ...]:
-    """The first ones."""
+    """The first problems of a batch."""
     ended = batch.ended
     if ended is None:
         return () if run is None else tuple(run_problems(run))

@@ -55,7 +55,7 @@ class Figures:
 
 
 def figures_of(service: Service, batch: Batch) -> Figures:
-    """How a batch stands; where its folder can't be read just now, that is its problem."""
+    """The figures of a batch; if its folder can't be read just now, that is its problem."""
     try:
         status = service.status(batch)
     except UserError as error:
@@ -79,7 +79,7 @@ def figures_of(service: Service, batch: Batch) -> Figures:
 
 
 def name_of(service: Service, batch: Batch) -> str:
-    """What its metadata call it, else the name of its file; empty where that was deleted."""
+    """The name that a batch's metadata give it, else that of its file; empty if the file was deleted."""
     if name := (batch.record.metadata or {}).get(NAME_KEY):
         return name
     try:
@@ -95,7 +95,7 @@ def _num_tokens(batch: Batch, progress: Progress | None) -> int:
 
 
 def _speed(batch: Batch, progress: Progress | None) -> float | None:
-    """Of now; of a batch that has ended, on average."""
+    """The speed in tokens per second: of now, or on average for a batch that has ended."""
     if (ended := batch.ended) is not None:
         if ended.in_progress is None or not ended.num_generated_tokens:
             return None

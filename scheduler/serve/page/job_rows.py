@@ -20,7 +20,7 @@ from swiftbatch.scheduler.serve.partial import names_of
 
 NUM_JOBS = 50  # of a page
 NUM_PROBLEMS = 100
-NUM_KNOWN_JOBS = 5000  # that have finished, so that their texts are not read again at each look
+NUM_KNOWN_JOBS = 5000  # finished jobs whose texts are kept: they are not read again at each look
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class JobPage:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a line, or a job by its name, has no result."""
+    """The reason why a line, or a job by its name, has no result."""
 
     line: int | None
     name: str
@@ -101,7 +101,7 @@ def _finished(uri: str, job_id: str) -> tuple[int, str]:
 
 
 def _problem(line: dict[str, Any]) -> Problem:
-    """Of an output line with an error."""
+    """The problem of an output line with an error."""
     error = line["error"]
     return Problem(error.get("line"), str(line["custom_id"] or ""), str(error["message"]))
 

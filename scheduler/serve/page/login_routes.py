@@ -1,4 +1,4 @@
-"""Who has a key logs in with it, and out again."""
+"""Logs in visitors who have a key, and out again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def login_page(service: Served, visitor: AnyVisitor) -> Response:
 
 @router.post("/login")
 async def login(request: Request, service: Served, visitor: AnyVisitor) -> Response:
-    """A new session: one that somebody else may have laid into this browser is worth nothing."""
+    """Log in with a new session: one that somebody else may have put into this browser is worth nothing."""
     if service.keyring is None:
         return RedirectResponse("/", 303)
     async with request.form(max_files=0, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES) as form:

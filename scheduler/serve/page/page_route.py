@@ -1,4 +1,4 @@
-"""What all answers of the page have in common: strict headers, the session's cookie, and errors that people read."""
+"""The route class of all pages: strict headers, the session's cookie, and errors that people read."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
 
 
 def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
-    """As a client does it: the file first, then the batch. Raises RefusedError, StoreError; then no file stays."""
+    """Make the file, then the batch, as a client does. Raises RefusedError, StoreError; then no file stays."""
     metadata, priority = _metadata(said["metadata"]), said["priority"].strip() or "0"
     if WHOLE_NUMBER.fullmatch(priority) is None:
         raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
@@ -101,7 +101,7 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
     try:
         return str(batch_routes.create(service, visitor.name, body)["id"])
     except UserError:
-        with suppress(StoreError):  # what may be away now: then the file stays in the list
+        with suppress(StoreError):  # the store may be away now: then the file stays in the list
             service.delete_file(record)
         raise
 

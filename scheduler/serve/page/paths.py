@@ -1,4 +1,4 @@
-"""Which paths are the page's: sessions say who comes in there, and everywhere else keys do."""
+"""The page's own paths: sessions say who comes in there, and everywhere else keys do."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def number(value: float) -> str:
 
 
 def ago(moment: float) -> str:
-    """How long ago a moment since the epoch is, in its largest unit."""
+    """Tell how long ago a moment since the epoch is, in its largest unit."""
     seconds = max(0.0, time.time() - moment)
     for length, unit in SPANS:
         if seconds >= length:
@@ -44,7 +44,7 @@ def plain(text: str) -> str:
 
 
 def short(text: str) -> str:
-    """As `plain`, and not too long."""
+    """The text that `plain` makes, cut if it is too long."""
     return plain(text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}…")
 
 

@@ -21,14 +21,14 @@ SESSION_ID = re.compile(r"[A-Za-z0-9_-]{43}")
 
 @dataclass(frozen=True)
 class Session:
-    """Who has logged in, by the hash of the key, and until when, in `time.monotonic()` seconds."""
+    """A login: the hash of its key, and its end in `time.monotonic()` seconds."""
 
     key_digest: str
     ends: float
 
 
 class Sessions:
-    """In memory alone: a server that starts again knows of nobody who had logged in. Threads may share it."""
+    """The sessions of people, in memory alone: a server that starts again knows of no logins. Threads may share it."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -62,11 +62,11 @@ class Sessions:
             self._sessions.pop(_hash(session_id), None)
 
     def form_token(self, session_id: str) -> str:
-        """What the forms of a session carry, so that no other site's form passes for one; also before a login."""
+        """The token that a session's forms carry, so that no other site's form passes for one; also before a login."""
         return hmac.new(self._secret, session_id.encode(), hashlib.sha256).hexdigest()
 
     def is_form_token(self, session_id: str, token: str) -> bool:
-        """The time it takes says nothing of how near a guess is."""
+        """Return whether a token is the session's. The time it takes says nothing of how near a guess is."""
         return hmac.compare_digest(self.form_token(session_id).encode(), token.encode())
 
 

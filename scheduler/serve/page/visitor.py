@@ -1,4 +1,4 @@
-"""Who looks at the page: nobody in particular where there are no keys, else who has logged in with one."""
+"""The visitor of the page: nobody in particular if there are no keys, else who has logged in with one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STALE_FORM = "this form was not sent by this page, or is older than the session:
 
 
 class LoginNeededError(Exception):
-    """There are keys, and nobody has logged in with one."""
+    """Raised for a visitor who has not logged in, if there are keys."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def sessions_of(request: Request) -> Sessions:
 
 
 async def visitor_of(request: Request, owner: Owner) -> Visitor:
-    """Whoever it is, as the gate has found; a browser without a session gets one with the answer."""
+    """The visitor, as the gate has found; a browser without a session gets one with the answer."""
     session_id = request.cookies.get(COOKIE, "")
     if not is_session_id(session_id):
         session_id = request.state.new_session_id = new_session_id()
@@ -46,14 +46,14 @@ AnyVisitor = Annotated[Visitor, Depends(visitor_of)]
 
 
 async def known_visitor_of(service: Served, visitor: AnyVisitor) -> Visitor:
-    """Raises LoginNeededError."""
+    """The visitor, who must have logged in if there are keys. Raises LoginNeededError."""
     if visitor.name is None and service.keyring is not None:
         raise LoginNeededError
     return visitor
 
 
 def check_form(request: Request, visitor: Visitor, form: FormData) -> None:
-    """Raises RefusedError for a form that this visitor's page has not sent."""
+    """Raise RefusedError for a form that this visitor's page has not sent."""
     token = form.get(TOKEN)
     if not isinstance(token, str) or not sessions_of(request).is_form_token(visitor.session_id, token):
         raise RefusedError(STALE_FORM, 403)
