@@ -108,7 +108,7 @@ class ArenaKVCache(FullKVCache):
         return self._buffer
 
     def key_addresses(self) -> list[int]:
-        """Where each layer's keys begin, `[num_kv_heads, ..., head_dim]` with the strides of the arena's buffer."""
+        """Return addresses of layers' keys, `[num_kv_heads, ..., head_dim]` with the strides of the arena's buffer."""
         return [self._buffer[layer, 0].data_ptr() for layer in range(len(self._buffer))]
 
     def commit(self, path: list[int]) -> None:
@@ -119,7 +119,7 @@ class ArenaKVCache(FullKVCache):
             self.advance(1 + len(path))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """As `FullKVCache` has it; from one slot to another nothing leaves the device."""
+        """Copy as `FullKVCache` does; from one slot to another nothing leaves the device."""
         if self._arena.holds_all and isinstance(source, ArenaKVCache):
             behind = slice(self.length, end)
             self.rows[..., behind, :] = source.rows[..., behind, :]

@@ -28,7 +28,7 @@ class CopyComputation(Protocol):
         """A point behind all that was queued until now."""
 
     def wait_event(self, event: Any) -> None:
-        """What is queued from now on comes behind the event."""
+        """Let all that is queued from now on wait for the event."""
 
 
 class CopyLane(Protocol):
@@ -38,7 +38,7 @@ class CopyLane(Protocol):
         """Two of `[num_bytes] uint8`: on the host, pinned, and on the device."""
 
     def follow(self, event: Any) -> None:
-        """What is queued from now on comes behind the event."""
+        """Let all that is queued from now on wait for the event."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue one."""

@@ -34,7 +34,7 @@ class CacheSource(Protocol):
     """Whoever has keys and values of a text's first positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Those of some positions, as `FullKVCache.kv` has them."""
+        """Return the keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
 
 
 class FullKVCache:

@@ -28,7 +28,7 @@ BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct r
 
 
 class CacheHost(Protocol):
-    """Where a cache is kept. Positions below the end of a load must not change while it runs."""
+    """The place where a cache is kept. Positions below the end of a load must not change while it runs."""
 
     rows: torch.Tensor
 
@@ -36,7 +36,7 @@ class CacheHost(Protocol):
         """Room for one layer on the device, `[2, num_kv_heads, capacity, head_dim]`."""
 
     def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
-        """What brings the positions below `end`, whole blocks, to the device; to be called in another thread."""
+        """Return a call, for another thread, that brings the positions below `end`, whole blocks, to the device."""
 
     def flush(self, end: int) -> None:
         """Make the positions below `end` ready to be read, and keep no second copy of them in memory."""
@@ -99,7 +99,7 @@ class FileHost:
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _offsets(self, layer: int) -> range:
-        """Where the layer's runs begin in the file."""
+        """Return the offsets in the file at which the layer's runs begin."""
         num_runs = self.rows.shape[1] * self.rows.shape[2]
         first = layer * num_runs * self._run_bytes
         return range(first, first + num_runs * self._run_bytes, self._run_bytes)

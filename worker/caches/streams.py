@@ -1,4 +1,4 @@
-"""Which stream computes: who copies beside it asks here, from whatever thread."""
+"""The stream that computes: whoever copies beside it asks here, from any thread."""
 
 from __future__ import annotations
 

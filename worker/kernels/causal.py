@@ -66,7 +66,7 @@ def causal_attention(
 
 
 def is_fast(query: Tensor) -> bool:
-    """Whether compiled kernels attend with such queries here. Raises KernelError as `chosen_variant` does."""
+    """Tell whether compiled kernels attend with such queries here. Raises KernelError as `chosen_variant` does."""
     is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
     return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
 

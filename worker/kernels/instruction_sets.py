@@ -60,7 +60,7 @@ class KernelError(UserError):
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What this processor has; nothing where the system does not say."""
+    """Return the flags of this processor; none where the system does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -113,9 +113,9 @@ def why_none() -> str:
 
 
 def numerics_of(variant: str, dtype: str) -> str:
-    """What decides the bits of a variant's forwards: neither the processor, nor threads, nor how many rows there are.
+    """Name all that decides the bits of a variant's forwards.
 
-    `dtype` as in `bfloat16`.
+    The processor, the threads and the number of rows do not decide them. `dtype` as in `bfloat16`.
     """
     return f"{kernel_numerics(variant, dtype)}, {dtype}"
 

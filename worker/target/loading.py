@@ -1,4 +1,4 @@
-"""Which forwards a model gets: our kernels where they know it and run here, else those of `transformers`."""
+"""The choice of a model's forwards: our kernels where they know it and run here, else those of `transformers`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class NativeForwards:
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """What as many calls of `check` and draws give, nearly; None where draws are not in C."""
+        """A call that does nearly what as many calls of `check` and draws do; None where draws are not in C."""
         return self._draw_chains if isinstance(self.new_drawing(), NativeDrawing) else None
 
     def _draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:

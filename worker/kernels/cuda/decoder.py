@@ -88,7 +88,7 @@ class CudaDecoder:
         self.end()
 
     def begin(self) -> None:
-        """What comes before the layers."""
+        """Launch what comes before the layers: the embedding."""
         embed(self._table.rows, self._table.token_ids, self._weights.embedding, self._state)
 
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
@@ -104,7 +104,7 @@ class CudaDecoder:
         self._run_mlp(layer)
 
     def end(self) -> None:
-        """What comes behind the layers."""
+        """Launch what comes behind the layers: the final norm and the head."""
         weights = self._weights
         add_norm(self._table.rows, self._state, self._delta, weights.final_norm, self.sizes.epsilon, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)

@@ -16,7 +16,7 @@ class Clock(Protocol):
     """Takes the time of calls that may only queue their work."""
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call, from the moment when all earlier work is done until its own is; waits for that."""
+        """Time one call, from the moment when all earlier work is done until its own is; wait for that."""
 
 
 class EventClock:

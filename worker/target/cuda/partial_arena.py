@@ -133,7 +133,7 @@ class SlotEntries(Entries):
 
 
 def _has_all_layers(full: FullKVCache) -> TypeGuard[ArenaKVCache]:
-    """Whether all layers of a cache lie on the device, in one buffer."""
+    """Tell whether all layers of a cache lie on the device, in one buffer."""
     return isinstance(full, ArenaKVCache) and not full.comes_by_layer
 
 
@@ -177,5 +177,5 @@ def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts
 
 
 def _numbers(chosen: torch.Tensor) -> torch.Tensor:
-    """As the kernels take them."""
+    """Return entries' numbers in the form that the kernels take."""
     return chosen.to(torch.int32).contiguous()

@@ -43,7 +43,7 @@ class CudaRounds:
 
 
 def entries_of(rows: PartialRows) -> SlotEntries:
-    """Those in front of the rows."""
+    """Return the entries in front of the rows."""
     return cast(SlotEntries, rows.cache.entries)
 
 
