@@ -21,7 +21,7 @@ class BenchEngine(Engine):
     """Has no use for sequences that failed."""
 
     def step(self) -> list[tuple[Sequence, Verification]]:
-        """As `Engine.step`. Raises BenchError where a sequence can't go on."""
+        """Step as `Engine.step` does. Raises BenchError where a sequence can't go on."""
         results = super().step()
         for sequence in self.sequences:
             if sequence.error is not None:
@@ -30,7 +30,7 @@ class BenchEngine(Engine):
 
 
 class OwnPositions:
-    """What a generation has behind the prompt in a cache that others use as well."""
+    """Positions of one generation, behind the prompt, in a cache that other generations use as well."""
 
     def __init__(self, cache: FullKVCache) -> None:
         self.cache = cache

@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 class CheckpointBenchOptions(BenchOptions):
-    """What is to be measured: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
+    """The measurement asked for: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
 
     engine: str
     positions: Positions

@@ -18,7 +18,7 @@ NUM_TURNS = 8  # a generation and plain decoding take turns, so that a busy mome
 
 
 def num_plain_tokens(num_tokens: int, prefill: int) -> int:
-    """How many of an arm's tokens plain decoding generates as well, behind prompts of so many tokens."""
+    """Return how many of an arm's tokens plain decoding generates as well, behind prompts of so many tokens."""
     return num_tokens if prefill <= LONG_PROMPT else min(NUM_PLAIN_TOKENS, num_tokens)
 
 

@@ -61,7 +61,7 @@ def read_prompt(target: TargetModel, prompt: Prompt, num_tokens: int) -> ReadPro
 
 
 def _with_needle(text_ids: list[int], needle_ids: list[int]) -> Prompt:
-    """As many tokens as the text has: some of it, the needle, more of it, and how the needle begins."""
+    """Make a prompt as long as the text: some of it, the needle, more of it, and how the needle begins."""
     cue, rest = needle_ids[: len(needle_ids) // NEEDLE_CUE], needle_ids[len(needle_ids) // NEEDLE_CUE :]
     before = len(text_ids) // NEEDLE_DEPTH
     end = len(text_ids) - len(needle_ids) - len(cue)

@@ -29,7 +29,7 @@ NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn acros
 
 
 class DecodeBenchOptions(BenchOptions):
-    """What is to be measured. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
+    """The measurement asked for. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
 
     draft_model: Path | None = None
     engines: tuple[str, ...]

@@ -45,7 +45,7 @@ def check_attention_speed(parts: Parts) -> Finding:
 
 
 def attended_lengths(parts: Parts) -> list[int]:
-    """Those that the model has positions for."""
+    """List the lengths that the model has positions for."""
     longest = parts.files.max_positions
     return sorted({min(length, longest) for length in parts.extent.lengths})
 

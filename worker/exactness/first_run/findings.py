@@ -1,4 +1,4 @@
-"""What a check says, and the page that it is printed on."""
+"""The findings of a check, and the page that they are printed on."""
 
 from __future__ import annotations
 

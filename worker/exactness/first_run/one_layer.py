@@ -54,7 +54,7 @@ class OneLayer:
         return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
-        """What rows `query [num_rows, num_heads, head_dim]` see, in the same shape; NaN lies wherever none may look."""
+        """Attend with rows `query [num_rows, num_heads, head_dim]` to the same shape; NaN lies where none may look."""
         self.upload(placed)
         self._mixed.fill_(torch.nan)
         self._attention.put(query, self._table)

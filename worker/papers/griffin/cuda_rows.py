@@ -91,7 +91,7 @@ class CudaRows:
         self._ranking.launch()
 
     def _candidates(self, wanted: list[int]) -> list[Candidates]:
-        """Of some rows; waits for them."""
+        """Return the candidates of some rows; wait for them."""
         ids, confidences = self._download.wait().reshape(2, NUM_ROWS, -1)[:, wanted, : self._num_candidates]
         scores = confidences.copy().view(np.float32)
         pairs = zip(scores.tolist(), ids.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What a forward of the draft model on a GPU is told, in one buffer: its rows, their features' places, how to rank."""
+"""The input of a draft model's forward on a GPU, in one buffer: its rows, their features' places, how to rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def slot_of(cache: FullKVCache) -> int:
 
 @dataclass(frozen=True)
 class GriffinLayout:
-    """How rows, places and draws lie in a buffer of int32."""
+    """The layout of rows, places and draws in a buffer of int32."""
 
     rows: TableLayout
     draws: DrawLayout
@@ -52,7 +52,7 @@ class GriffinLayout:
         return self.rows.size + 2 * NUM_ROWS + self.draws.size
 
     def parts(self, buffer: Any) -> tuple[Any, Any, Any]:
-        """Of the rows `[rows.size]`, places `[NUM_ROWS, 2]`, draws `[draws.size]`: views of a tensor or an array."""
+        """Return views of a tensor or an array: rows `[rows.size]`, places `[NUM_ROWS, 2]`, draws `[draws.size]`."""
         start = self.rows.size
         end = start + 2 * NUM_ROWS
         return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]

@@ -111,7 +111,7 @@ class GriffinDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
+        """Return what the planner has learned; all else follows from the tokens and is rebuilt from them."""
         tracked = self._tracked.get(sequence.sequence_id)  # None: it has left, and the next one takes its place
         looks = tracked.looks if tracked else LookRhythm(LOOK_EVERY)
         return self._planner.state() | {"griffin_looks": looks.state()} if self._planner else {}

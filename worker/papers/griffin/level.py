@@ -1,4 +1,4 @@
-"""What a forward of the draft model is asked: rows of sequences, what stands in front of them, where they lead."""
+"""The input of a draft model's forward: rows of sequences, what stands in front of them, where they lead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Candidates = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Room:
-    """What the draft model keeps of one sequence."""
+    """The cache and features that the draft model keeps of one sequence."""
 
     sequence: Sequence
     cache: FullKVCache  # rows of the window but the newest token's, which every draft runs anew

@@ -1,4 +1,4 @@
-"""What may follow the rows of a draft, ranked in torch: with the penalty and the noise that the target will have."""
+"""The ranking in torch of candidates behind a draft's rows, with the penalty and noise that the target will have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What far text is worth to a model: losses with windows of several lengths, and passages that come back.
+"""The worth of far text to a model: losses with windows of several lengths, and passages that come back.
 
 Forwards are those that swiftbatch decodes with, so a figure holds for what a user gets.
 """

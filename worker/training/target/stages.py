@@ -36,11 +36,11 @@ class Stage:
         return self.first + self.recipe.num_steps
 
     def has_state_at(self, step: int) -> bool:
-        """Whether a state is written behind so many steps of all stages."""
+        """Tell whether a state is written behind so many steps of all stages."""
         return (step - self.first) % self.num_state_steps == 0 or step == self.end
 
     def optimizers(self, model: PreTrainedModel, step: int, restored: Optimizers) -> Optimizers:
-        """As they are behind `step` steps of all stages: new ones where the stage begins, else those restored."""
+        """Return the optimizers behind `step` steps of all stages: new ones at the stage's beginning, else restored."""
         optimizers = Optimizers(model, self.recipe)
         if step > self.first:
             optimizers.load_state_dict(restored.state_dict())

@@ -1,4 +1,4 @@
-"""What GRIFFIN's arms bring next to plain decoding, and what the paper's latency formula (appendix H) says of them."""
+"""Figures of GRIFFIN's arms next to plain decoding, and what the paper's latency formula (appendix H) says of them."""
 
 from __future__ import annotations
 

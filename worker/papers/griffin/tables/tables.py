@@ -69,7 +69,7 @@ def _paper(table: GriffinTable, results: Results) -> Table:
 
 
 def _times(results: Results) -> Table:
-    """What a step of each arm is made of."""
+    """Make the table of what a step of each arm consists of."""
     headers = ["T", "tree", "nodes", "d", "t", "t tree", "t draft"]
     rich = new_table("Times of forwards (ms), nodes and draft levels per step", ("arm",), headers)
     for key, arm in results.figures.items():

@@ -1,4 +1,4 @@
-"""How GRIFFIN's draft model is trained, as data: the paper's recipe."""
+"""The recipe of the training of GRIFFIN's draft model, as data: the paper's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which accepted tokens nothing but a reused n-gram had proposed: what beta counts (TokenSwift, figures 3 and 4)."""
+"""The accepted tokens that nothing but a reused n-gram had proposed: what beta counts (TokenSwift, figures 3 and 4)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has roo
 
 
 class PromptAblationOptions(BenchOptions):
-    """Which table, how much is read before, and how many tokens each arm generates."""
+    """The table asked for, how much is read before, and how many tokens each arm generates."""
 
     draft_model: Path | None = None
     table: str
@@ -122,7 +122,7 @@ def _read(options: PromptAblationOptions, target: TargetModel, prompts: list[Pro
 
 
 def _all_prompts(table: PromptTable) -> list[Prompts]:
-    """What is to be read, each once."""
+    """List the prompts that are to be read, each once."""
     return list(dict.fromkeys(arm.prompts for row in table.rows for arm in row.arms.values()))
 
 

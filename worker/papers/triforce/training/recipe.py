@@ -1,4 +1,4 @@
-"""What a draft model is and how it is distilled from its target, as data."""
+"""The recipe of a draft model and of its distillation from its target, as data."""
 
 from __future__ import annotations
 
