@@ -80,7 +80,7 @@ class KVArena:
 
 
 class SlotLease:
-    """Whoever holds it has the slot."""
+    """The right to a slot: whoever holds it has the slot."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -99,12 +99,12 @@ class ArenaKVCache(FullKVCache):
 
     @property
     def slot(self) -> int:
-        """Its number in the arena's buffer."""
+        """The number of the cache's slot in the arena's buffer."""
         return self._lease.slot
 
     @property
     def rows(self) -> torch.Tensor:
-        """Its entries, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`: a part of the buffer."""
+        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`."""
         return self._buffer
 
     def key_addresses(self) -> list[int]:

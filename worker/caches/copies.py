@@ -32,10 +32,10 @@ class CopyComputation(Protocol):
 
 
 class CopyLane(Protocol):
-    """Does copies one after the other; each may be done at any time until an event behind it is waited for."""
+    """A lane of copies, one after the other; each may be done at any time until an event behind it is waited for."""
 
     def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two of `[num_bytes] uint8`: on the host, pinned, and on the device."""
+        """Return two buffers `[num_bytes] uint8`: on the host, pinned, and on the device."""
 
     def follow(self, event: Any) -> None:
         """Let all that is queued from now on wait for the event."""

@@ -40,7 +40,7 @@ class Entries:
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
 
     def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        """So many keys from position `first` on may be scanned beside the entries, for `num_best` of them each time."""
+        """Expect so many keys from position `first` on to be scanned beside the entries, for `num_best` each time."""
 
     def new_keys(self, full: FullKVCache) -> Keys | None:
         """Scanned keys of a sequence, none yet, where there is room beside the entries for all that were expected."""

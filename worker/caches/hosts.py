@@ -141,7 +141,7 @@ class PinnedMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Pinned for `device`; a CPU needs no such thing. Raises KVRoomError where the system does not give it."""
+        """Pin memory for `device`; a CPU needs no such thing. Raises KVRoomError where the system does not give it."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]
         ask_for_huge_pages(self.bytes)
@@ -150,7 +150,7 @@ class PinnedMemory:
             self._pin(device)
 
     def release(self) -> None:
-        """Pinned no more; no copy may be under way. The memory goes with the last tensor that shows it."""
+        """Pin it no more; no copy may be under way. The memory goes with the last tensor that shows it."""
         if self._is_pinned:
             self._is_pinned = False
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))

@@ -79,7 +79,7 @@ class LayerRing:
         self._went: CopyEvent | None = None  # all that was written until now is on the host
 
     def begin(self, visits: Sequence[Visit]) -> None:
-        """Rows of these slots, each of them once, are about to run: what is missing of the first layers comes."""
+        """Prepare for rows of these slots, each slot once: let what is missing of the first layers come."""
         self._visits = visits
         self._streams.coming.follow(self._streams.computation.record_event())  # which may still read what lies here
         for layer in range(len(self._sides)):
@@ -90,7 +90,7 @@ class LayerRing:
         self._streams.computation.wait_event(self._side(layer).arrival)
 
     def leave(self, layer: int) -> None:
-        """A layer was computed: its new rows go home, and the next one for its side comes, at the end a first one."""
+        """Send a computed layer's new rows home, and let the next one for its side come, at the end a first one."""
         self.keep(layer, self._visits)
         following = layer + len(self._sides)
         if following < self._num_layers:

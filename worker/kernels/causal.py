@@ -144,7 +144,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tens
 
 
 def _side_by_side(heads: Tensor) -> Tensor:
-    """With the numbers of a head next to each other, as the kernels read them."""
+    """Return heads with the numbers of a head next to each other, as the kernels read them."""
     return heads.detach() if heads.stride(3) == 1 else heads.detach().contiguous()
 
 

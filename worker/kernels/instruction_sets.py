@@ -106,7 +106,7 @@ def chosen_variant() -> str | None:
 
 
 def why_none() -> str:
-    """Why `chosen_variant` found none."""
+    """Say why `chosen_variant` found none."""
     if os.environ.get(OVERRIDE) == NO_KERNELS:
         return f"{OVERRIDE}={NO_KERNELS} leaves them out"
     return "none were compiled; install swiftbatch anew, with a network for the package ziglang, or with $CC"

@@ -61,7 +61,7 @@ class ExactRows:
         spans: Sequence[Span] = (FULL,),
         attends: Sequence[Attend] | None = None,
     ) -> ExactRows:
-        """For layers of these spans, all of which attend in torch where nothing else is said."""
+        """Prepare rows for layers of these spans, all of which attend in torch where nothing else is said."""
         attends = [attend_in_torch] * len(spans) if attends is None else attends
         needed = {span for span, attend in zip(spans, attends, strict=True) if attend is attend_in_torch}
         seen = {span: see(rows, span, dtype, device) for span in needed}

@@ -158,7 +158,7 @@ class TargetModel:
 
 
 def _what_runs(device: torch.device) -> str:
-    """Why kernels for GPUs do not."""
+    """Say why kernels for GPUs do not run."""
     return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
 
 

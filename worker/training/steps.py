@@ -90,7 +90,7 @@ class Optimizers:
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """On a GPU, sums in one order alone: a training that goes on after a kill comes to the same weights."""
+    """Sum in one order alone on a GPU, so that a training that goes on after a kill comes to the same weights."""
     if device.type == "cpu":  # whose sums have one
         yield
         return

@@ -65,7 +65,7 @@ class PromptArms:
         return PromptGeneration(self.target, drafter, self._read, sampling)
 
     def _compare(self, generation: PromptGeneration, temperature: float) -> None:
-        """With plain decoding's tokens, and beyond them with those of the first arm at this temperature."""
+        """Compare with plain decoding's tokens, and beyond them with those of the first arm at this temperature."""
         known = self._known.setdefault(temperature, generation.token_ids)
         for number, (before, now) in enumerate(zip(known, generation.token_ids, strict=True)):
             num_common = min(len(before), len(now))

@@ -35,7 +35,7 @@ class ReadPrompt:
     cache: FullKVCache
 
     def copy_to(self, target: TargetModel, num_tokens: int) -> ReadPrompt:
-        """The same in a cache of another target's, which may keep it elsewhere."""
+        """Copy the prompt to a cache of another target's, which may keep it elsewhere."""
         cache = target.new_cache(len(self.prompt.token_ids) + num_tokens)
         cache.load(self.cache.kv(0, self.cache.length))
         return ReadPrompt(self.prompt, cache)

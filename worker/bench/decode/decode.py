@@ -150,7 +150,7 @@ def hot_contestant(
     sequences: list[Sequence],
     caches: list[FullKVCache],
 ) -> EngineContestant:
-    """One whose fresh `drafter` knows of other jobs what the `warm` one has learned."""
+    """Make a contestant whose fresh `drafter` knows of other jobs what the `warm` one has learned."""
     contestant = EngineContestant(name, target, drafter, sequences, caches)
     for sequence in sequences:
         if state := warm.state(sequence):

@@ -64,7 +64,7 @@ class GPUFigures:
         self._machine = machine(parts.target(1, 1))
 
     def add(self, **figures: Any) -> None:
-        """Fields of a `GPUBenchResult`."""
+        """Add fields of a `GPUBenchResult`."""
         self.so_far |= figures
         document = GPUBenchResult.model_construct(**self.so_far).model_dump()
         self._options.write_beside(document, document["machine"] | self._machine)

@@ -20,7 +20,7 @@ class SlotKeys:
     """Coded keys of one sequence's cache in an arena. Kernels read the slot and the cache itself, not this object."""
 
     def __init__(self, full: ArenaKVCache, texts: ScannedTexts, slot: int) -> None:
-        """In a slot of `texts`, whoever had it before."""
+        """Take a slot of `texts`, whoever had it before."""
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
         texts.addresses[:, slot] = torch.tensor(full.key_addresses())

@@ -72,7 +72,7 @@ class Parts:
 
     @classmethod
     def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
-        """Nothing is loaded yet. Raises ModelError where the kernels are not here or do not take the model."""
+        """Load nothing yet. Raises ModelError where the kernels are not here or do not take the model."""
         num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
         if sizes is not None:
             kernels.refuse_absent()

@@ -102,7 +102,7 @@ def attend(
     mixed: Tensor,  # as query
     scale: float,
 ) -> None:
-    """Each row's heads mixed from what it may see. Padding rows stay as they are. Nothing is allocated."""
+    """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
     _, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype)

@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 
 
 class Attention(Protocol):
-    """Attends over the rows of a table, layer after layer, in two launches each."""
+    """Attention over the rows of a table, layer after layer, in two launches each."""
 
     query: Tensor  # [num_places, num_heads, head_dim], that `rope_store` fills
 
@@ -29,7 +29,7 @@ class Attention(Protocol):
     def attend(
         self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
     ) -> None:
-        """Attend as `attention.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
+        """Attend as `attend.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
 
         Raises ValueError.
         """

@@ -134,7 +134,7 @@ def merge_tails(
     scale: float,
     shape: AttentionShape,
 ) -> None:
-    """Each row's tail, merged with its prefix."""
+    """Merge each row's tail with its prefix."""
     tail_merge_packed[(NUM_ROWS, shape.num_kv_heads)](
         query, keys, values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
         scale * math.log2(math.e), *keys.stride()[:3], **packed_constants(shape),

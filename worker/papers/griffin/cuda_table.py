@@ -58,7 +58,7 @@ class GriffinLayout:
         return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]
 
     def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], slots: SlotBuffers) -> None:
-        """At most `NUM_ROWS` rows. `slots` are the draft model's, on the device: what is masked goes there.
+        """Fill in at most `NUM_ROWS` rows. `slots` are the draft model's, on the device: what is masked goes there.
 
         Raises ValueError for rows that do not fit the layout.
         """

@@ -25,7 +25,7 @@ class GriffinRows(Protocol):
     """A draft model for one target; a row's bits do not depend on what shares its forward."""
 
     def new_room(self, sequence: Sequence) -> Room:
-        """For one sequence. Raises KVRoomError where more are there than the target has slots for."""
+        """Make room for one sequence. Raises KVRoomError where more are there than the target has slots for."""
 
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
         """Return candidates behind the trees' rows of each part, at most as many for a row as this was made for.

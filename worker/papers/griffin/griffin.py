@@ -135,7 +135,7 @@ class GriffinDrafter(Drafter):
         return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:
-        """Level by level, one forward for all trees that go on."""
+        """Grow trees level by level, in one forward for all trees that go on."""
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
         while levels:
             for (tree, _), ranked in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):

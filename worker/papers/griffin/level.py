@@ -66,7 +66,7 @@ def of_each(parts: list[DraftRows], found: list[Candidates]) -> list[list[Candid
 
 
 def tables(parts: list[DraftRows], num_rows: int) -> Iterator[list[DraftRows]]:
-    """All rows in order, at most `num_rows` at a time."""
+    """Yield all rows in order, at most `num_rows` at a time."""
     table: list[DraftRows] = []
     num_free = num_rows
     for part in parts:

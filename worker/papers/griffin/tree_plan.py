@@ -24,7 +24,7 @@ PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of
 
 @dataclass(frozen=True)
 class TreePrices:
-    """Says what pays in one step; prices in tokens."""
+    """The prices of one step, in tokens, which say what pays."""
 
     row: float
     level: float
@@ -46,7 +46,7 @@ EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 
 
 class PricePlanner:
-    """Prices by measured costs and by the running means of what steps bring."""
+    """A planner that prices by measured costs and by the running means of what steps bring."""
 
     def __init__(self, costs: StepCosts, level_seconds: float) -> None:
         self._costs = costs

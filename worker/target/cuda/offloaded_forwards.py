@@ -42,7 +42,7 @@ class OffloadedForwards(CudaForwards):
         return queries
 
     def _prepare_queries(self) -> None:
-        """Nothing: layers come one by one, and are launched one by one."""
+        """Prepare nothing: layers come one by one, and are launched one by one."""
 
     def _pass(self, groups: list[SequenceRows], tap: Callable[[int, torch.Tensor], None] | None = None) -> None:
         self._send(groups)

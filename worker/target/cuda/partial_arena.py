@@ -75,7 +75,7 @@ class SlotEntries(Entries):
 
     @property
     def slot(self) -> int:
-        """Its number in the arena's buffer."""
+        """The number of the slot in the arena's buffer."""
         return self._lease.slot
 
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _has_all_layers(full: FullKVCache) -> TypeGuard[ArenaKVCache]:
 
 
 class _Asked(Entries):
-    """Notes what a partial cache asks for, and takes no memory."""
+    """A note of what a partial cache asks for, which takes no memory."""
 
     num_chunks = 0
     scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones

@@ -48,7 +48,7 @@ def entries_of(rows: PartialRows) -> SlotEntries:
 
 
 def _tiles(groups: list[PartialRows]) -> Iterator[list[PartialRows]]:
-    """At most `NUM_ROWS` rows each, in order, whose prefixes end where the entries do."""
+    """Yield tiles of at most `NUM_ROWS` rows, in order, whose prefixes end where the entries do."""
     tile: list[PartialRows] = []
     num_left = NUM_ROWS
     for group in groups:

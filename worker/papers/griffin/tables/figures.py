@@ -98,5 +98,5 @@ class _Total:
 
     @property
     def verify_ms(self) -> float:
-        """Per step."""
+        """The time of verification, per step."""
         return 1000 * self.verify_seconds / self.num_steps

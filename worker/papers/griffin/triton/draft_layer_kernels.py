@@ -1,6 +1,6 @@
 """Kernels of GRIFFIN's draft model besides a decoder layer's: pairs, norms with a bias, SiLU, what it keeps of rows.
 
-A program sees one row, as in `worker.kernels.cuda.layers`; padding rows stay as they are.
+A program sees one row, as in `worker.kernels.cuda.layer_kernels`; padding rows stay as they are.
 """
 
 from __future__ import annotations

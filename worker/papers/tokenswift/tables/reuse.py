@@ -35,7 +35,7 @@ class _Asked:
 
 
 class MeteredProposer(TokenSwiftProposer):
-    """Keeps what its trees are made of until it hears which tokens were accepted."""
+    """A proposer that keeps what its trees are made of until it hears which tokens were accepted."""
 
     def __init__(self, tally: ReuseTally, *parts: Any) -> None:
         super().__init__(*parts)
@@ -61,7 +61,7 @@ class MeteredProposer(TokenSwiftProposer):
 
 
 def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
-    """For every token of a path whether n-grams alone proposed it."""
+    """Tell for every token of a path whether n-grams alone proposed it."""
     ngrams = [tuple(token for _, token in ngram) for ngram in sources.ngrams]
     in_digits, is_alone, found = True, False, []
     for depth, token in enumerate(path):

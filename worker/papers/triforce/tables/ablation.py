@@ -90,7 +90,7 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
 
 
 def _slots_wanted(options: PromptAblationOptions, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
-    """None where caches go to a folder."""
+    """Return the needs of all prompts; None where caches go to a folder."""
     if options.kv_offload is not None:
         return None
     num_tokens = max(options.num_tokens, len(encode(files, NEEDLE)))
