@@ -18,10 +18,10 @@ class BenchError(UserError):
 
 
 class BenchEngine(Engine):
-    """Has no use for sequences that failed."""
+    """An engine that has no use for sequences that failed."""
 
     def step(self) -> list[tuple[Sequence, Verification]]:
-        """As `Engine.step`. Raises BenchError where a sequence can't go on."""
+        """Step as `Engine.step` does. Raises BenchError where a sequence can't go on."""
         results = super().step()
         for sequence in self.sequences:
             if sequence.error is not None:
@@ -30,7 +30,7 @@ class BenchEngine(Engine):
 
 
 class OwnPositions:
-    """What a generation has behind the prompt in a cache that others use as well."""
+    """Positions of one generation, behind the prompt, in a cache that other generations use as well."""
 
     def __init__(self, cache: FullKVCache) -> None:
         self.cache = cache
@@ -38,17 +38,17 @@ class OwnPositions:
         self._kv = cache.kv(0, 0).copy()
 
     def emptied(self) -> OwnPositions:
-        """The same place in the cache, for a generation that begins there; the cache ends at it."""
+        """Return the same place in the cache, for a generation that begins there; the cache ends at it."""
         self.cache.roll_back(min(self.cache.length, self._first))
         return OwnPositions(self.cache)
 
     def put_back(self) -> None:
-        """Before the generation goes on."""
+        """Put the positions back into the cache, before the generation goes on."""
         self.cache.roll_back(self._first)
         self.cache.load(self._kv)
 
     def take_away(self) -> None:
-        """Before another one does."""
+        """Take the positions out of the cache, before another generation goes on."""
         self._kv = self.cache.kv(self._first, self.cache.length).copy()
 
 

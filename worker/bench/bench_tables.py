@@ -1,4 +1,4 @@
-"""What the tables of all benchmarks share."""
+"""The shared parts of all benchmarks' tables."""
 
 from __future__ import annotations
 

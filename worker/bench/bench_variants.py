@@ -25,7 +25,7 @@ BENCH_ENGINES = {name: entry.factory() for name, entry in ENGINES.items()} | VAR
 
 
 def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) -> SlotsWanted:
-    """What a GPU is shared out for: sequences of so many positions at most, and one more slot for probes.
+    """Return the needs of a benchmark: sequences of so many positions at most, and one more slot for probes.
 
     Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest.
     """
@@ -37,5 +37,5 @@ def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) ->
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
-    """As `create_drafter`, for variants, too."""
+    """Create a drafter as `create_drafter` does, for variants, too."""
     return BENCH_ENGINES[name](target, costs, parts_folder)

@@ -1,4 +1,4 @@
-"""What all benchmarks are asked for. Defaults of their own fields stand with the options of the commands."""
+"""The options of all benchmarks. Defaults of their own fields stand with the options of the commands."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class BenchOptions(Frozen):
         self.write_beside(content, machine(target), **further)
 
     def write_beside(self, content: dict[str, Any], found: dict[str, Any], **further: Any) -> None:
-        """As `write`, on a `machine` that was looked at before."""
+        """Write as `write` does, with a description of the `machine` that was made before."""
         if self.json_path is not None:
             settings = self.model_dump(mode="json", exclude={"json_path", "plot_path"}) | further
             aside = self.json_path.with_name(f"{self.json_path.name}.part")
@@ -92,7 +92,7 @@ def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
 
 
 def machine(target: TargetModel) -> dict[str, Any]:
-    """What figures depend on beside the settings: device, model and versions."""
+    """Describe what figures depend on beside the settings: device, model and versions."""
     return {
         "device": str(target.device) if target.device.type == "cpu" else torch.cuda.get_device_name(target.device),
         "cpu_capability": cpu_capability(),

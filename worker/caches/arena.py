@@ -80,7 +80,7 @@ class KVArena:
 
 
 class SlotLease:
-    """Whoever holds it has the slot."""
+    """The right to a slot: whoever holds it has the slot."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -99,16 +99,16 @@ class ArenaKVCache(FullKVCache):
 
     @property
     def slot(self) -> int:
-        """Its number in the arena's buffer."""
+        """The number of the cache's slot in the arena's buffer."""
         return self._lease.slot
 
     @property
     def rows(self) -> torch.Tensor:
-        """Its entries, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`: a part of the buffer."""
+        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`."""
         return self._buffer
 
     def key_addresses(self) -> list[int]:
-        """Where each layer's keys begin, `[num_kv_heads, ..., head_dim]` with the strides of the arena's buffer."""
+        """Return addresses of layers' keys, `[num_kv_heads, ..., head_dim]` with the strides of the arena's buffer."""
         return [self._buffer[layer, 0].data_ptr() for layer in range(len(self._buffer))]
 
     def commit(self, path: list[int]) -> None:
@@ -119,7 +119,7 @@ class ArenaKVCache(FullKVCache):
             self.advance(1 + len(path))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """As `FullKVCache` has it; from one slot to another nothing leaves the device."""
+        """Copy as `FullKVCache` does; from one slot to another nothing leaves the device."""
         if self._arena.holds_all and isinstance(source, ArenaKVCache):
             behind = slice(self.length, end)
             self.rows[..., behind, :] = source.rows[..., behind, :]

@@ -28,17 +28,17 @@ class CopyComputation(Protocol):
         """A point behind all that was queued until now."""
 
     def wait_event(self, event: Any) -> None:
-        """What is queued from now on comes behind the event."""
+        """Let all that is queued from now on wait for the event."""
 
 
 class CopyLane(Protocol):
-    """Does copies one after the other; each may be done at any time until an event behind it is waited for."""
+    """A lane of copies, one after the other; each may be done at any time until an event behind it is waited for."""
 
     def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two of `[num_bytes] uint8`: on the host, pinned, and on the device."""
+        """Return two buffers `[num_bytes] uint8`: on the host, pinned, and on the device."""
 
     def follow(self, event: Any) -> None:
-        """What is queued from now on comes behind the event."""
+        """Let all that is queued from now on wait for the event."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue one."""

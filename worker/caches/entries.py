@@ -1,4 +1,4 @@
-"""Where the entries of a partial cache lie, and how they come there from the sequence's own cache."""
+"""The entries of a partial cache, and the copying of them from the sequence's own cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache, keep_path
 
 
 class Keys(Protocol):
-    """Of a sequence, to be scanned beside its entries."""
+    """Keys of a sequence, to be scanned beside its entries."""
 
     @property
     def end(self) -> int:
@@ -40,7 +40,7 @@ class Entries:
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
 
     def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        """So many keys from position `first` on may be scanned beside the entries, for `num_best` of them each time."""
+        """Expect so many keys from position `first` on to be scanned beside the entries, for `num_best` each time."""
 
     def new_keys(self, full: FullKVCache) -> Keys | None:
         """Scanned keys of a sequence, none yet, where there is room beside the entries for all that were expected."""
@@ -81,7 +81,7 @@ class Entries:
                 self.buffer[layer, part, :, entries] = source[:, positions].to(self.shape.device)
 
     def keep_path(self, root: int, path: list[int]) -> int:
-        """As `worker.caches.full.keep_path`."""
+        """Keep a path as `worker.caches.full.keep_path` does."""
         return keep_path(self.buffer, root, path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:

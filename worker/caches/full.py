@@ -31,10 +31,10 @@ class CacheShape:
 
 
 class CacheSource(Protocol):
-    """Whoever has keys and values of a text's first positions."""
+    """The owner of keys and values of a text's first positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Those of some positions, as `FullKVCache.kv` has them."""
+        """Return the keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
 
 
 class FullKVCache:
@@ -62,7 +62,7 @@ class FullKVCache:
         return self.stored(index)
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same where they are kept, for those who copy few and new positions; here it is the device as well."""
+        """The layer where it is kept, for those who copy few and new positions; here it is the device as well."""
         return self._buffer[index, 0], self._buffer[index, 1]
 
     def write(
@@ -75,7 +75,7 @@ class FullKVCache:
         return self.layer(layer)
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:
-        """Rows were written to these entries of what `layer` gave: they stay, wherever the cache lies."""
+        """Keep the rows that were written to these entries of what `layer` gave, wherever the cache lies."""
 
     def commit(self, path: list[int]) -> None:
         """Commit the root's row and the accepted nodes `path`; roll back all other nodes."""
@@ -116,7 +116,7 @@ class FullKVCache:
         self.num_copied = end
 
     def prefix(self, length: int) -> FullKVCache:
-        """The same buffer as a cache of its first `length` committed positions, to run rows behind them again."""
+        """View the same buffer as a cache of its first `length` committed positions, to run rows behind them again."""
         view = copy.copy(self)
         view.roll_back(length)
         return view
@@ -140,7 +140,7 @@ class FullKVCache:
         self.length = length
 
     def _copied_out(self, rows: torch.Tensor) -> NDArray[Any]:
-        """Rows of `_bits` on the host."""
+        """Copy rows of `_bits` to the host."""
         host: NDArray[Any] = rows.cpu().numpy()
         return host
 

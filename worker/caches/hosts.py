@@ -28,7 +28,7 @@ BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct r
 
 
 class CacheHost(Protocol):
-    """Where a cache is kept. Positions below the end of a load must not change while it runs."""
+    """The place where a cache is kept. Positions below the end of a load must not change while it runs."""
 
     rows: torch.Tensor
 
@@ -36,7 +36,7 @@ class CacheHost(Protocol):
         """Room for one layer on the device, `[2, num_kv_heads, capacity, head_dim]`."""
 
     def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
-        """What brings the positions below `end`, whole blocks, to the device; to be called in another thread."""
+        """Return a call, for another thread, that brings the positions below `end`, whole blocks, to the device."""
 
     def flush(self, end: int) -> None:
         """Make the positions below `end` ready to be read, and keep no second copy of them in memory."""
@@ -99,7 +99,7 @@ class FileHost:
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _offsets(self, layer: int) -> range:
-        """Where the layer's runs begin in the file."""
+        """Return the offsets in the file at which the layer's runs begin."""
         num_runs = self.rows.shape[1] * self.rows.shape[2]
         first = layer * num_runs * self._run_bytes
         return range(first, first + num_runs * self._run_bytes, self._run_bytes)
@@ -141,7 +141,7 @@ class PinnedMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Pinned for `device`; a CPU needs no such thing. Raises KVRoomError where the system does not give it."""
+        """Pin memory for `device`; a CPU needs no such thing. Raises KVRoomError where the system does not give it."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]
         ask_for_huge_pages(self.bytes)
@@ -150,7 +150,7 @@ class PinnedMemory:
             self._pin(device)
 
     def release(self) -> None:
-        """Pinned no more; no copy may be under way. The memory goes with the last tensor that shows it."""
+        """Pin it no more; no copy may be under way. The memory goes with the last tensor that shows it."""
         if self._is_pinned:
             self._is_pinned = False
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))

@@ -22,7 +22,7 @@ NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Streams:
-    """What computes, and one lane for each direction: a GPU copies both ways at a time."""
+    """The stream that computes, and one copy lane for each direction: a GPU copies both ways at a time."""
 
     computation: CopyComputation
     coming: CopyLane
@@ -36,7 +36,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class Visit:
-    """What a forward reads and writes in one slot."""
+    """The positions of one slot that a forward reads and writes."""
 
     slot: int
     rows: torch.Tensor  # [num_layers, capacity, 2, num_kv_heads, head_dim], on the host
@@ -47,7 +47,7 @@ class Visit:
 
 @dataclass
 class _Held:
-    """What a side has of a slot: positions below `end`, once its newest arrival is there, which stay as they are."""
+    """A slot's positions below `end` on a side, once the side's newest arrival is there; they stay as they are."""
 
     layer: int = NO_LAYER
     end: int = 0
@@ -79,18 +79,18 @@ class LayerRing:
         self._went: CopyEvent | None = None  # all that was written until now is on the host
 
     def begin(self, visits: Sequence[Visit]) -> None:
-        """Rows of these slots, each of them once, are about to run: what is missing of the first layers comes."""
+        """Prepare for rows of these slots, each slot once: let what is missing of the first layers come."""
         self._visits = visits
         self._streams.coming.follow(self._streams.computation.record_event())  # which may still read what lies here
         for layer in range(len(self._sides)):
             self._bring(layer, visits)
 
     def wait(self, layer: int) -> None:
-        """What is computed from now on finds the layer."""
+        """Let all that is computed from now on find the layer."""
         self._streams.computation.wait_event(self._side(layer).arrival)
 
     def leave(self, layer: int) -> None:
-        """A layer was computed: its new rows go home, and the next one for its side comes, at the end a first one."""
+        """Send a computed layer's new rows home, and let the next one for its side come, at the end a first one."""
         self.keep(layer, self._visits)
         following = layer + len(self._sides)
         if following < self._num_layers:

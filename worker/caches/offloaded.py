@@ -77,7 +77,7 @@ class _Side:
     arrival: Future[None] | None = None
 
     def holds(self, layer: int, length: int) -> bool:
-        """Whether all but some newest of the first `length` positions of a layer are there, or coming."""
+        """Tell whether all but some newest of the first `length` positions of a layer are there, or coming."""
         return self.layer == layer and length - self.end < 2 * BLOCK_POSITIONS
 
 

@@ -28,7 +28,7 @@ class OffloadedArena(KVArena):
         super().__init__(shape, num_slots, max_length)
 
     def new_cache(self, max_length: int) -> OffloadedSlotCache:
-        """As `KVArena` has it; KVRoomError also where the host has no room."""
+        """Make a cache as `KVArena` does. Raises KVRoomError also where the host has no room."""
         KVRoom(MEMORY, self.shape.bytes_per_position()).refuse_too_long(max_length)
         cache = super().new_cache(max_length)
         assert isinstance(cache, OffloadedSlotCache)

@@ -1,4 +1,4 @@
-"""What the target sees while it drafts: some of a sequence's keys and values, and the chain behind them."""
+"""Partial caches, which the target sees while it drafts: some of a sequence's keys and values, and the chain behind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Queries = Callable[[int], torch.Tensor]
 
 
 class Scanned(Protocol):
-    """What rows see of a sequence beside the entries, as the kernels read it."""
+    """Keys of a sequence that rows see beside the entries, as the kernels read them."""
 
     @property
     def address(self) -> int:
-        """Of a `scanned_keys` of `worker/kernels/source/api.h`."""
+        """The address of a `scanned_keys` of `worker/kernels/source/api.h`."""
 
 
 class PartialCache(ABC):
@@ -60,7 +60,7 @@ class PartialCache(ABC):
 
     @property
     def num_entries(self) -> int:
-        """Those in use, the chain's included."""
+        """The number of entries in use, the chain's included."""
         return self._num_sequence_entries + self._num_drawn
 
     def follow(self, full: FullKVCache, queries: Queries) -> None:

@@ -1,4 +1,4 @@
-"""Where key-value caches are kept, and whether one has room there; without torch, since the driver asks too."""
+"""The places of key-value caches, and whether one has room there. Without torch, since the driver asks too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
 
 
 def bytes_per_position(model: Path, dtype: str) -> int | None:
-    """What one position takes in the cache of a model folder; None where its config does not say."""
+    """Count the bytes of one position in the cache of a model folder; None where its config does not say."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads

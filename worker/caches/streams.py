@@ -1,4 +1,4 @@
-"""Which stream computes: who copies beside it asks here, from whatever thread."""
+"""The stream that computes: whoever copies beside it asks here, from any thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ComputingStream:
 
 @dataclass(frozen=True)
 class HostStream:
-    """Elsewhere than on a GPU: what was queued is done. It is its own events."""
+    """A computing stream elsewhere than on a GPU, its own event: what was queued is done."""
 
     def record_event(self) -> HostStream:
         return self
@@ -47,7 +47,7 @@ class HostStream:
         event.synchronize()
 
     def synchronize(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: all is done."""
 
 
 @functools.cache

@@ -74,7 +74,7 @@ class SummaryKVCache(PartialCache):
 
 
 def summary_positions(budget: int, max_length: int) -> int:
-    """What such a cache takes of its device, in positions of a full cache: its entries, and the means of all chunks."""
+    """Count a cache's memory on its device, in positions of a full cache: its entries, and means of all chunks."""
     return capacity_for(_num_entries(budget, max_length)) + max_length // CHUNK_SIZE
 
 

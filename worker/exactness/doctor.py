@@ -24,7 +24,7 @@ NUM_PROBED_ROWS = 2000
 
 
 class Diagnosis(Frozen):
-    """What was probed and what came out. `exact`: no probed row differed in any bit from plain decoding."""
+    """The probe and its outcome. `exact`: no probed row differed in any bit from plain decoding."""
 
     verdict: Exactness
     num_rows: int

@@ -126,7 +126,7 @@ def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logi
 def _same_keys_and_values(
     target: TargetModel, tree_cache: FullKVCache, plain_cache: FullKVCache, entries: tuple[int, int]
 ) -> bool:
-    """Whether two caches hold the same bits in one entry each, in every layer."""
+    """Tell whether two caches hold the same bits in one entry each, in every layer."""
     return all(
         torch.equal(ours[:, entries[0]], theirs[:, entries[1]])
         for layer in range(target.cache_shape.num_layers)

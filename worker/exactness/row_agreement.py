@@ -1,4 +1,4 @@
-"""Whether our forward says what transformers' own says: the same rows through both, logits compared."""
+"""The check that our forward says what transformers' own says: the same rows through both, logits compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEDIAN_SHIFTED = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the logits of some rows are from transformers'."""
+    """The distance between the logits of some rows and those of transformers."""
 
     num_rows: int
     greatest_difference: float  # between two logits
@@ -64,7 +64,7 @@ def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 
 
 
 def _is_near(target: TargetModel, shift: float, median: float) -> bool:
-    """Whether the shift of all rows, and the median of those of single rows, are what rounding makes."""
+    """Tell whether the shift of all rows, and the median of those of single rows, are what rounding makes."""
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         return shift <= MOST_SHIFTED_BY_EXPERTS and median <= MEDIAN_SHIFTED[target.dtype]
     return shift <= MOST_SHIFTED[target.dtype]

@@ -1,4 +1,4 @@
-"""What `doctor` found on this machine, kept so that a run's manifest can say it. Needs no torch."""
+"""The verdicts that `doctor` found on this machine, kept so that a run's manifest can give them. Needs no torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROPE_NUMBERS = {  # what `rope_parameters` hold beside `rope_type`, for those ty
 
 @dataclass(frozen=True)
 class Rotary:
-    """How far pairs of dimensions turn: `frequencies [head_dim / 2]` in radians, `scaling` of both tables."""
+    """The rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of both tables."""
 
     frequencies: NDArray[np.float32]
     scaling: float = 1.0
@@ -53,9 +53,10 @@ def llama3_frequencies(
 
 
 def frequencies_of(parameters: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
-    """Those that a config's `rope_parameters` say. Raises KeyError, TypeError or ValueError for any that are not here.
+    """Return the frequencies that a config's `rope_parameters` describe.
 
-    Those of `ROPE_NUMBERS` are, where all of these are there and make sense.
+    Only the types in `ROPE_NUMBERS` are known, and all of a type's numbers must be there and make sense. Raises
+    KeyError, TypeError or ValueError for any others.
     """
     names = ROPE_NUMBERS[parameters["rope_type"]]
     theta, *others = (_positive(parameters[name]) for name in names)
@@ -94,7 +95,7 @@ class AngleTable:
         self._table = torch.zeros(0, self._head_dim)
 
     def address(self, last_position: int) -> int:
-        """Where the table lies that reaches up to this position; until the next call that asks for more."""
+        """Return the address of a table that reaches up to this position; it holds until a call that asks for more."""
         if last_position >= len(self._table):
             num_blocks = -(-max(last_position + 1, 2 * len(self._table)) // POSITIONS_AT_ONCE)
             grown = torch.zeros(num_blocks * POSITIONS_AT_ONCE * self._head_dim + SLACK)

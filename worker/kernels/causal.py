@@ -66,7 +66,7 @@ def causal_attention(
 
 
 def is_fast(query: Tensor) -> bool:
-    """Whether compiled kernels attend with such queries here. Raises KernelError as `chosen_variant` does."""
+    """Tell whether compiled kernels attend with such queries here. Raises KernelError as `chosen_variant` does."""
     is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
     return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
 
@@ -144,7 +144,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tens
 
 
 def _side_by_side(heads: Tensor) -> Tensor:
-    """With the numbers of a head next to each other, as the kernels read them."""
+    """Return heads with the numbers of a head next to each other, as the kernels read them."""
     return heads.detach() if heads.stride(3) == 1 else heads.detach().contiguous()
 
 

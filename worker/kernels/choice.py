@@ -1,4 +1,4 @@
-"""Which kernels a GPU's forwards are made of, where there is a choice. Light: the command line shows it."""
+"""The kernels that a GPU's forwards can choose between. Light to import: the command line shows them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CudaKernels:
 
     @property
     def words(self) -> str:
-        """What verdicts are known under; a library by its version here, since other versions may round otherwise."""
+        """The name that verdicts are kept under. It has a library's version, since another one may round otherwise."""
         attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
         return f"{attention} prefixes, {self.linear} products"
 
@@ -61,7 +61,7 @@ DEFAULT_KERNELS = CudaKernels()
 
 
 def flash_version() -> str | None:
-    """Of the installed flash-attn, as in `2.8.3`; None where there is none."""
+    """Return the version of the installed flash-attn, as in `2.8.3`; None where there is none."""
     try:
         return importlib.metadata.version(FLASH_PACKAGE)
     except importlib.metadata.PackageNotFoundError:

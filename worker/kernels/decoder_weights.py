@@ -84,7 +84,7 @@ class DecoderWeights:
 
 
 def decoder_weights(model: Any) -> DecoderWeights | None:
-    """What a loaded Llama, Mistral, Qwen2 or Qwen3 is made of; None for what is not exactly such a dense decoder."""
+    """Return the weights of a loaded Llama, Mistral, Qwen2 or Qwen3; None for all but exactly such dense decoders."""
     if type(model).__name__ not in DENSE_CLASSES or not type(model).__module__.startswith("transformers.models."):
         return None
     config, decoder = model.config, model.model
@@ -130,7 +130,7 @@ def _attends_to_everything(config: Any) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is what its class says: no adapter, no quantised weight."""
+    """Tell whether a module is what its class says: no adapter, no quantised weight."""
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding)
     return type(module).__module__.startswith(("transformers.", "torch.nn."))
@@ -145,7 +145,7 @@ def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
 
 
 def layer_weights(layer: Any) -> LayerWeights:
-    """What a decoder layer of these classes is made of."""
+    """Return the weights of a decoder layer of these classes."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)

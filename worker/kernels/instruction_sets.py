@@ -60,7 +60,7 @@ class KernelError(UserError):
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What this processor has; nothing where the system does not say."""
+    """Return the flags of this processor; none where the system does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -106,16 +106,16 @@ def chosen_variant() -> str | None:
 
 
 def why_none() -> str:
-    """Why `chosen_variant` found none."""
+    """Say why `chosen_variant` found none."""
     if os.environ.get(OVERRIDE) == NO_KERNELS:
         return f"{OVERRIDE}={NO_KERNELS} leaves them out"
     return "none were compiled; install swiftbatch anew, with a network for the package ziglang, or with $CC"
 
 
 def numerics_of(variant: str, dtype: str) -> str:
-    """What decides the bits of a variant's forwards: neither the processor, nor threads, nor how many rows there are.
+    """Name all that decides the bits of a variant's forwards.
 
-    `dtype` as in `bfloat16`.
+    The processor, the threads and the number of rows do not decide them. `dtype` as in `bfloat16`.
     """
     return f"{kernel_numerics(variant, dtype)}, {dtype}"
 

@@ -112,7 +112,7 @@ class NativeLayers:
         logits: Tensor | None,
         queries: Tensor | None = None,
     ) -> CForwardCall:
-        """As C takes it, for positions up to the last one; under the team's lock until the call is over."""
+        """Describe the call to C, for positions up to the last one. Hold the team's lock until the call is over."""
         return CForwardCall(
             token_ids=table.token_ids.ctypes.data if embeds else None,
             positions=table.positions.ctypes.data,

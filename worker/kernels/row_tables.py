@@ -22,7 +22,7 @@ class CodedKeys(Protocol):
 
     @property
     def address(self) -> int:
-        """Of their description in memory."""
+        """The address of their description in memory."""
 
 
 class RowCache(Protocol):
@@ -69,7 +69,7 @@ class Rows(Protocol):
 
     @property
     def scanned(self) -> CodedKeys | None:
-        """What rows see beside the entries."""
+        """The keys that rows see beside the entries."""
 
     def __len__(self) -> int: ...
 
@@ -95,7 +95,7 @@ class CRowGroup(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerCacheShape:
-    """What all caches of a call must be."""
+    """The sizes that all caches of a call share."""
 
     num_kv_heads: int
     head_dim: int
@@ -104,7 +104,7 @@ class LayerCacheShape:
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Where a cache's keys of one layer begin, and its strides in elements."""
+    """The address of a cache's keys, from a first layer on, and the cache's strides in elements."""
 
     address: int
     layer_stride: int
@@ -114,7 +114,7 @@ class CachePlace:
 
     @classmethod
     def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: LayerCacheShape) -> CachePlace:
-        """Of the keys and values `[num_kv_heads, capacity, head_dim]` of consecutive layers. Raises ValueError."""
+        """Find the keys and values `[num_kv_heads, capacity, head_dim]` of consecutive layers. Raises ValueError."""
         (keys, values), last = layers[0], layers[-1]
         expected = (shape.num_kv_heads, keys.shape[1], shape.head_dim)
         strides = (keys.stride(0), shape.head_dim, 1)

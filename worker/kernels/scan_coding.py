@@ -1,4 +1,4 @@
-"""What stands for a chunk of keys: moments, which are joined with those of its cloud, codes as kernels read them."""
+"""The coding of a chunk of keys: moments, which are joined with those of its cloud, and codes as kernels read them."""
 
 from __future__ import annotations
 

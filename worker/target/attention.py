@@ -21,7 +21,7 @@ ATTENTION_NAME = "swiftbatch_row_groups"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a layer asks of its attention beside queries, keys and values."""
+    """The demands of a layer on its attention, beside queries, keys and values."""
 
     scaling: float
     softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
@@ -61,7 +61,7 @@ class ExactRows:
         spans: Sequence[Span] = (FULL,),
         attends: Sequence[Attend] | None = None,
     ) -> ExactRows:
-        """For layers of these spans, all of which attend in torch where nothing else is said."""
+        """Prepare rows for layers of these spans, all of which attend in torch where nothing else is said."""
         attends = [attend_in_torch] * len(spans) if attends is None else attends
         needed = {span for span, attend in zip(spans, attends, strict=True) if attend is attend_in_torch}
         seen = {span: see(rows, span, dtype, device) for span in needed}
@@ -192,7 +192,7 @@ def _row_by_row(
     asked: Asked,
     masks: Iterable[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What no kernel knows: every row is a call of its own, the very one that plain decoding makes."""
+    """Attend where no kernel can: every row is a call of its own, the very one that plain decoding makes."""
     parts = [
         attention_by_definition(row, its_keys, its_values, asked.scaling, mask, asked.softcap)
         for row, its_keys, its_values, mask in zip(query, keys, values, masks, strict=True)

@@ -1,4 +1,4 @@
-"""Which kernel attends on a device: torch's flash attention for CPUs where it runs, else attention by definition."""
+"""The choice of a device's attention kernel: torch's flash attention on CPUs where it runs, else by definition."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class CChainCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Drawn:
-    """What came of one sequence's chain."""
+    """The tokens drawn in one sequence's chain."""
 
     token_ids: list[int]
     has_failed: bool  # nothing can be drawn behind these

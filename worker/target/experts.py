@@ -19,7 +19,7 @@ def run_experts(
     top_k_index: torch.Tensor,  # [num_rows, top_k]
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What `transformers`' own experts compute, `[num_rows, hidden]`; a row's experts are summed in its own order."""
+    """Compute what `transformers`' own experts do, `[num_rows, hidden]`; sum a row's experts in the row's own order."""
     outputs = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[1])
     for expert in top_k_index.unique().tolist():
         rows, choices = (top_k_index == expert).nonzero(as_tuple=True)
@@ -29,7 +29,7 @@ def run_experts(
 
 
 def _run_expert(module: Any, expert: int, states: torch.Tensor) -> torch.Tensor:
-    """One expert's feed-forward layers over padded rows, `[num_padded_rows, hidden]` in and out."""
+    """Run one expert's feed-forward layers over padded rows, `[num_padded_rows, hidden]` in and out."""
     if module.has_gate:
         states = module._apply_gate(_project(module, "gate_up_proj", expert, states))
     else:

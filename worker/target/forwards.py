@@ -1,4 +1,4 @@
-"""What a target computes with: one interface, by `transformers` or by our own kernels."""
+"""The interface of a target's forwards, whether `transformers` or our own kernels run them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Forwards(Protocol):
         """The buffer that all caches lie in; None where each has its own."""
 
     def new_drawing(self) -> Drawing:
-        """What draws from the logits, on the same device."""
+        """Make a drawing, which draws from the logits on the same device."""
 
     @property
     def numerics(self) -> str:
@@ -68,10 +68,10 @@ class Forwards(Protocol):
         """
 
     def check(self, groups: list[PartialRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, of rows behind partial caches: good guesses of what `run` would say, in no way exact."""
+        """Run rows behind partial caches, as `run` does: the results are good guesses of `run`'s, in no way exact."""
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
-        """Where the partial caches lie that a drafter makes with a budget of entries."""
+        """Return the room for the partial caches that a drafter makes with a budget of entries."""
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
@@ -80,7 +80,7 @@ class Forwards(Protocol):
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What tokens `[num_rows]` go into the first layer as, `[num_rows, hidden]`."""
+        """Embed tokens `[num_rows]` as input of the first layer, `[num_rows, hidden]`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: `[..., num_rows, hidden]` to `[..., num_rows, vocab] float32`."""

@@ -1,4 +1,4 @@
-"""What a device is, as far as bits depend on it. Without torch where that is sure: the driver asks, too."""
+"""The hardware of a device, as far as bits depend on it. Without torch where that is sure: the driver asks, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AVX2 = {"avx2", "fma"}
 
 
 def has_cuda() -> bool:
-    """Whether torch can use a GPU here."""
+    """Tell whether torch can use a GPU here."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:  # without a driver there is none, and no need for torch, whose import takes seconds
@@ -75,6 +75,6 @@ def cublas_version() -> str:
 
 
 def _cpu_features() -> list[str]:
-    """Where matrix products in bf16 take other instructions, beside the capability that torch was built for."""
+    """List features that change the instructions of bf16 products, beside the capability torch was built for."""
     found = {"avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
     return [name for name, flag in found.items() if flag in cpu_flags()]

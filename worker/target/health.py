@@ -1,4 +1,4 @@
-"""Whether a model gives logits that tokens can be drawn from."""
+"""The check that a model gives logits that tokens can be drawn from."""
 
 from __future__ import annotations
 

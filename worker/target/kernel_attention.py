@@ -1,4 +1,4 @@
-"""Which layers of a `transformers` model attend in the compiled kernels: plain ones, on a CPU."""
+"""The layers of a `transformers` model that attend in the compiled kernels: plain ones, on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swiftbatch.worker.target.attention_kernel import attention_kernel
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:
-    """Who attends in each layer. `variant` is the instruction set of the kernels, None for none."""
+    """Choose the attention of each layer. `variant` is the instruction set of the kernels, None for none."""
     if variant is None or not any(_is_known(needs, dtype) for needs in layers):
         return [attend_in_torch] * len(layers)
     in_kernels = attend_in_kernels(shared_team(load_library(variant), torch.get_num_threads()))
@@ -46,5 +46,5 @@ def attend_in_kernels(team: Team) -> Attend:
 
 
 def _is_known(needs: LayerNeeds, dtype: torch.dtype) -> bool:
-    """Whether the kernels have all that a layer asks for; the smaller of its keys and values are padded."""
+    """Tell whether the kernels have all that a layer asks for; the smaller of its keys and values are padded."""
     return needs.is_plain and dtype in ELEMENTS and max(needs.key_dim, needs.value_dim) in HEAD_DIMS

@@ -1,4 +1,4 @@
-"""Which forwards a model gets: our kernels where they know it and run here, else those of `transformers`."""
+"""The choice of a model's forwards: our kernels where they know it and run here, else those of `transformers`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def load_transformers(
 
 
 def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> NativeForwards | None:
-    """None for weights that do not fit together, of which `transformers` tells more."""
+    """Make forwards; None for weights that do not fit together, of which `transformers` tells more."""
     try:
         return NativeForwards(weights, eos_token_ids, variant)
     except ValueError:

@@ -58,7 +58,7 @@ class NativeForwards:
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """What as many calls of `check` and draws give, nearly; None where draws are not in C."""
+        """A call that does nearly what as many calls of `check` and draws do; None where draws are not in C."""
         return self._draw_chains if isinstance(self.new_drawing(), NativeDrawing) else None
 
     def _draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:
@@ -83,7 +83,7 @@ class NativeForwards:
     def _forward(
         self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One call; a call for each layer where a cache brings them one by one. `queries` of all layers are filled."""
+        """Call once, or once a layer where a cache brings them one by one. `queries` of all layers are filled."""
         by_layer = any(group.cache.comes_by_layer for group in groups)
         num_layers, state = self.cache_shape.num_layers, None
         if by_layer:

@@ -1,7 +1,7 @@
-"""What the rows of a group see of their sequence under one span, as masks for the calls of row-exact attention.
+"""Masks of what the rows of a group see of their sequence under one span, for the calls of row-exact attention.
 
-Where the prefix begins, and whether it takes a mask, follow from the block of positions alone: so a row meets the same
-calls whichever rows share its forward.
+The block of positions alone decides where the prefix begins and whether it takes a mask. So a row meets the same calls
+whichever rows share its forward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Seen:
 
 
 def see(rows: SequenceRows, span: Span, dtype: torch.dtype, device: torch.device) -> Seen:
-    """What rows see in layers of this span."""
+    """Return what rows see in layers of this span."""
     boundary = rows.boundary
     firsts = torch.tensor([span.first(position) for position in rows.positions])  # [num_rows]
     tail = tail_mask(rows.tail_lengths, (firsts - boundary).tolist(), dtype, device)

@@ -58,10 +58,10 @@ class StepCosts:
         return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows)
 
     def row_prices(self, num_rows: int) -> tuple[float, ...]:
-        """What one row more may be taken to cost of them beside `num_rows`, to find how rows are best shared out.
+        """Return prices to try for one more row beside `num_rows`, in shared seconds, to find the best shares of rows.
 
-        One price where every row takes its time. Where rows are free up to the next forward, the right price is the
-        one at which just as many are asked for: several to try.
+        There is one price where every row takes its time. Where rows are free up to the next forward, the right price
+        is the one at which exactly that many rows are asked for, so there are several to try.
         """
         if self.rows_per_forward > 1:
             return tuple(price * self._empty[0] / self.rows_per_forward for price in ROW_PRICES)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowOutputs:
-    """What a forward says of one sequence's rows."""
+    """The results of a forward for one sequence's rows."""
 
     hidden: torch.Tensor  # [num_rows, hidden] final hidden states
     logits: torch.Tensor  # [num_rows, vocab] float32
@@ -99,7 +99,7 @@ class TargetModel:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether caches live outside the device."""
+        """True if caches live outside the device."""
         return self._kv_offload is not None
 
     def synchronize(self) -> None:
@@ -158,7 +158,7 @@ class TargetModel:
 
 
 def _what_runs(device: torch.device) -> str:
-    """Why kernels for GPUs do not."""
+    """Say why kernels for GPUs do not run."""
     return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
 
 

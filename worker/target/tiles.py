@@ -124,9 +124,9 @@ class Tile:
 
 
 def needs_whole_tiles(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether linear layers give a row other bits at another row count: in float32 (measured), and on GPUs.
+    """Tell whether a row's bits in linear layers depend on the row count: in float32 (measured), and on GPUs.
 
-    On CPUs bf16 ones up to `TILE_ROWS` rows don't.
+    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not.
     """
     return dtype == torch.float32 or device_type != "cpu"
 

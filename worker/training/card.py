@@ -144,7 +144,7 @@ def _long_texts_line(number: int, recipe: dict[str, Any]) -> str:
 
 
 def _stage_lines(records: list[dict[str, Any]]) -> list[str]:
-    """What each stage of a training took."""
+    """List the tokens, steps, minutes and devices of each stage of a training."""
     stages: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if "stage" in record:

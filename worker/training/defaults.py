@@ -1,4 +1,4 @@
-"""What trainings take where nothing is said. Light: the command line shows them."""
+"""The defaults of trainings. Light to import: the command line shows them."""
 
 from __future__ import annotations
 

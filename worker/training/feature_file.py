@@ -77,7 +77,7 @@ def read_features(path: Path, origin: dict[str, Any]) -> list[TextFeatures]:
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> Sequence[str]:
-    """In words, what two JSON objects do not share; objects in them are gone into."""
+    """List in words what two JSON objects do not share; objects in them are gone into."""
     said: list[str] = []
     for key in dict.fromkeys([*expected, *found]):
         one, other = found.get(key), expected.get(key)

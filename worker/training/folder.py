@@ -43,7 +43,7 @@ class TrainingFolder:
         self._identity = json.loads(json.dumps(identity))
 
     def is_finished(self) -> bool:
-        """Whether this training is over. Raises ModelError where the folder holds another one."""
+        """Tell whether this training is over. Raises ModelError where the folder holds another one."""
         log, state, product = self._files.log, self._files.state, self._files.product
         has_state = (self.path / state).is_file()
         if not has_state and not _is_whole(self.path / product):
@@ -106,7 +106,7 @@ class TrainingFolder:
 
 
 def _is_whole(product: Path) -> bool:
-    """Whether weights are there, and not a part of them alone."""
+    """Tell whether the weights are there, and not a part of them alone."""
     try:
         with safe_open(product, framework="pt"):
             return True

@@ -1,4 +1,4 @@
-"""What a model card says of trained parts, each from the log of its training."""
+"""The sections of a model card on trained parts, each from the log of its training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ forwards before, the text's tokens); at temperature 1 with the same noise:
 
 
 def heads_section(records: Records) -> list[str]:
-    """Of TokenSwift's heads; nothing where they were never measured."""
+    """Return the section on TokenSwift's heads; nothing where they were never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         pairs = zip(before["top"], after["top"], strict=True)
@@ -71,7 +71,7 @@ def heads_section(records: Records) -> list[str]:
 
 
 def draft_section(records: Records) -> list[str]:
-    """Of TriForce's draft model; nothing where it was never measured."""
+    """Return the section on TriForce's draft model; nothing where it was never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         cells = [f"{_shares([before['same'][way]])} / {_shares([share])}" for way, share in after["same"].items()]
@@ -81,7 +81,7 @@ def draft_section(records: Records) -> list[str]:
 
 
 def griffin_section(records: Records) -> list[str]:
-    """Of GRIFFIN's draft model; nothing where it was never measured."""
+    """Return the section on GRIFFIN's draft model; nothing where it was never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         cells = [" ".join(f"{share:.1%}"[:-1] for share in shares) for shares in after["same"].values()]

@@ -1,4 +1,4 @@
-"""What trainings of whole models share: the optimizer's settings, its rate at a step, and the loop of steps."""
+"""The shared parts of trainings of whole models: the optimizer's settings, its rate at a step, the loop of steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What a step's gradients were made of."""
+    """The loss that a step's gradients were made of."""
 
     kind: str
     num_tokens: int
@@ -56,7 +56,7 @@ class StepLoss:
 
 
 class Optimizers:
-    """Those of a model's parameters, as one."""
+    """The optimizers of a model's parameters, as one."""
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe) -> None:
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
@@ -90,7 +90,7 @@ class Optimizers:
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """On a GPU, sums in one order alone: a training that goes on after a kill comes to the same weights."""
+    """Sum in one order alone on a GPU, so that a training that goes on after a kill comes to the same weights."""
     if device.type == "cpu":  # whose sums have one
         yield
         return

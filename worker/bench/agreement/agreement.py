@@ -35,7 +35,7 @@ CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 
 
 class AgreementOptions(BenchOptions):
-    """What is to be measured: `num_tokens` behind each of `positions`, at each temperature, with each of `caches`."""
+    """The measurement asked for: `num_tokens` behind each of `positions`, at each temperature, for each of `caches`."""
 
     caches: tuple[str, ...]  # name, or name:budget
     positions: Positions

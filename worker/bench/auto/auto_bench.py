@@ -136,7 +136,7 @@ class _Grid:
         self._caches = [target.new_cache(room) for _ in range(options.slot_counts[-1])]
 
     def records(self, report: Callable[[str], None]) -> Iterator[AutoRecord]:
-        """Cell by cell, position by position: a text is read once."""
+        """Yield records cell by cell, position by position: a text is read once."""
         options = self._options
         for position in options.positions:
             report(f"position {position}: reading the text")

@@ -66,7 +66,7 @@ class ImportanceKVCache(PartialCache):
         return NUM_PINNED + torch.stack(importances).topk(self._budget - NUM_PINNED, dim=-1).indices, length
 
     def _take_all(self, full: FullKVCache, end: int) -> None:
-        """As long as all positions fit, they lie in order."""
+        """Take in all positions, in order, as long as they fit."""
         self.entries.copy(full, slice(self._num_fed, end), self._num_fed)
         self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
         self._num_fed = end
@@ -92,7 +92,7 @@ class ImportanceKVCache(PartialCache):
 
 
 def importance(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """How much positions matter to a token: q . k, summed over the query heads of a key-value head (equation 2).
+    """Score how much positions matter to a token: q . k, summed over the query heads of a key-value head (equation 2).
 
     `keys [num_kv_heads, num_positions, head_dim]`, `queries [num_kv_heads, group, head_dim]`; the result
     `[num_kv_heads, num_positions] float32`.

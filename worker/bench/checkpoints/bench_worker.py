@@ -102,7 +102,7 @@ class BenchWorker:
         self.num_tokens = progress.num_generated_tokens
 
     def _resume(self) -> ResumeRecord:
-        """How this attempt began; written again with its seconds at the first new token."""
+        """Return how this attempt began; the record is written again with its seconds at the first new token."""
         record = self._checkpoints.history(JOB_ID)[-1].resume
         assert record is not None
         return record

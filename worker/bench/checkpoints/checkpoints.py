@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 class CheckpointBenchOptions(BenchOptions):
-    """What is to be measured: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
+    """The measurement asked for: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
 
     engine: str
     positions: Positions
@@ -108,7 +108,7 @@ def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> Ch
 
 
 def _rounds(pair: list[BenchWorker], options: CheckpointBenchOptions) -> Iterator[tuple[Turn, Turn]]:
-    """Both generate one interval's tokens in turn, each time in the other order. Yields turns (tokens, state)."""
+    """Generate one interval's tokens with both in turn, each time in the other order. Yields turns (tokens, state)."""
     half = options.checkpoint_tokens // 2  # so that a state falls due in the middle of a turn, and is written within it
     for worker in pair:
         worker.generate_to(half)

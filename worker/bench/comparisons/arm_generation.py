@@ -22,7 +22,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Moment:
-    """How far a generation is, all sequences together. Times in seconds."""
+    """The counts and times of a generation at a moment, all sequences together. Times in seconds."""
 
     num_tokens: int
     num_steps: int
@@ -55,7 +55,7 @@ class PromptGeneration:
 
     @property
     def token_ids(self) -> list[np.ndarray]:
-        """Of each sequence, `[num_generated]`."""
+        """The generated tokens of each sequence, `[num_generated]`."""
         return [sequence.output_ids for sequence in self._sequences]
 
     @property
@@ -72,7 +72,7 @@ class PromptGeneration:
 
     @property
     def span(self) -> tuple[Moment, Moment]:
-        """What is measured: from behind the first step to now."""
+        """The span that is measured: from behind the first step to now. Raises ValueError before the first step."""
         if self._after_first_step is None:
             raise ValueError("nothing was generated yet; run the generation first")
         return self._after_first_step, self.now
@@ -147,7 +147,7 @@ def _ms_per_token(generation: PromptGeneration) -> float:
 
 
 def num_same(token_ids: np.ndarray, expected_ids: list[int]) -> int:
-    """How many of the expected tokens stand where they belong."""
+    """Count the expected tokens that stand where they belong."""
     return sum(int(found) == expected for found, expected in zip(token_ids, expected_ids, strict=False))
 
 

@@ -18,7 +18,7 @@ NUM_TURNS = 8  # a generation and plain decoding take turns, so that a busy mome
 
 
 def num_plain_tokens(num_tokens: int, prefill: int) -> int:
-    """How many of an arm's tokens plain decoding generates as well, behind prompts of so many tokens."""
+    """Return how many of an arm's tokens plain decoding generates as well, behind prompts of so many tokens."""
     return num_tokens if prefill <= LONG_PROMPT else min(NUM_PLAIN_TOKENS, num_tokens)
 
 
@@ -65,7 +65,7 @@ class PromptArms:
         return PromptGeneration(self.target, drafter, self._read, sampling)
 
     def _compare(self, generation: PromptGeneration, temperature: float) -> None:
-        """With plain decoding's tokens, and beyond them with those of the first arm at this temperature."""
+        """Compare with plain decoding's tokens, and beyond them with those of the first arm at this temperature."""
         known = self._known.setdefault(temperature, generation.token_ids)
         for number, (before, now) in enumerate(zip(known, generation.token_ids, strict=True)):
             num_common = min(len(before), len(now))

@@ -1,4 +1,4 @@
-"""Which prompts a comparison reads, as data: without torch, so that a command can name its tables."""
+"""The prompts that a comparison reads, as data: without torch, so that a command can name its tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is read before: each sequence another stretch of the text, `share` of the prompt's length long."""
+    """The prompts: each sequence reads another stretch of the text, `share` of the prompt's length long."""
 
     kind: Literal["books", "needle"] = "books"
     num_sequences: int = 1

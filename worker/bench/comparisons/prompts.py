@@ -35,7 +35,7 @@ class ReadPrompt:
     cache: FullKVCache
 
     def copy_to(self, target: TargetModel, num_tokens: int) -> ReadPrompt:
-        """The same in a cache of another target's, which may keep it elsewhere."""
+        """Copy the prompt to a cache of another target's, which may keep it elsewhere."""
         cache = target.new_cache(len(self.prompt.token_ids) + num_tokens)
         cache.load(self.cache.kv(0, self.cache.length))
         return ReadPrompt(self.prompt, cache)
@@ -61,7 +61,7 @@ def read_prompt(target: TargetModel, prompt: Prompt, num_tokens: int) -> ReadPro
 
 
 def _with_needle(text_ids: list[int], needle_ids: list[int]) -> Prompt:
-    """As many tokens as the text has: some of it, the needle, more of it, and how the needle begins."""
+    """Make a prompt as long as the text: some of it, the needle, more of it, and how the needle begins."""
     cue, rest = needle_ids[: len(needle_ids) // NEEDLE_CUE], needle_ids[len(needle_ids) // NEEDLE_CUE :]
     before = len(text_ids) // NEEDLE_DEPTH
     end = len(text_ids) - len(needle_ids) - len(cue)

@@ -1,4 +1,4 @@
-"""Who is measured: our engine with one of its drafters, or plain decoding with `transformers`' own cache."""
+"""The contestants: our engine with one of its drafters, or plain decoding with `transformers`' own cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swiftbatch.worker.texts.output_text import OutputText
 
 @dataclass
 class Timing:
-    """What the rounds of one contestant took."""
+    """The times and steps of one contestant's rounds."""
 
     seconds_per_step: list[float] = field(default_factory=list)  # one per round
     num_steps: int = 0
@@ -103,7 +103,7 @@ class EngineContestant:
         return np.concatenate([sequence.output_ids for sequence in self._sequences])
 
     def first_token_ids(self, num_tokens: int) -> list[np.ndarray]:
-        """Those that all contestants have, of every sequence."""
+        """Return the first tokens of every sequence, as many as all contestants have."""
         return [sequence.output_ids[:num_tokens] for sequence in self._sequences]
 
 

@@ -29,7 +29,7 @@ NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn acros
 
 
 class DecodeBenchOptions(BenchOptions):
-    """What is to be measured. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
+    """The measurement asked for. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
 
     draft_model: Path | None = None
     engines: tuple[str, ...]
@@ -150,7 +150,7 @@ def hot_contestant(
     sequences: list[Sequence],
     caches: list[FullKVCache],
 ) -> EngineContestant:
-    """One whose fresh `drafter` knows of other jobs what the `warm` one has learned."""
+    """Make a contestant whose fresh `drafter` knows of other jobs what the `warm` one has learned."""
     contestant = EngineContestant(name, target, drafter, sequences, caches)
     for sequence in sequences:
         if state := warm.state(sequence):

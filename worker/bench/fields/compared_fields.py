@@ -24,7 +24,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
 
 
 def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
-    """What lines of so many tokens say beside their prompt, by a name for people; the first says nothing."""
+    """Return what lines of so many tokens say beside their prompt, by a name for people; the first says nothing."""
     endless: dict[str, dict[str, Any]] = {
         NOTHING: {},
         "repetition_penalty": {"repetition_penalty": 1.2},

@@ -34,7 +34,7 @@ TOKENS_PER_ROUND = 16  # at least: a clock and a neighbour's moment are in every
 
 
 class FieldBenchOptions(BenchOptions):
-    """What is to be measured: `num_tokens` behind `position` tokens with each field, in turn, in `num_rounds` parts."""
+    """The measurement: `num_tokens` behind `position` tokens with each field, in turn, in `num_rounds` parts."""
 
     engine: str
     position: int = Field(ge=2)
@@ -104,7 +104,7 @@ def _contestants(
 
 
 def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:
-    """As a worker has them; a thought is open from the first token on, also where the model has no markers."""
+    """Return a worker's rules; a thought is open from the first token on, also where the model has no markers."""
     if params.thinking_token_budget is None:
         return codec.rules(params)
     return (ThinkingRule(Thinking(NEVER, is_open=True), params.thinking_token_budget),)

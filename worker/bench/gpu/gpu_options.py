@@ -1,4 +1,4 @@
-"""What a GPU's benchmark is asked for. Without Triton, which only a machine with a GPU needs."""
+"""The options of a GPU's benchmark. Without Triton, which only a machine with a GPU needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Counts = Annotated[tuple[int, ...], AfterValidator(_slots)]
 
 
 class GPUBenchOptions(BenchOptions):
-    """What is to be measured: steps and engines behind each of `lengths` that fits, prompts behind nothing as well."""
+    """The measurement asked for: steps and engines behind each of `lengths` that fits, prompts behind nothing, too."""
 
     device: Device = "cuda"
     draft_model: Path | None = None

@@ -11,7 +11,7 @@ from swiftbatch.worker.caches.room import MEMORY, KVRoom
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is left of the device's memory."""
+    """Return the free bytes of the device's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(KVRoom(MEMORY, 1).free_bytes())

@@ -84,7 +84,7 @@ def _step(
 
 
 def step_bytes(parts: Parts, length: int, num_slots: int) -> int:
-    """What has to be read: all products' weights once, keys and values of every slot once."""
+    """Count the bytes that a step has to read: all products' weights once, keys and values of every slot once."""
     products = (linear for linears in weight_shapes(parts.weights).values() for linear in linears)
     weight_bytes = sum(linear.weight.nbytes for linear in products)
     return weight_bytes + num_slots * length * parts.cache_shape().bytes_per_position()

@@ -56,7 +56,7 @@ def measured(parts: Parts, options: GPUBenchOptions, report: Callable[[str], Non
 
 
 class GPUFigures:
-    """What was measured so far. It is in the file at any moment, so that a run which is cut off leaves it behind."""
+    """The figures measured so far. The file has them at any moment, so that a run that is cut off leaves them."""
 
     def __init__(self, options: GPUBenchOptions, parts: Parts, meter: MemoryMeter) -> None:
         self.so_far: dict[str, Any] = {"memory": meter.noted}
@@ -64,7 +64,7 @@ class GPUFigures:
         self._machine = machine(parts.target(1, 1))
 
     def add(self, **figures: Any) -> None:
-        """Fields of a `GPUBenchResult`."""
+        """Add fields of a `GPUBenchResult`."""
         self.so_far |= figures
         document = GPUBenchResult.model_construct(**self.so_far).model_dump()
         self._options.write_beside(document, document["machine"] | self._machine)

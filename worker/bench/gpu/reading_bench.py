@@ -58,6 +58,6 @@ def resume_record(parts: Parts, length: int) -> GPUResumeRecord:
 
 
 def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Layer by layer: a copy of all would have no room."""
+    """Tell whether all bits are the same, layer by layer: a copy of all would have no room."""
     whole = torch.int16 if ours.element_size() == 2 else torch.int32
     return all(torch.equal(a.view(whole), b.view(whole)) for a, b in zip(ours, theirs, strict=True))

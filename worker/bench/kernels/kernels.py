@@ -43,7 +43,7 @@ def _ascending_in(numbers: tuple[int, ...], bounds: range) -> tuple[int, ...]:
 
 
 class KernelBenchOptions(BenchOptions):
-    """What is to be measured: forwards over each of `row_counts` behind each of `lengths`."""
+    """The measurement asked for: forwards over each of `row_counts` behind each of `lengths`."""
 
     device: Device = "cpu"
     lengths: Annotated[tuple[int, ...], AfterValidator(lambda found: _ascending_in(found, range(0, 2**21, BLOCK)))]
@@ -119,7 +119,7 @@ def _measured(operation: Operation, num_rounds: int, roof: Roof) -> KernelRecord
 
 
 def _seconds(call: Callable[[], object], num_calls: int) -> float:
-    """Of one of these calls."""
+    """Time one of these calls."""
     started = time.perf_counter()
     for _ in range(num_calls):
         call()

@@ -1,4 +1,4 @@
-"""What is timed: matrices, attention, draws and whole forwards, each with what it has to read and to multiply."""
+"""The operations that are timed: matrices, attention, draws and whole forwards, with all they read and multiply."""
 
 from __future__ import annotations
 

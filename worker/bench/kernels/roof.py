@@ -1,4 +1,4 @@
-"""What this machine allows: bytes that its memory gives and products that its units take, on so many threads."""
+"""The roof of this machine: bytes that its memory gives and products that its units take, on so many threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Roof:
         self.flops_per_second = self._multiply(element)
 
     def bytes_per_second(self, num_bytes: int) -> float:
-        """How fast so many bytes are read again and again, by all threads together: few of them lie in a cache."""
+        """Measure how fast all threads together read so many bytes again and again: few of them lie in a cache."""
         size = min(max(1 << (num_bytes - 1).bit_length(), SMALLEST), LARGEST)
         if size not in self._bytes_per_second:
             self._bytes_per_second[size] = self._read(size)
@@ -66,7 +66,7 @@ class Roof:
         return float(num_flops / self._best_seconds(lambda _: self._library.roof_multiply(element, NUM_MULTIPLIED)))
 
     def _best_seconds(self, work: Callable[[int], None]) -> float:
-        """Of all threads at once."""
+        """Return the seconds of the best round, all threads at once."""
         rounds = []
         for _ in range(NUM_ROUNDS):
             started = time.perf_counter()

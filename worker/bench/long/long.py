@@ -27,10 +27,10 @@ Report = Callable[[str], None]
 
 
 class LongBenchOptions(BenchOptions):
-    """What is to be measured: `sampling.max_tokens` tokens behind `prefill` tokens of text.
+    """The measurement asked for: `sampling.max_tokens` tokens behind `prefill` tokens of text.
 
-    A record every `every` tokens; every `plain_every` tokens plain decoding of
-    `NUM_PLAIN_TOKENS`, which are counted neither as output nor in the time.
+    There is a record every `every` tokens. Every `plain_every` tokens, plain decoding generates `NUM_PLAIN_TOKENS`,
+    which are counted neither as output nor in the time.
     """
 
     draft_model: Path | None = None

@@ -81,7 +81,7 @@ def _line(axes: Axes, lengths: list[int], values: Sequence[float | None], style:
 
 
 def _finish(axes: Axes, result: LongResult) -> None:
-    """What all axes share: both start at zero, lengths read 20K, quiet frame."""
+    """Style the axes as all are: both start at zero, lengths read 20K, quiet frame."""
     axes.set_xlim(0, result.num_tokens * 1.04)
     axes.set_ylim(0, axes.dataLim.y1 * HEADROOM or 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

@@ -36,7 +36,7 @@ def _in_windows(result: LongResult) -> Table:
 
 
 def _per_step(result: LongResult) -> Table:
-    """What a step of a window is made of; behind proposing, its own parts."""
+    """Make the table of what a step of a window consists of; behind proposing, its own parts."""
     first = result.records[0].window
     phases = (*(f"{name}\nms" for name in first.step_ms), *(f"draft:\n{name}" for name in first.draft_ms))
     table = new_table("Per step", (), ("up to", "draft\ndepth", "rounds", *phases))

@@ -75,12 +75,12 @@ class PlainWindows:
         return windows
 
     def seconds(self, first: int, last: int) -> float:
-        """What plain decoding of the generated tokens `[first, last)` takes: the integral over the windows' times."""
+        """Return the seconds of plain decoding of generated tokens `[first, last)`: the windows' times, integrated."""
         positions = [measured.num_tokens for measured in self._measured]
         return integral(positions, [measured.ms_per_token for measured in self._measured], first, last) / 1000
 
 
 def integral(positions: list[int], values: list[float], first: int, last: int) -> float:
-    """Of the curve through points of ascending positions, over `[first, last]`: straight lines, level at both ends."""
+    """Integrate the curve through points of ascending positions over `[first, last]`: lines, level at both ends."""
     grid = [first, *(position for position in positions if first < position < last), last]
     return float(np.trapezoid(np.interp(grid, positions, values), grid))

@@ -47,7 +47,7 @@ class LongFigures(Frozen):
 
     @classmethod
     def between(cls, first: Mark, last: Mark, plain: PlainWindows) -> LongFigures:
-        """What happened from one mark to a later one, and what plain decoding takes there."""
+        """Compute the figures from one mark to a later one, and what plain decoding takes there."""
         num_tokens = last.num_tokens - first.num_tokens
         num_steps = last.num_steps - first.num_steps
         accepted = last.num_accepted_tokens - first.num_accepted_tokens
@@ -95,7 +95,7 @@ class LongResult(Frozen):
 
     @property
     def has_same_tokens(self) -> bool:
-        """Whether plain decoding said the same in every window that could be compared."""
+        """True if plain decoding said the same in every window that could be compared."""
         return all(window.same_tokens is not False for window in self.plain_windows)
 
 

@@ -16,7 +16,7 @@ METERED = dict.fromkeys(("tokenswift", "tokenswift-paper"), "papers.tokenswift.t
 
 @dataclass
 class ReuseTally:
-    """What reused n-grams brought so far."""
+    """The gain of reused n-grams so far."""
 
     num_accepted_tokens: int = 0  # that they alone proposed
 

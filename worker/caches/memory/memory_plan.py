@@ -1,4 +1,4 @@
-"""How the memory of a GPU is shared out at start-up: nothing is allocated later, so nothing can run out later."""
+"""The plan of a GPU's memory, made at start-up: nothing is allocated later, so nothing can run out later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GPUMemory:
         return NUM_ROWS * self._bytes_per_row(sizes)
 
     def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
-        """What a slot adds to that."""
+        """Count the bytes that each slot adds to the partial sums of attention."""
         return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
 
     def _bytes_per_row(self, sizes: ModelSizes) -> int:
@@ -66,7 +66,7 @@ DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
 
 @dataclass(frozen=True)
 class SlotsWanted:
-    """What a GPU is shared out for."""
+    """The needs that a GPU's memory is planned for."""
 
     longest_job: int  # positions
     partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
@@ -97,7 +97,7 @@ class MemoryPlan:
 
     @property
     def work_bytes(self) -> int:
-        """What a forward needs, whatever the slots."""
+        """The bytes that a forward needs, whatever the number of slots."""
         return self.scratch_bytes + self.row_bytes + self.reserve_bytes
 
     @property
@@ -128,7 +128,7 @@ class MemoryPlan:
 
     @property
     def _fixed_bytes(self) -> int:
-        """Those that do not depend on the number of slots."""
+        """The bytes that do not depend on the number of slots."""
         return self.weight_bytes + self.drafts.part_bytes + self.work_bytes
 
 

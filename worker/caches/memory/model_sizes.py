@@ -1,4 +1,4 @@
-"""What decides how much of a GPU a model takes; without torch, since this is known before anything is loaded."""
+"""The sizes that decide how much of a GPU a model takes. Without torch: they are known before anything is loaded."""
 
 from __future__ import annotations
 

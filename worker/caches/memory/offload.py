@@ -1,4 +1,4 @@
-"""How many slots there are where caches lie in the host's memory: a GPU holds two layers of them at a time."""
+"""The number of slots where caches lie in the host's memory: a GPU holds two layers of them at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_offload(
     num_slots: int | None = None,
     drafts: DraftMemory = NO_DRAFTS,
 ) -> MemoryPlan:
-    """As `plan_memory`, for caches in `host_bytes` of free memory; `slot_bytes` are those on the GPU.
+    """Plan as `plan_memory` does, for caches in `host_bytes` of free memory; `slot_bytes` are those on the GPU.
 
     Raises KVRoomError where the longest job has no room here or there.
     """

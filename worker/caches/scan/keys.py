@@ -32,10 +32,10 @@ class CScannedKeys(ctypes.Structure):
 
 
 class ScannedKeys:
-    """Of one sequence's cache, from one position on, chunk by chunk as its positions are committed.
+    """Coded keys of one sequence's cache, from one position on, chunk by chunk as its positions are committed.
 
-    Every query sees its `num_best` best keys exactly, by their codes of two bits a dimension. The others weigh what
-    they would in a cloud of jointly normal keys and values, of which that part is cut off.
+    Every query sees its `num_best` best keys exactly, by their codes of two bits a dimension. The others weigh
+    what they would in a cloud of jointly normal keys and values, of which the part of the best keys is cut off.
     """
 
     def __init__(self, layers: Layers, first: int, length: int, num_best: int) -> None:
@@ -71,7 +71,7 @@ class ScannedKeys:
 
     @property
     def address(self) -> int:
-        """Of what the kernels read."""
+        """The address of the description that the kernels read."""
         return ctypes.addressof(self._struct)
 
     @property

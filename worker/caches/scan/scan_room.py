@@ -1,4 +1,4 @@
-"""What scanned texts take of a GPU: known before anything is allocated."""
+"""The memory that scanned texts take of a GPU, known before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOWHERE = torch.device("meta")
 
 
 def scan_memory(sizes: ModelSizes, longest: int, num_best: int, num_splits: int) -> DraftMemory:
-    """Of texts of up to `longest` positions, in each slot and once; nothing where none of them is ever scanned."""
+    """Count the memory of texts of up to `longest` positions, in each slot and once; none if no text is scanned."""
     if longest < SHORTEST_SCANNED:
         return NO_DRAFTS
     num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)

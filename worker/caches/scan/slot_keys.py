@@ -17,10 +17,10 @@ from swiftbatch.worker.kernels.scan_coding import (
 
 
 class SlotKeys:
-    """Of one sequence's cache, in an arena. Kernels read what lies in the slot, and the cache itself, not this."""
+    """Coded keys of one sequence's cache in an arena. Kernels read the slot and the cache itself, not this object."""
 
     def __init__(self, full: ArenaKVCache, texts: ScannedTexts, slot: int) -> None:
-        """In a slot of `texts`, whoever had it before."""
+        """Take a slot of `texts`, whoever had it before."""
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
         texts.addresses[:, slot] = torch.tensor(full.key_addresses())

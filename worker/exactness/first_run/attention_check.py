@@ -45,13 +45,13 @@ def check_attention_speed(parts: Parts) -> Finding:
 
 
 def attended_lengths(parts: Parts) -> list[int]:
-    """Those that the model has positions for."""
+    """List the lengths that the model has positions for."""
     longest = parts.files.max_positions
     return sorted({min(length, longest) for length in parts.extent.lengths})
 
 
 def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) -> Row:
-    """All row and slot counts at one length."""
+    """Compare all row and slot counts at one length."""
     differing, tried, error = 0, 0, 0.0
     for num_slots in parts.extent.slot_counts:
         for num_rows in parts.extent.row_counts:
@@ -64,7 +64,7 @@ def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) ->
 
 
 def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[int, int, float]:
-    """Rows that differ, rows, and the greatest error of each sequence's last row, over its greatest number."""
+    """Count rows that differ and all rows; find the greatest error of last rows, over their greatest number."""
     num_rows = sum(len(rows) for rows, _ in placed)
     query = layer.random_query(seed)[:num_rows]
     together = layer.attended(query, placed)

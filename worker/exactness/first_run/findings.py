@@ -1,4 +1,4 @@
-"""What a check says, and the page that it is printed on."""
+"""The findings of a check, and the page that they are printed on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Result(Frozen):
     finding: Finding
 
     def page(self) -> str:
-        """Its part of the page: name and verdict, what it is for, the figures as a table."""
+        """Return the check's part of the page: name and verdict, what it is for, the figures as a table."""
         verdict = "passed" if self.finding.passed else "FAILED"
         head = f"{self.name}: {verdict} ({self.seconds:.1f} s)\n  {self.proves}\n  {self.finding.words}"
         return "\n".join([head, *_table(self.finding.rows)])

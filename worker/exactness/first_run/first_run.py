@@ -52,7 +52,7 @@ NEVER_PROVED = (
 
 
 class FirstRun(Frozen):
-    """What the checks found. `exact`: all of them passed, with the kernels that were asked for."""
+    """The outcome of the checks. `exact`: all of them passed, with the kernels that were asked for."""
 
     verdict: Exactness
     model: str
@@ -144,7 +144,7 @@ def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | 
 
 
 def verdicts(found: FirstRun) -> list[tuple[CudaKernels, Exactness]]:
-    """Of the kernels that were asked for, and of those that the checks were passed with."""
+    """Return the verdicts on the kernels that were asked for, and on those that the checks were passed with."""
     asked, taken = (CudaKernels(found.attention, linear) for linear in (found.asked_linear, found.linear))
     passed: Exactness = "exact" if found.failed is None else "exact up to ties"
     return [(asked, found.verdict), (taken, passed)]

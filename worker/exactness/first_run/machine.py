@@ -29,7 +29,7 @@ def check_machine(parts: Parts) -> Finding:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """That of a GPU; the interpreter does all that the least one does."""
+    """Return the capability of a GPU; the interpreter does all that the least one does."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else LEAST_CAPABILITY
 
 

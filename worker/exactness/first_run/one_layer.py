@@ -41,7 +41,7 @@ class OneLayer:
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
 
     def placed(self, rng: random.Random, length: int, num_slots: int, num_rows: int) -> list[Placed]:
-        """Trees of so many rows in all at most, over some slots of nearly this length."""
+        """Return trees of so many rows in all at most, over some slots of nearly this length."""
         found = []
         for number, cache in enumerate(self._caches[:num_slots]):
             rows = self._tree(rng, cache, max(0, length - number * SHORTER), num_rows // num_slots)
@@ -49,12 +49,12 @@ class OneLayer:
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        """`[NUM_ROWS, num_heads, head_dim]`."""
+        """Draw a query `[NUM_ROWS, num_heads, head_dim]`."""
         query = self._rows().float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
-        """What rows `query [num_rows, num_heads, head_dim]` see, in the same shape; NaN lies wherever none may look."""
+        """Attend with rows `query [num_rows, num_heads, head_dim]` to the same shape; NaN lies where none may look."""
         self.upload(placed)
         self._mixed.fill_(torch.nan)
         self._attention.put(query, self._table)

@@ -1,4 +1,4 @@
-"""What the checks of a first run are given: a model on a device, and how much is to be tried."""
+"""The parts that a first run's checks are given: a model on a device, and how much is to be tried."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_SPLITS_ELSEWHERE = 3  # of a prefix, on a device that has no multiprocessors
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is tried: enough for a GPU that nobody has seen. Triton's interpreter takes a second for a forward."""
+    """The amount tried: enough for a GPU that nobody has seen. Triton's interpreter takes a second for a forward."""
 
     num_tries: int = 20  # of each place of a row in a product
     lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)  # of prefixes that rows attend to
@@ -72,7 +72,7 @@ class Parts:
 
     @classmethod
     def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
-        """Nothing is loaded yet. Raises ModelError where the kernels are not here or do not take the model."""
+        """Load nothing yet. Raises ModelError where the kernels are not here or do not take the model."""
         num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
         if sizes is not None:
             kernels.refuse_absent()
@@ -88,7 +88,7 @@ class Parts:
         return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
 
     def seconds(self, work: Work) -> float:
-        """Of some work as a graph does it: the median of some rounds."""
+        """Time some work as a graph does it: return the median of some rounds."""
         return captured_seconds(clock_of(self.device), work, self.device, self.extent.num_rounds)
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class Parts:
         return self.weights.sizes
 
     def cache_shape(self, num_layers: int | None = None) -> CacheShape:
-        """Of the model's caches, or of some layers of them."""
+        """Return the shape of the model's caches, or of some layers of them."""
         sizes = self.sizes
         return CacheShape(
             sizes.num_layers if num_layers is None else num_layers,

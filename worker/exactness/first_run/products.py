@@ -76,7 +76,7 @@ def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: Linear) -> No
 
 
 def _num_differing(parts: Parts, run: functools.partial[None], linear: Linear, out: Tensor) -> int:
-    """Of one row in all places, each time among other neighbours; counted on the device."""
+    """Count, on the device, how often one row's bits differ, in all places, each time among other neighbours."""
     generator, depth = parts.generator(1), linear.weight.shape[1]
     row = _random_rows(parts, depth, generator)[0]
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
@@ -105,7 +105,7 @@ def _error(parts: Parts, run: functools.partial[None], linear: Linear, out: Tens
 
 
 def _seconds(parts: Parts, run: functools.partial[None], linears: list[Linear], depth: int) -> float:
-    """Of one product after the other, so that weights come from memory and not from a cache."""
+    """Time one product after the other, so that weights come from memory and not from a cache."""
     rows = _random_rows(parts, depth, parts.generator(3))
 
     def work() -> None:

@@ -37,7 +37,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the kernels of a run are compiled for."""
+    """The sizes that a run's attention kernels are compiled for."""
 
     num_kv_heads: int
     heads_per_kv: int  # 1 to 16
@@ -61,7 +61,7 @@ class AttentionShape:
         return self.tile_rows // self.heads_per_kv
 
     def prefix_constants(self) -> dict[str, int]:
-        """Of `prefix_split`, with its warps and stages."""
+        """Return the constants of `prefix_split`, with its warps and stages."""
         bf16_warps = 4 if self.head_dim <= WIDEST_FOR_FOUR_WARPS else 8
         return {
             **self._sizes(),
@@ -72,7 +72,7 @@ class AttentionShape:
         }
 
     def tail_constants(self) -> dict[str, int]:
-        """Of `tail_merge`."""
+        """Return the constants of `tail_merge`, with its warps and stages."""
         return {
             **self._sizes(),
             "TILE_ROWS": TAIL_TILE_ROWS,
@@ -102,7 +102,7 @@ def attend(
     mixed: Tensor,  # as query
     scale: float,
 ) -> None:
-    """Each row's heads mixed from what it may see. Padding rows stay as they are. Nothing is allocated."""
+    """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
     _, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype)

@@ -15,21 +15,21 @@ from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 
 
 class Attention(Protocol):
-    """Attends over the rows of a table, layer after layer, in two launches each."""
+    """Attention over the rows of a table, layer after layer, in two launches each."""
 
     query: Tensor  # [num_places, num_heads, head_dim], that `rope_store` fills
 
     @property
     def numerics(self) -> str:
-        """What decides bits beside the shape."""
+        """A line that names all that decides the bits, beside the shape."""
 
     def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
-        """Of the rows there, `[NUM_ROWS]`, their heads in another order, for `rope_store`; None: all in order."""
+        """Return rows' places `[NUM_ROWS]` for `rope_store`, with heads in another order; None: all in order."""
 
     def attend(
         self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
     ) -> None:
-        """As `attention.attend`, of the decoder's layer `layer`; nothing that is ours is allocated.
+        """Attend as `attend.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
 
         Raises ValueError.
         """
@@ -38,7 +38,7 @@ class Attention(Protocol):
         """Take queries `[num_rows, num_heads, head_dim]` of the table's first rows; NaN lies wherever none may look."""
 
     def heads(self) -> Tensor:
-        """Where the queries lie, `[num_places, num_kv_heads, heads_per_kv, head_dim]`; the first row comes first."""
+        """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`; the first row comes first."""
 
 
 class TritonAttention:

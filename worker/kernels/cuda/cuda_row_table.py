@@ -39,7 +39,7 @@ class CudaRowTable(Generic[Ints]):
 
 @dataclass(frozen=True)
 class TableLayout:
-    """How a table lies in its buffer, and what its numbers may be."""
+    """The layout of a table in its buffer, and the range of its numbers."""
 
     num_slots: int
     capacity: int  # entries of a slot
@@ -50,7 +50,7 @@ class TableLayout:
 
     @property
     def num_groups(self) -> int:
-        """As many as `NUM_ROWS` rows of `num_slots` sequences can need, each of which stand in two blocks at most."""
+        """The most groups that `NUM_ROWS` rows of `num_slots` sequences need, each in two blocks at most."""
         most = (NUM_ROWS + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
         return min(NUM_ROWS, most)
 

@@ -24,7 +24,7 @@ from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 
 class CudaDecoder:
-    """Runs the rows of its table; what it reads and writes is allocated here, once.
+    """A decoder that runs the rows of its table; what it reads and writes is allocated here, once.
 
     A row's `hidden [NUM_ROWS, hidden]`, of the model's dtype, and `logits [NUM_ROWS, vocab] float32` follow from the
     row's own tokens, whatever shares the table; those of padding rows mean nothing.
@@ -61,7 +61,7 @@ class CudaDecoder:
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
-        """The same over another arena, with biases. All but the tables is shared: one of the two runs at a time.
+        """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
 
         Rows see `texts` beside their entries, whose best keys are read from this decoder's arena.
         """
@@ -88,11 +88,11 @@ class CudaDecoder:
         self.end()
 
     def begin(self) -> None:
-        """What comes before the layers."""
+        """Launch what comes before the layers: the embedding."""
         embed(self._table.rows, self._table.token_ids, self._weights.embedding, self._state)
 
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
-        """One layer, behind those before it."""
+        """Run one layer, behind those before it."""
         layer, epsilon = self._weights.layers[number], self.sizes.epsilon
         keys, values = self._arena[number % len(self._arena)]
         delta = self._delta if number else None
@@ -104,7 +104,7 @@ class CudaDecoder:
         self._run_mlp(layer)
 
     def end(self) -> None:
-        """What comes behind the layers."""
+        """Launch what comes behind the layers: the final norm and the head."""
         weights = self._weights
         add_norm(self._table.rows, self._state, self._delta, weights.final_norm, self.sizes.epsilon, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)

@@ -134,7 +134,7 @@ def merge_tails(
     scale: float,
     shape: AttentionShape,
 ) -> None:
-    """Each row's tail, merged with its prefix."""
+    """Merge each row's tail with its prefix."""
     tail_merge_packed[(NUM_ROWS, shape.num_kv_heads)](
         query, keys, values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
         scale * math.log2(math.e), *keys.stride()[:3], **packed_constants(shape),
@@ -142,6 +142,6 @@ def merge_tails(
 
 
 def packed_constants(shape: AttentionShape) -> dict[str, int]:
-    """What `tail_merge_packed` is compiled for, with its warps and stages."""
+    """Return the constants of `tail_merge_packed`, with its warps and stages."""
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
     return {name: value for name, value in given.items() if name not in ("NUM_ROWS", "NUM_SPLITS")}

@@ -25,7 +25,7 @@ Capture = Callable[[Work, torch.device], Graph]
 
 
 class CudaGraph:
-    """On a GPU."""
+    """A `Graph` on a GPU."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         stream = _capture_stream(device)
@@ -43,12 +43,12 @@ class CudaGraph:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace for each stream."""
+    """The stream of all captures, only one: cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 class Repeated:
-    """Elsewhere: the work itself."""
+    """A `Graph` elsewhere: the work itself."""
 
     def __init__(self, work: Work) -> None:
         self.replay = work

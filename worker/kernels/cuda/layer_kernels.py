@@ -1,6 +1,6 @@
-"""What a layer does besides products, attention and rotary positions: embedding, norms, the gate.
+"""Kernels of a layer besides products, attention and rotary positions: embedding, norms, the gate.
 
-Rounded where `transformers` rounds, as in `kernels/reference.py`. A program sees one row; padding rows, whose tail
+They round where `transformers` rounds, as in `kernels/reference.py`. A program sees one row. Padding rows, whose tail
 has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
 """
 

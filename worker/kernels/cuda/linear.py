@@ -78,7 +78,7 @@ def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 def multiply_constants(depth: int, has_bias: bool) -> dict[str, int]:
-    """What `multiply_columns` is compiled for, with its warps and stages."""
+    """Return the constants of `multiply_columns`, with its warps and stages."""
     return {
         "NUM_ROWS": NUM_ROWS,
         "DEPTH": depth,

@@ -105,7 +105,7 @@ def rope_store(
 
 
 def rope_constants(num_kv_heads: int, heads_per_kv: int, head_dim: int) -> dict[str, int]:
-    """What `rope_store_heads` is compiled for, with its warps."""
+    """Return the constants of `rope_store_heads`, with its warps."""
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "HEADS_PER_KV": heads_per_kv,

@@ -90,5 +90,5 @@ def _stacked(parts: list[Linear], device: torch.device) -> Linear:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without its gradient, which products into given buffers refuse."""
+    """Return a tensor on the device, without its gradient, which products into given buffers refuse."""
     return tensor.detach().to(device)

@@ -31,13 +31,13 @@ from swiftbatch.worker.target.forwards import Forwards
 
 
 def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:
-    """For a target in a GPU's arena. Raises ValueError for sizes that the kernels do not take."""
+    """Make rows for a target in a GPU's arena. Raises ValueError for sizes that the kernels do not take."""
     on_gpu = cast(CudaForwards, forwards)
     return CudaRows(packed_weights(model, on_gpu.vocab_size), on_gpu, num_candidates)
 
 
 class CudaRows:
-    """All rows `NUM_ROWS` at a time; a slot for each sequence that the target has one for."""
+    """The draft model over all rows, `NUM_ROWS` at a time; a slot for each sequence that the target has one for."""
 
     def __init__(self, weights: GriffinWeights, forwards: CudaForwards, num_candidates: int) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -91,7 +91,7 @@ class CudaRows:
         self._ranking.launch()
 
     def _candidates(self, wanted: list[int]) -> list[Candidates]:
-        """Of some rows; waits for them."""
+        """Return the candidates of some rows; wait for them."""
         ids, confidences = self._download.wait().reshape(2, NUM_ROWS, -1)[:, wanted, : self._num_candidates]
         scores = confidences.copy().view(np.float32)
         pairs = zip(scores.tolist(), ids.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What a forward of the draft model on a GPU is told, in one buffer: its rows, their features' places, how to rank."""
+"""The input of a draft model's forward on a GPU, in one buffer: its rows, their features' places, how to rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def slot_of(cache: FullKVCache) -> int:
 
 @dataclass(frozen=True)
 class GriffinLayout:
-    """How rows, places and draws lie in a buffer of int32."""
+    """The layout of rows, places and draws in a buffer of int32."""
 
     rows: TableLayout
     draws: DrawLayout
@@ -52,13 +52,13 @@ class GriffinLayout:
         return self.rows.size + 2 * NUM_ROWS + self.draws.size
 
     def parts(self, buffer: Any) -> tuple[Any, Any, Any]:
-        """Of the rows `[rows.size]`, places `[NUM_ROWS, 2]`, draws `[draws.size]`: views of a tensor or an array."""
+        """Return views of a tensor or an array: rows `[rows.size]`, places `[NUM_ROWS, 2]`, draws `[draws.size]`."""
         start = self.rows.size
         end = start + 2 * NUM_ROWS
         return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]
 
     def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], slots: SlotBuffers) -> None:
-        """At most `NUM_ROWS` rows. `slots` are the draft model's, on the device: what is masked goes there.
+        """Fill in at most `NUM_ROWS` rows. `slots` are the draft model's, on the device: what is masked goes there.
 
         Raises ValueError for rows that do not fit the layout.
         """

@@ -83,7 +83,7 @@ class GriffinForwards:
         return [found[sequence.sequence_id] for sequence in sequences]
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """What may follow each of the new nodes of some trees."""
+        """Return the candidates behind each of the new nodes of some trees."""
         return self._rows.run([self._level_rows(level) for level in levels])
 
     def level_seconds(self) -> float:
@@ -114,7 +114,7 @@ class GriffinForwards:
         return DraftRows(room, rows, self._known_places(sequence, rows), [[]] if is_last else [])
 
     def _known_places(self, sequence: Sequence, rows: SequenceRows) -> list[int]:
-        """Of the features in front of tokens of the text."""
+        """Find the places of the features in front of tokens of the text."""
         context = self._contexts[sequence.sequence_id]
         features, position = context.room.features, position_of(rows.first_entry, context.start)
         start, end = max(0, position - 1), position - 1 + len(rows)

@@ -24,12 +24,12 @@ class GriffinRows(Protocol):
     """A draft model for one target; a row's bits do not depend on what shares its forward."""
 
     def new_room(self, sequence: Sequence) -> Room:
-        """For one sequence. Raises KVRoomError where more are there than the target has slots for."""
+        """Make room for one sequence. Raises KVRoomError where more are there than the target has slots for."""
 
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
-        """What may follow the trees' rows of each part; at most as many candidates of a row as it was made for.
+        """Return candidates behind the trees' rows of each part, at most as many for a row as this was made for.
 
-        Keys and values go to the rows' entries, and what is regressed at the trees' rows to their rooms' features.
+        Keys and values go to the rows' entries. What is regressed at the trees' rows goes to their rooms' features.
         """
 
 
@@ -111,10 +111,10 @@ class TiledRows:
 
 
 def features_of(parts: list[DraftRows]) -> torch.Tensor:
-    """What stands in front of all rows, `[num_rows, hidden]`."""
+    """Return the features in front of all rows, `[num_rows, hidden]`."""
     return torch.cat([part.room.features.rows(part.places) for part in parts])
 
 
 def cache_shape_of(config: GriffinConfig, forwards: Forwards) -> CacheShape:
-    """Of the draft model's one layer."""
+    """Return the cache shape of the draft model's one layer."""
     return CacheShape(1, config.num_kv_heads, config.head_dim, forwards.dtype, forwards.device)

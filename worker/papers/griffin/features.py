@@ -36,11 +36,11 @@ class Features:
             self._buffer[RING : RING + len(kept) - num_left] = kept[num_left:]
 
     def holds(self, start: int, end: int) -> bool:
-        """Whether all of the target's features at these positions are there."""
+        """Tell whether all of the target's features at positions `[start, end)` are there."""
         return self._first <= start and end <= self._end
 
     def places(self, start: int, end: int) -> list[int]:
-        """Where those at positions `[start, end)` lie."""
+        """Return the places of the target's features at positions `[start, end)`."""
         return [RING + position % NUM_ENTRIES for position in range(start, end)]
 
     def keep(self, first: int, regressed: torch.Tensor) -> None:
@@ -48,10 +48,10 @@ class Features:
         self._buffer[REGRESSED + first : REGRESSED + first + len(regressed)] = regressed
 
     def rows(self, places: list[int]) -> torch.Tensor:
-        """What lies there, `[num_places, hidden]`."""
+        """Return the features at these places, `[num_places, hidden]`."""
         return self._buffer[torch.tensor(places, device=self._buffer.device)]
 
 
 def regressed_place(row: int) -> int:
-    """Where the feature regressed at a row of a tree lies; the root is row 0."""
+    """Return the place of the feature regressed at a row of a tree; the root is row 0."""
     return REGRESSED + row

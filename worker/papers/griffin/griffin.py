@@ -111,7 +111,7 @@ class GriffinDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """What the planner has learned; all else follows from the tokens and is rebuilt from them."""
+        """Return what the planner has learned; all else follows from the tokens and is rebuilt from them."""
         tracked = self._tracked.get(sequence.sequence_id)  # None: it has left, and the next one takes its place
         looks = tracked.looks if tracked else LookRhythm(LOOK_EVERY)
         return self._planner.state() | {"griffin_looks": looks.state()} if self._planner else {}
@@ -135,7 +135,7 @@ class GriffinDrafter(Drafter):
         return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:
-        """Level by level, one forward for all trees that go on."""
+        """Grow trees level by level, in one forward for all trees that go on."""
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
         while levels:
             for (tree, _), ranked in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):

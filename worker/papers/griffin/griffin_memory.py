@@ -1,4 +1,4 @@
-"""What GRIFFIN takes of a GPU, from the head of its file: known before anything is loaded."""
+"""The memory that GRIFFIN takes of a GPU, from the head of its file: known before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPACITY = slot_capacity(NUM_ENTRIES)
 
 
 def griffin_memory(part: Path, sizes: ModelSizes) -> DraftMemory:
-    """Of the draft model in a file for a target of these sizes."""
+    """Count the memory of the draft model in a file, for a target of these sizes."""
     try:
         with safe_open(part, framework="numpy") as file:
             config = GriffinConfig(**json.loads(file.metadata()[CONFIG]))
@@ -36,13 +36,13 @@ def griffin_memory(part: Path, sizes: ModelSizes) -> DraftMemory:
 
 
 def _stacked_numbers(config: GriffinConfig) -> int:
-    """Of matrices that are there twice while they are stacked."""
+    """Count the numbers of matrices that are there twice while they are stacked."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return (heads + 2 * config.intermediate_size) * config.hidden_size
 
 
 def _row_numbers(config: GriffinConfig) -> int:
-    """Of a row's activations: pairs, parts, expanded; state, normed, change, predicted, regressed; heads; gates."""
+    """Count a row's activations: pairs, parts, expanded; state, normed, change, predicted, regressed; heads; gates."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     fusion = (2 + len(SECOND_FUSIONS[config.fusion])) * config.hidden_size + config.expansion_size
     return fusion + 5 * config.hidden_size + 3 * query + 2 * key + 3 * config.intermediate_size

@@ -54,7 +54,7 @@ class GrowingTree:
         return Level(self._sequence, self._expanded, first)
 
     def add_level(self, ranked: list[Candidates]) -> None:
-        """What may follow each of the nodes that `next_level` gave."""
+        """Add the candidates behind each of the nodes that `next_level` gave."""
         self.num_levels += 1
         self._newest = []
         for parent, children in zip(self._parents, ranked, strict=True):

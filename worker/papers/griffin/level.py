@@ -1,4 +1,4 @@
-"""What a forward of the draft model is asked: rows of sequences, what stands in front of them, where they lead."""
+"""The input of a draft model's forward: rows of sequences, what stands in front of them, where they lead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Candidates = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Room:
-    """What the draft model keeps of one sequence."""
+    """The cache and features that the draft model keeps of one sequence."""
 
     sequence: Sequence
     cache: FullKVCache  # rows of the window but the newest token's, which every draft runs anew
@@ -66,7 +66,7 @@ def of_each(parts: list[DraftRows], found: list[Candidates]) -> list[list[Candid
 
 
 def tables(parts: list[DraftRows], num_rows: int) -> Iterator[list[DraftRows]]:
-    """All rows in order, at most `num_rows` at a time."""
+    """Yield all rows in order, at most `num_rows` at a time."""
     table: list[DraftRows] = []
     num_free = num_rows
     for part in parts:

@@ -1,4 +1,4 @@
-"""What may follow the rows of a draft, ranked in torch: with the penalty and the noise that the target will have."""
+"""The ranking in torch of candidates behind a draft's rows, with the penalty and noise that the target will have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TorchRoom(Room):
 
     @classmethod
     def of(cls, sequence: Sequence, cache: FullKVCache, features_like: torch.Tensor) -> TorchRoom:
-        """For features `[hidden]` of this dtype, on this device."""
+        """Make room for features `[hidden]` of this dtype, on this device."""
         buffer = features_like.new_zeros(NUM_PLACES, len(features_like))
         sampler = TokenSampler(sequence, sequence.vocab_size, buffer.device)
         return cls(sequence, cache, Features(buffer), sampler)

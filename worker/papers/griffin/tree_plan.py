@@ -1,4 +1,4 @@
-"""How much of a dynamic tree pays: a node and a level are worth what they bring, at the rate at which tokens come.
+"""The size of a dynamic tree that pays. A node and a level are worth what they bring, at the rate at which tokens come.
 
 Where a step with a tree brings tokens more slowly than one without, nothing is drafted but a look now and then.
 
@@ -24,7 +24,7 @@ PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of
 
 @dataclass(frozen=True)
 class TreePrices:
-    """Says what pays in one step; prices in tokens."""
+    """The prices of one step, in tokens, which say what pays."""
 
     row: float
     level: float
@@ -32,11 +32,11 @@ class TreePrices:
     trust: float = 1.0  # what a probability is multiplied with
 
     def pays_row(self, probability: float) -> bool:
-        """Whether a node of this probability is worth its row in the verification."""
+        """Tell whether a node of this probability is worth its row in the verification."""
         return self.trust * probability > self.row
 
     def pays_level(self, probabilities: list[float]) -> bool:
-        """Whether one more forward below nodes of these probabilities is worth its time."""
+        """Tell whether one more forward below nodes of these probabilities is worth its time."""
         gains = (self.trust * p * self.coverage - self.row for p in probabilities)
         return sum(max(0.0, gain) for gain in gains) > self.level
 
@@ -46,7 +46,7 @@ EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 
 
 class PricePlanner:
-    """Prices by measured costs and by the running means of what steps bring."""
+    """A planner that prices by measured costs and by the running means of what steps bring."""
 
     def __init__(self, costs: StepCosts, level_seconds: float) -> None:
         self._costs = costs
@@ -57,9 +57,9 @@ class PricePlanner:
         self._told_drafting = 0.0  # the same where the state came from; counts until it was done here
 
     def pays(self, lengths: list[int], overhead: float) -> bool:
-        """Whether trees bring more than plain decoding to sequences of so many cached positions that share a forward.
+        """Tell whether trees bring more than plain decoding to sequences that share a forward.
 
-        `overhead`: seconds that a step takes beside forward and drafts.
+        `lengths`: cached positions of each. `overhead`: seconds that a step takes beside forward and drafts.
         """
         if self._num_steps < PRIOR_STEPS:
             return True
@@ -93,7 +93,7 @@ class PricePlanner:
         self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
 
     def state(self) -> dict[str, np.ndarray]:
-        """What it has learned."""
+        """Return what the plan has learned."""
         drafting = self._drafting or self._told_drafting
         return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
 

@@ -1,4 +1,4 @@
-"""What GRIFFIN's draft model sees of a text: its first tokens and a window over the newest ones.
+"""The part of a text that GRIFFIN's draft model sees: its first tokens and a window over the newest ones.
 
 Rows stand in entries of a cache, which are the positions that the model sees: the first `NUM_SINKS` tokens in entries
 0 to 63, the newest behind them. The window begins anew every `WINDOW` committed tokens. Entries and positions of the

@@ -21,7 +21,7 @@ _TOP = 1  # its root
 
 
 class Sources(NamedTuple):
-    """What may follow a chain's newest token."""
+    """The sources of candidates behind a chain's newest token."""
 
     levels: list[Ranked]  # [d] those of depth d + 1 under every node of the digits: distinct ones, best first
     ngrams: list[Ranked]  # each a path from the root
@@ -33,7 +33,7 @@ class Sources(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Where a node stands: its path, its node of the prefix tree, and whether the digits go on below it."""
+    """The place of a node: its path, its node of the prefix tree, and whether the digits go on below it."""
 
     path: tuple[int, ...]
     node: int

@@ -49,7 +49,7 @@ class DecodingHeads:
         return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
 
     def _on_gpu(self) -> HeadsGraph | None:
-        """Where the target's caches lie in slots, its kernels run the heads, too."""
+        """Return the heads as a graph, for the target's kernels to run, where its caches lie in slots; else None."""
         if self._target.forwards.arena is None:
             return None
         from swiftbatch.worker.papers.tokenswift.cuda_heads import HeadsGraph

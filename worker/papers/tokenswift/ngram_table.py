@@ -18,7 +18,7 @@ _FIRST_BITS = 32  # of a key of `_fronts`: the first token; the count stands abo
 
 
 class NgramTable:
-    """Which tokens followed each token, how often. A pure function of the tokens taken in, whatever the pieces."""
+    """Counts of the tokens that followed each token. A pure function of the tokens taken in, whatever the pieces."""
 
     def __init__(self, size: int = 4) -> None:
         """Count n-grams of `size` tokens. Raises ValueError where `size` leaves none behind the first."""

@@ -61,7 +61,7 @@ class TokenSwiftProposer(Proposer):
         return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
 
     def sources(self, chain: Chain) -> Sources:
-        """What may follow a chain's newest token."""
+        """Find the sources of candidates behind a chain's newest token."""
         recycled = self._recycled(chain, self._recycling) if self._recycling else None
         return Sources(self._levels(chain), self._ngrams(chain), recycled)
 
@@ -99,7 +99,7 @@ class TokenSwiftProposer(Proposer):
         return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
     def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
-        """What the target said behind the same tokens before."""
+        """Return the ranking of what the target said behind the same tokens before."""
         ranker, tables = CandidateRanker(chain.sequence), recycling.tables
         newest = tables.newest_pair(chain.sequence)
 
@@ -110,7 +110,7 @@ class TokenSwiftProposer(Proposer):
         return candidates
 
     def _ngrams(self, chain: Chain) -> list[Ranked]:
-        """What followed the newest token most often, each token with its confidence behind those in front of it."""
+        """Find what followed the newest token most often; each token has its confidence behind those before it."""
         table = self._tables[chain.sequence.sequence_id]
         found = table.most_frequent(chain.newest, self._num_ngrams)
         followers: dict[tuple[int, ...], dict[int, int]] = {}
@@ -138,7 +138,7 @@ class TokenSwiftProposer(Proposer):
         return confidences
 
     def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
-        """What penalties and bias add to each follower, had it a typical logit; none where they change nothing."""
+        """Compute what penalties and bias add to each follower at a typical logit; none where they change nothing."""
         sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
         if context.is_plain:
             return {}

@@ -30,7 +30,7 @@ PROBE_REPEATS = 5
 
 @dataclass
 class _Context:
-    """What one sequence's cache holds."""
+    """The cache of one sequence, and the tokens in it."""
 
     cache: FullKVCache
     token_ids: np.ndarray  # [cache.length]
@@ -103,6 +103,9 @@ class DraftModel:
 
 
 def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
-    """What the draft model reads of a sequence and its chain: the window begins where the committed tokens say."""
+    """Return the tokens that the draft model reads of a sequence and its chain.
+
+    The committed tokens decide where the window begins.
+    """
     start = max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
     return np.concatenate([token_ids[:NUM_SINKS], token_ids[start:]])

@@ -13,14 +13,14 @@ from swiftbatch.worker.kernels.cuda.graph import Work, capture
 
 
 class Clock(Protocol):
-    """Takes the time of calls that may only queue their work."""
+    """A clock for calls that may only queue their work."""
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call, from the moment when all earlier work is done until its own is; waits for that."""
+        """Time one call, from the moment when all earlier work is done until its own is; wait for that."""
 
 
 class EventClock:
-    """On a GPU: what the host needs to queue the work counts only where the GPU waits for it."""
+    """A clock on a GPU: what the host needs to queue the work counts only where the GPU waits for it."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -33,7 +33,7 @@ class EventClock:
 
 
 class HostClock:
-    """Elsewhere: calls return when they are done."""
+    """A clock elsewhere: calls return when they are done."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How a dense decoder comes onto a GPU: the memory is planned first, then weights go there, then the arena."""
+"""The loading of a dense decoder onto a GPU: the memory is planned first, then weights go there, then the arena."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def planned_forwards(
     copies: Staging | Streams | None,
     kernels: CudaKernels = DEFAULT_KERNELS,
 ) -> CudaForwards | None:
-    """As the plan says; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
+    """Load as planned; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
@@ -119,14 +119,14 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
 
 
 def hold_products_steady() -> None:
-    """What cuBLAS may not choose by itself: sums in less than float32, and a workspace of another size."""
+    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when it is first used
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
-    """What drafts take: once, and beside each slot."""
+    """Count the memory that drafts take: once, and beside each slot."""
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
     if wanted.partial_budget:

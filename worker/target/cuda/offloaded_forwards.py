@@ -42,7 +42,7 @@ class OffloadedForwards(CudaForwards):
         return queries
 
     def _prepare_queries(self) -> None:
-        """Nothing: layers come one by one, and are launched one by one."""
+        """Prepare nothing: layers come one by one, and are launched one by one."""
 
     def _pass(self, groups: list[SequenceRows], tap: Callable[[int, torch.Tensor], None] | None = None) -> None:
         self._send(groups)
@@ -60,7 +60,10 @@ class OffloadedForwards(CudaForwards):
 
 
 def visits_of(groups: list[SequenceRows]) -> list[Visit]:
-    """What rows read and write, by slots: views of one cache may run side by side, each behind its own positions."""
+    """Return a visit for each slot that rows read or write.
+
+    Views of one cache may run side by side, each behind its own positions.
+    """
     by_slot = defaultdict[int, list[Visit]](list)
     for group in groups:
         visit = cast("OffloadedSlotCache", group.cache).visit(group.first_entry, group.first_entry + len(group))

@@ -75,7 +75,7 @@ class SlotEntries(Entries):
 
     @property
     def slot(self) -> int:
-        """Its number in the arena's buffer."""
+        """The number of the slot in the arena's buffer."""
         return self._lease.slot
 
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
@@ -133,12 +133,12 @@ class SlotEntries(Entries):
 
 
 def _has_all_layers(full: FullKVCache) -> TypeGuard[ArenaKVCache]:
-    """Whether all layers of a cache lie on the device, in one buffer."""
+    """Tell whether all layers of a cache lie on the device, in one buffer."""
     return isinstance(full, ArenaKVCache) and not full.comes_by_layer
 
 
 class _Asked(Entries):
-    """Notes what a partial cache asks for, and takes no memory."""
+    """A note of what a partial cache asks for, which takes no memory."""
 
     num_chunks = 0
     scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones
@@ -177,5 +177,5 @@ def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts
 
 
 def _numbers(chosen: torch.Tensor) -> torch.Tensor:
-    """As the kernels take them."""
+    """Return entries' numbers in the form that the kernels take."""
     return chosen.to(torch.int32).contiguous()

@@ -22,6 +22,6 @@ class CudaQueryTap:
         self._graph = capture(lambda: decoder.forward(keep), device)
 
     def replay(self) -> torch.Tensor:
-        """`[num_layers, num_kv_heads, group, head_dim]`, until the next call."""
+        """Return the queries, `[num_layers, num_kv_heads, group, head_dim]`, until the next call."""
         self._graph.replay()
         return self._queries

@@ -43,12 +43,12 @@ class CudaRounds:
 
 
 def entries_of(rows: PartialRows) -> SlotEntries:
-    """Those in front of the rows."""
+    """Return the entries in front of the rows."""
     return cast(SlotEntries, rows.cache.entries)
 
 
 def _tiles(groups: list[PartialRows]) -> Iterator[list[PartialRows]]:
-    """At most `NUM_ROWS` rows each, in order, whose prefixes end where the entries do."""
+    """Yield tiles of at most `NUM_ROWS` rows, in order, whose prefixes end where the entries do."""
     tile: list[PartialRows] = []
     num_left = NUM_ROWS
     for group in groups:

@@ -1,4 +1,4 @@
-"""How TokenSwift's decoding heads are trained, as data."""
+"""The recipe of the training of TokenSwift's decoding heads, as data."""
 
 from __future__ import annotations
 

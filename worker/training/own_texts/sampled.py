@@ -1,4 +1,4 @@
-"""What a model itself says behind prompts, as its users get it: sampled by the engine that decodes plainly."""
+"""Texts that a model itself says behind prompts, as its users get them: sampled by the engine that decodes plainly."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def sampled_texts(
 
 
 def _of_one(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Those of the text with this number, drawn with the seed `sampling` has."""
+    """Return the sampling of the text with this number; the seed combines the number with that of `sampling`."""
     seed = ((sampling.seed or 0) << 32) + number & MAX_SEED
     return sampling.model_copy(update={"seed": seed, "ignore_eos": True})

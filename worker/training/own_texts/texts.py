@@ -1,4 +1,4 @@
-"""What decoding heads learn from: texts, from books or the target's own, and the target's hidden states along them."""
+"""The texts that decoding heads learn from, of books or the target's own, and the target's hidden states along them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num
 
 
 def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingParams) -> list[Text]:
-    """What the target says behind prompts: `sampling.max_tokens` tokens, whether or not a sequence ends among them."""
+    """Sample the target behind prompts: `sampling.max_tokens` tokens, whether or not a sequence ends among them."""
     said = sampled_texts(target.files, target.device.type, prompts, sampling)
     return [Text(token_ids, len(prompt) - 1) for prompt, token_ids in zip(prompts, said, strict=True)]
 

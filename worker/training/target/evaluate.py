@@ -1,4 +1,4 @@
-"""How good a target model is on unseen books: bits per byte, and loss by position up to 100,000 tokens."""
+"""The scores of a target model on unseen books: bits per byte, and loss by position up to 100,000 tokens."""
 
 from __future__ import annotations
 

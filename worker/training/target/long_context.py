@@ -1,4 +1,4 @@
-"""What far text is worth to a model: losses with windows of several lengths, and passages that come back.
+"""The worth of far text to a model: losses with windows of several lengths, and passages that come back.
 
 Forwards are those that swiftbatch decodes with, so a figure holds for what a user gets.
 """
@@ -33,7 +33,7 @@ class LongContext:
 
 
 def measure_long_context(target: TargetModel, books: Sequence[np.ndarray], first_token_id: int) -> LongContext:
-    """On token ids of whole books, without their first token; each place and passage is drawn with a fixed seed."""
+    """Measure on token ids of whole books, without their first token; a fixed seed draws each place and passage."""
     random = np.random.default_rng(0)
     stream = np.concatenate(books).astype(np.int64)
     passages = _passages(books, random)

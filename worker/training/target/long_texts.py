@@ -1,8 +1,8 @@
-"""What follows training in windows: long texts, read whole, a segment a step.
+"""Training on long texts, which follows training in windows: each text is read whole, a segment a step.
 
 Windows of 96K are dear, and few of them leave a model that spreads its attention over far text that says nothing: the
 whole text scored worse than its newest tokens alone. Here every segment is read twice, with the whole text in front of
-it and with the newest tokens, and the first view learns to say what the second says beside what comes in the text.
+it and with the newest tokens. The first view learns to say what the second says, beside what comes in the text.
 Gradients stop at the segment's beginning, as in Transformer-XL (Dai et al. 2019), so a step takes seconds.
 """
 
@@ -50,7 +50,7 @@ class LongTexts:
         return StepLoss(KIND, self._recipe.segment + batch.positions.numel(), self._figures[-1][0])
 
     def _add_segment(self, start: int) -> tuple[float, float]:
-        """Of that from `start` on; returns its loss and the distance of the two views."""
+        """Add the gradients of the segment from `start` on; return its loss and the distance of the two views."""
         end = start + self._recipe.segment
         positions = torch.arange(start, end)
         states = states_of(self._model, self._text[None, start:end], positions[None], self._earlier)[0]

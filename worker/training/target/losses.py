@@ -73,7 +73,7 @@ def add_row_gradients(
 
 
 def _where_it_counts(said: Tensor, expected: Tensor, labels: Tensor, other: OtherView) -> Tensor:
-    """Which rows `[num_rows]` bool are to come closer to the other view."""
+    """Mark the rows, `[num_rows] bool`, that are to come closer to the other view."""
     if not other.is_right_alone:
         return torch.ones_like(labels, dtype=torch.bool)
     return nll_loss(said, labels, reduction="none") > nll_loss(expected, labels, reduction="none")

@@ -1,4 +1,4 @@
-"""What the embedded target model is and how it is trained, as data."""
+"""The recipe of the embedded target model and of its training, as data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WindowKind:
 
     @property
     def num_tokens(self) -> int:
-        """Of a step."""
+        """The number of tokens of a step."""
         return self.length * self.batch_size
 
 
@@ -47,7 +47,7 @@ class WindowRecipe(Recipe):
 
     @functools.cached_property
     def _order(self) -> list[WindowKind]:
-        """Of each step. A kind has one step in each of equal stretches of the training, at a random place there."""
+        """The kind of each step. A kind has one step at a random place in each of equal stretches of the training."""
         rates = np.array([kind.share / kind.num_tokens for kind in self.kinds])
         random, places = np.random.default_rng(self.seed), []
         for number, rate in enumerate(rates / rates.sum()):  # steps of this kind per step
@@ -70,7 +70,7 @@ class LongTextRecipe(WindowRecipe):
 
     @property
     def num_segments(self) -> int:
-        """Of a text."""
+        """The number of segments of a text."""
         return self.length // self.segment
 
 
@@ -82,7 +82,7 @@ class TargetRecipe(WindowRecipe):
 
     @property
     def all_steps(self) -> int:
-        """Of windows and of long texts."""
+        """The number of steps, of windows and of long texts together."""
         return self.num_steps + sum(texts.num_steps for texts in self.long_texts)
 
 

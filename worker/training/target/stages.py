@@ -36,18 +36,18 @@ class Stage:
         return self.first + self.recipe.num_steps
 
     def has_state_at(self, step: int) -> bool:
-        """Whether a state is written behind so many steps of all stages."""
+        """Tell whether a state is written behind so many steps of all stages."""
         return (step - self.first) % self.num_state_steps == 0 or step == self.end
 
     def optimizers(self, model: PreTrainedModel, step: int, restored: Optimizers) -> Optimizers:
-        """As they are behind `step` steps of all stages: new ones where the stage begins, else those restored."""
+        """Return the optimizers behind `step` steps of all stages: new ones at the stage's beginning, else restored."""
         optimizers = Optimizers(model, self.recipe)
         if step > self.first:
             optimizers.load_state_dict(restored.state_dict())
         return optimizers
 
     def run(self, model: PreTrainedModel, optimizers: Optimizers, step: int, seconds: float) -> Iterator[StepRecord]:
-        """All that are left behind `step` steps of all stages; records count those of all, too."""
+        """Run the stage's steps that are left behind `step` steps of all stages; records count those of all, too."""
         for done in run_steps(model, optimizers, self.recipe, self.add_gradients, step - self.first, seconds):
             yield replace(done, step=self.first + done.step)
 
@@ -68,7 +68,7 @@ def stages_of(
     recipe: TargetRecipe,
     report: Callable[[str], None],
 ) -> list[Stage]:
-    """In order."""
+    """Return the stages in order."""
     positions = model.config.max_position_embeddings
     source = WindowSource(books, first_token_id, recipe, positions)
 
@@ -86,7 +86,7 @@ def stages_of(
 def run_stages(
     model: PreTrainedModel, stages: list[Stage], folder: TrainingFolder, report: Callable[[str], None]
 ) -> None:
-    """All steps that are left, from the state in the folder on."""
+    """Run all steps that are left, from the state in the folder on."""
     restored = Optimizers(model, stages[0].recipe)
     step, seconds = folder.restore(model, restored)
     report(f"{step:,} of {stages[-1].end:,} steps behind it")

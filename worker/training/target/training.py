@@ -86,7 +86,7 @@ def _train(books: list[str], data: Path, output: Path, recipe: TargetRecipe, rep
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
-    """What to score the model on; None where there is nothing, or too little of it."""
+    """Find the file to score the model on; None where there is none, or too little in it."""
     path = next(iter(sorted(data.rglob("*test*.jsonl"))), None)
     if path is None:
         report(f"{data}: no *test*.jsonl; the model is not scored")
@@ -99,7 +99,7 @@ def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[
 
 
 def long_context_of(output: Path, test_file: Path, tokenizer: PreTrainedTokenizerFast) -> LongContext:
-    """Of the model that was written, on test books."""
+    """Measure the long context of the model that was written, on test books."""
     slots = SlotsWanted(longest_job=SCORED_FROM + NUM_SCORED, num_slots=1)
     target = TargetModel.load(locate_model(str(output)), "bfloat16", "auto", slots=slots)
     return measure_long_context(target, encode_books(list(read_books(test_file)), tokenizer), tokenizer.bos_token_id)

@@ -27,7 +27,7 @@ class EarlierSegments:
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """With the next segment's heads to all of the text so far: `causal_attention` of these."""
+        """Attend with the next segment's heads to all of the text so far: `causal_attention` of these."""
         self._read[layer] = key.detach(), value.detach()
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
 

@@ -39,7 +39,7 @@ class WindowSource:
         self._shares = sizes / sizes.sum()
 
     def batch(self, step: int) -> WindowBatch:
-        """Those of a step (from 0)."""
+        """Draw the windows of a step (from 0)."""
         kind = self._recipe.kind_of(step)
         random = np.random.default_rng([self._recipe.seed, step, 1])
         windows = [self._window(random, kind) for _ in range(kind.batch_size)]

@@ -51,7 +51,10 @@ def gather_entries(source: torch.Tensor, entries: torch.Tensor, out: torch.Tenso
 
 
 def gather_range(source: torch.Tensor, first: int, out: torch.Tensor) -> None:
-    """As `gather_entries`, of consecutive rows from `first` on. Raises ValueError also for rows that do not exist."""
+    """Copy consecutive rows from `first` on, as `gather_entries` does.
+
+    Raises ValueError also for rows that do not exist.
+    """
     if not 0 <= first <= source.shape[-2] - out.shape[-2]:
         end = first + out.shape[-2]
         raise ValueError(f"found rows {first} to {end}, expected them within 0 to {source.shape[-2]}")

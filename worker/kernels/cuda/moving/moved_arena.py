@@ -17,5 +17,5 @@ def expect_arena(arena: torch.Tensor) -> None:
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers: a copy then keeps every bit, those of NaN as well."""
+    """View the same memory as whole numbers: a copy then keeps every bit, those of NaN as well."""
     return rows.view(BITS[rows.element_size()])

@@ -61,7 +61,7 @@ class Scan:
         )  # fmt: skip
 
     def read_best(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """To the chosen keys of one layer of full caches."""
+        """Attend to the chosen keys of one layer of full caches."""
         texts, scratch = self.texts, self.scratch
         attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
             query, texts.addresses[layer], scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups,
@@ -73,7 +73,7 @@ class Scan:
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
         mixed: Tensor,
     ) -> None:  # fmt: skip
-        """All parts, and the tails of one layer of entries; padding rows of `mixed` stay as they are."""
+        """Merge all parts and the tails of one layer of entries; padding rows of `mixed` stay as they are."""
         texts, scratch = self.texts, self.scratch
         scan_merge[(NUM_ROWS, self.shape.num_kv_heads)](
             query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
@@ -93,7 +93,7 @@ def scan_attend(
     prefixes: Scratch,
     mixed: Tensor,  # as query
 ) -> None:
-    """Each row's heads mixed from entries, tail and scanned text. Padding rows stay as they are."""
+    """Mix each row's heads from entries, tail and scanned text. Padding rows stay as they are."""
     keys, values = entries
     shape = scan.shape
     prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](

@@ -11,7 +11,7 @@ from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, Scan
 
 
 class ScanAttention:
-    """Takes turns with another one, whose queries and partial sums it uses."""
+    """An `Attention` that takes turns with another one, whose queries and partial sums it uses."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor) -> None:
         """The best keys are read where `texts` has them, laid out as in `full [:, 2, :, num_kv_heads, :, head_dim]`."""

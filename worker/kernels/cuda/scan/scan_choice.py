@@ -1,6 +1,6 @@
-"""Which keys a query reads exactly: those whose scores reach a threshold that some of all blocks give.
+"""The choice of the keys that a query reads exactly: those whose scores reach a threshold, set by some of all blocks.
 
-Nothing is counted by several programs at once, so the choice follows from the codes and the query alone.
+No count is shared by several programs, so the choice follows from the codes and the query alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows and chunks a program of the scan has: read on the device, so that graphs replay."""
+"""The rows and chunks that a program of the scan works on. They are read on the device, so that graphs replay."""
 
 from __future__ import annotations
 

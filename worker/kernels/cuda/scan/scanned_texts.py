@@ -1,4 +1,4 @@
-"""What the scan reads of all slots' texts, and where it keeps what it finds: static buffers, for graphs."""
+"""Static buffers of the scan, for graphs: what it reads of all slots' texts, and what it finds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TextSizes:
 
 @dataclass(frozen=True)
 class ScannedTexts:
-    """Of every layer and slot, what stands for its chunks, of which `num_chunks` are in use, and where its keys lie."""
+    """The coded chunks of every layer and slot, `num_chunks` of them in use, and the addresses of the slots' keys."""
 
     sizes: TextSizes
     codes: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks * SCAN_CHUNK * head_dim / 4] uint8
@@ -74,7 +74,7 @@ class ScannedTexts:
 
 @dataclass(frozen=True)
 class ScanScratch:
-    """What one layer's launches hand on; one for all layers, since they run one after the other."""
+    """Buffers between the launches of one layer. All layers share them, since they run one after the other."""
 
     stats: Tensor  # [NUM_ROWS, num_heads, most_clouds, 2] float32: mean and deviation of scores
     gains: Tensor  # [most_clouds, NUM_ROWS, num_heads, head_dim] float32
@@ -106,7 +106,7 @@ class ScanScratch:
 
 
 def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[str, int]]:
-    """What each kernel of the scan is compiled for, by its name, with its warps and stages."""
+    """Return the constants of each kernel of the scan by its name, with its warps and stages."""
     width = triton.next_power_of_2(shape.head_dim)
     known = {
         "NUM_ROWS": NUM_ROWS,

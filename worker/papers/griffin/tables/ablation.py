@@ -42,7 +42,7 @@ OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": PAPER}
 
 
 class GriffinAblationOptions(BenchOptions):
-    """Which table, what its rows learn from, and how many tokens each arm generates behind how many prompts."""
+    """The table asked for, what its rows learn from, and how many tokens each arm generates behind how many prompts."""
 
     table: str
     data: Path
@@ -119,7 +119,7 @@ def _prompts(options: GriffinAblationOptions, files: ModelFiles) -> list[Prompt]
 
 
 def _make_folders(options: GriffinAblationOptions) -> None:
-    """Those that are written to, before anything takes long. Raises BenchError."""
+    """Make the folders that are written to, before anything takes long. Raises BenchError."""
     files = [path for path in (options.json_path, options.plot_path) if path is not None]
     for folder in [options.work, *(path.parent for path in files)]:
         try:

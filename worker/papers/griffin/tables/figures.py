@@ -1,4 +1,4 @@
-"""What GRIFFIN's arms bring next to plain decoding, and what the paper's latency formula (appendix H) says of them."""
+"""Figures of GRIFFIN's arms next to plain decoding, and what the paper's latency formula (appendix H) says of them."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ class _Total:
 
     @property
     def verify_ms(self) -> float:
-        """Per step."""
+        """The time of verification, per step."""
         return 1000 * self.verify_seconds / self.num_steps

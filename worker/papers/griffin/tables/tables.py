@@ -69,7 +69,7 @@ def _paper(table: GriffinTable, results: Results) -> Table:
 
 
 def _times(results: Results) -> Table:
-    """What a step of each arm is made of."""
+    """Make the table of what a step of each arm consists of."""
     headers = ["T", "tree", "nodes", "d", "t", "t tree", "t draft"]
     rich = new_table("Times of forwards (ms), nodes and draft levels per step", ("arm",), headers)
     for key, arm in results.figures.items():
@@ -120,7 +120,7 @@ def _order(table: GriffinTable, results: Results) -> Table:
 
 
 def _orders(table: GriffinTable, results: Results) -> list[str]:
-    """In words, whether rows come out in the paper's order."""
+    """Say in words whether rows come out in the paper's order."""
     lines = []
     for t in TEMPERATURES:
         taus = {row: _taus(results, row, t) for row in table.rows}
@@ -134,7 +134,7 @@ def _orders(table: GriffinTable, results: Results) -> list[str]:
 
 
 def _taus(results: Results, row: str, temperature: float) -> list[float]:
-    """One for each seed."""
+    """List the accept lengths, one for each seed."""
     return [
         figures.tokens_per_step
         for key, figures in results.figures.items()
@@ -143,7 +143,7 @@ def _taus(results: Results, row: str, temperature: float) -> list[float]:
 
 
 def _accuracies(results: Results, row: str, temperature: float) -> list[float]:
-    """One for each seed: the mean over forwards and rows of all held-out texts."""
+    """List the accuracies, one for each seed: the mean over forwards and rows of all held-out texts."""
     return [
         statistics.fmean(
             [statistics.fmean(record.same[f"T {temperature:g}"]) for record in training.accuracy],

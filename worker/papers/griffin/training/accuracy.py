@@ -1,4 +1,4 @@
-"""How often each forward of a GRIFFIN draft gives the target's token: greedily, and with the same noise."""
+"""The share of a GRIFFIN draft's forwards that give the target's token: greedily, and with the same noise."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, se
 def _same_in_rows(
     target: TargetModel, windows: Windows, passes: list[Pass], noise: GumbelNoise, rows: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Whether both draw the same token at each of the rows of one window: `[2 ways, num_forwards, num_rows] bool`.
+    """Tell whether both draw the same token at each row of one window: `[2 ways, num_forwards, num_rows] bool`.
 
-    `offset`: what these rows' positions in the text are behind their entries.
+    `offset`: how far these rows' positions in the text are behind their entries.
     """
     same = []
     for part in rows.split(max(1, NUM_LOGITS // target.vocab_size)):

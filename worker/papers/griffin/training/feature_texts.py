@@ -1,7 +1,7 @@
-"""What GRIFFIN's draft model learns from: books and the target's own texts, with the target's features along them.
+"""The texts that GRIFFIN's draft model learns from: books and the target's own, with the target's features along them.
 
-Computed once and kept in three Arrow files, so that a training that goes on, or another one, finds them: the own texts
-take minutes to sample.
+They are computed once and kept in three Arrow files, so that a training that goes on, or another one, finds them: the
+own texts take minutes to sample.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Cache:
     report: Callable[[str], None]
 
     def features(self, name: str, origin: dict[str, Any], make: Callable[[], Texts]) -> list[TextFeatures]:
-        """What is in the file of that name; where there is none, it is made."""
+        """Return the texts in the file of that name; where there is none, make it."""
         path = self.folder / f"{name}.arrow"
         origin = {"model": self.target.files.fingerprint, **origin}
         if not path.is_file():
@@ -106,6 +106,6 @@ def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) 
 
 
 def _own_origin(texts: HeadRecipe, ways: list[Any]) -> dict[str, Any]:
-    """What decides own texts, beside the model and the books."""
+    """Describe all that decides own texts, beside the model and the books."""
     sampling = [texts.own_sampling(way).model_dump(mode="json", exclude_defaults=True) for way in ways]
     return {"num_prompt_tokens": texts.num_prompt_tokens, "sampling": sampling}

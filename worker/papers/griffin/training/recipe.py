@@ -1,4 +1,4 @@
-"""How GRIFFIN's draft model is trained, as data: the paper's recipe."""
+"""The recipe of the training of GRIFFIN's draft model, as data: the paper's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GriffinRecipe:
         return replace(self, num_passes=num_passes)
 
     def learning_rate(self, step: int, hidden_size: int) -> float:
-        """At a step (from 0): warm-up, then a linear fall to 0. Small models take larger rates: see the power."""
+        """Rate at a step (from 0): warm-up, then a linear fall to 0. Small models take larger rates: see the power."""
         peak: float = self.base_learning_rate * (4096 / hidden_size) ** 1.75
         left = (self.num_steps - step) / max(1, self.num_steps - self.num_warmup_steps)
         return peak * min((step + 1) / self.num_warmup_steps, left, 1.0)

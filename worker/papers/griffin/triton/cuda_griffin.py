@@ -19,7 +19,7 @@ from swiftbatch.worker.target.cuda.surroundings import Surroundings
 
 
 def layout_of(sizes: DecoderSizes, arena: Tensor) -> TableLayout:
-    """Of rows over entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`. Raises ValueError."""
+    """Lay out rows over entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`. Raises ValueError."""
     num_slots, capacity = arena.shape[2], arena.shape[4]
     return TableLayout(num_slots, capacity, _attention(sizes, capacity).rows_per_group, capacity, sizes.vocab)
 
@@ -67,7 +67,7 @@ class CudaGriffin:
         self._run(self._predicted, self._around.head, self.logits)
 
     def _guide(self, contract: Linear) -> Tensor:
-        """What the second fusion adds to the first one."""
+        """Compute what the second fusion adds to the first one."""
         rows, hidden = self._table.rows, self._sizes.hidden
         sources = {"feature": self._pairs[:, :hidden], "token": self._pairs[:, hidden:], "fused": self._state}
         for (source, norm), part in zip(self._norms, self._parts.split(hidden, dim=1), strict=True):

@@ -1,6 +1,6 @@
-"""What GRIFFIN's draft model does besides a decoder layer: pairs, norms with a bias, SiLU, and what it keeps of rows.
+"""Kernels of GRIFFIN's draft model besides a decoder layer's: pairs, norms with a bias, SiLU, what it keeps of rows.
 
-A program sees one row, as in `worker.kernels.cuda.layers`; padding rows stay as they are.
+A program sees one row, as in `worker.kernels.cuda.layer_kernels`; padding rows stay as they are.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ PLAIN_EVERY = 2500
 
 
 class AblationOptions(BenchOptions):
-    """Which table, and how many tokens each of its arms generates."""
+    """The table asked for, and how many tokens each of its arms generates."""
 
     table: str
     engine: Engine

@@ -1,4 +1,4 @@
-"""Which accepted tokens nothing but a reused n-gram had proposed: what beta counts (TokenSwift, figures 3 and 4)."""
+"""The accepted tokens that nothing but a reused n-gram had proposed: what beta counts (TokenSwift, figures 3 and 4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Asked:
 
 
 class MeteredProposer(TokenSwiftProposer):
-    """Keeps what its trees are made of until it hears which tokens were accepted."""
+    """A proposer that keeps what its trees are made of until it hears which tokens were accepted."""
 
     def __init__(self, tally: ReuseTally, *parts: Any) -> None:
         super().__init__(*parts)
@@ -61,7 +61,7 @@ class MeteredProposer(TokenSwiftProposer):
 
 
 def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
-    """For every token of a path whether n-grams alone proposed it."""
+    """Tell for every token of a path whether n-grams alone proposed it."""
     ngrams = [tuple(token for _, token in ngram) for ngram in sources.ngrams]
     in_digits, is_alone, found = True, False, []
     for depth, token in enumerate(path):

@@ -1,4 +1,4 @@
-"""How often decoding heads are right: top-1, top-2 and top-3 accuracy of every head along texts."""
+"""The accuracy of decoding heads along texts: top-1, top-2 and top-3 of every head."""
 
 from __future__ import annotations
 

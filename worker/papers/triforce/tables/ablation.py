@@ -41,7 +41,7 @@ MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has roo
 
 
 class PromptAblationOptions(BenchOptions):
-    """Which table, how much is read before, and how many tokens each arm generates."""
+    """The table asked for, how much is read before, and how many tokens each arm generates."""
 
     draft_model: Path | None = None
     table: str
@@ -90,7 +90,7 @@ def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda 
 
 
 def _slots_wanted(options: PromptAblationOptions, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
-    """None where caches go to a folder."""
+    """Return the needs of all prompts; None where caches go to a folder."""
     if options.kv_offload is not None:
         return None
     num_tokens = max(options.num_tokens, len(encode(files, NEEDLE)))
@@ -122,7 +122,7 @@ def _read(options: PromptAblationOptions, target: TargetModel, prompts: list[Pro
 
 
 def _all_prompts(table: PromptTable) -> list[Prompts]:
-    """What is to be read, each once."""
+    """List the prompts that are to be read, each once."""
     return list(dict.fromkeys(arm.prompts for row in table.rows for arm in row.arms.values()))
 
 

@@ -48,7 +48,7 @@ def plot(table: PromptTable, results: Results, path: Path) -> None:
 
 
 def _size(table: PromptTable, key: tuple[int, str]) -> int:
-    """Where an arm stands on the x axis."""
+    """Return the place of an arm on the x axis."""
     assert table.x_option is not None
     size: int = table.rows[key[0]].arms[key[1]].options[table.x_option]
     return size

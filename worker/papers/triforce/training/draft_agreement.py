@@ -1,4 +1,4 @@
-"""How often a draft model says what its target says, along texts: greedily, and with the same noise."""
+"""The share of tokens along texts that a draft model and its target agree on: greedily, and with the same noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft model is and how it is distilled from its target, as data."""
+"""The recipe of a draft model and of its distillation from its target, as data."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def draft_config(target: PreTrainedConfig) -> LlamaConfig:
 
 
 def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    """So many steps."""
+    """Return the recipe with so many steps."""
     return DraftRecipe(num_steps, seed=seed, texts=replace(TEXTS, seed=seed))

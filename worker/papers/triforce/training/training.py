@@ -95,7 +95,7 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, rep
 
 
 def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
-    """What draws the windows of a step: some from books, some from what the target says behind parts of them."""
+    """Return a source of each step's windows: some from books, some from what the target says behind parts of them."""
     length = recipe.window_length
     texts = book_texts(data, "*train*.jsonl", target.files, NUM_BOOK_TOKENS, length)
     books, own = DraftWindows(texts), DraftWindows(learned_texts(target, texts, recipe.texts))
@@ -126,6 +126,6 @@ def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) 
 
 
 def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:
-    """What the target expects behind every token of `windows [num_windows, length]`: `[..., vocab] float32`."""
+    """The target's distributions behind every token of `windows [num_windows, length]`: `[..., vocab] float32`."""
     hidden = target.model.model(input_ids=windows, use_cache=False).last_hidden_state
     return target.logits(hidden).softmax(dim=-1)
