@@ -46,7 +46,7 @@ def llama3_frequencies(
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
     stretched = plain / np.float32(factor)
     turns = np.float32(original) * (np.float32(1.0) / wavelengths)
-    share = (turns - np.float32(low)) / np.float32(high - low)  # of what stays
+    share = (turns - np.float32(low)) / np.float32(high - low)  # the share of the plain frequency
     blended = (np.float32(1.0) - share) * plain / np.float32(factor) + share * plain
     is_long, is_short = wavelengths > np.float32(original / low), wavelengths < np.float32(original / high)
     return np.where(is_long, stretched, np.where(is_short, plain, blended))

@@ -21,7 +21,7 @@ NUM_PLACES = 24
 DISTANCES = (1024, 8192, 30_000)
 NUM_NEEDLES = 24  # for each distance
 NEEDLE = 16  # tokens of a passage that comes back
-CUE = 8  # of them that are said again, so that the others may follow
+CUE = 8  # tokens of the needle that are said again, so that the others may follow
 
 
 @dataclass(frozen=True)
