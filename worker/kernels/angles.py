@@ -39,8 +39,9 @@ def llama3_frequencies(
 ) -> NDArray[np.float32]:
     """Frequencies of Llama 3.1 and later, rounded to float32 where `transformers` rounds.
 
-    Those that turn less than `low` times within `original` positions are divided by `factor`, those that turn more than
-    `high` times stay, and between these they are blended. Each operation is one that IEEE 754 rounds in one way.
+    Frequencies that turn less than `low` times within `original` positions are divided by `factor`. Those that turn
+    more than `high` times stay, and between these they are blended. Each operation is one that IEEE 754 rounds in one
+    way.
     """
     plain = default_frequencies(theta, head_dim)
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)

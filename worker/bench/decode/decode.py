@@ -77,7 +77,7 @@ def decode_records(
 ) -> Iterator[DecodeRecord]:
     """Measure all engines on a loaded model, two caches of which have room at a time. Raises BenchError, ModelError.
 
-    Those of a position come once all engines have been there.
+    The records of a position come once all engines have been there.
     """
     files, highest = target.files, options.positions[-1]
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")

@@ -33,7 +33,7 @@ def attend_tail(
 ):  # fmt: skip
     """Softmax over the tail of a row's heads: their highest scores, totals, and mixed values, not yet divided."""
     n = tl.arange(0, BLOCK)
-    seen = n < tail_length  # masks the values too: 0 times the NaN of an unused entry is NaN
+    seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
     places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
     keys = load_rows(key_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * scale_log2

@@ -83,7 +83,7 @@ class PricePlanner:
     def observe(
         self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
     ) -> None:
-        """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.
+        """Take in a step that committed so many tokens, with a tree of so many nodes from so many draft forwards.
 
         `num_expected` nodes were to be accepted by their probabilities; drafting took `seconds`.
         """
