@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-STAGING_BYTES = 1 << 24  # of one buffer: a piece takes about a millisecond, so that little waits for the first
+STAGING_BYTES = 1 << 24  # size of one buffer: a piece takes about a millisecond, so the wait for the first is short
 
 
 class CopyEvent(Protocol):

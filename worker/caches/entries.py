@@ -30,7 +30,7 @@ class Entries:
         self.shape = shape
         if buffer is None:
             size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
-            # whole blocks are read, with weights of next to nothing for what was not written: that has to be numbers
+            # whole blocks are read; entries never written weigh next to nothing, but must hold numbers
             buffer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.buffer = buffer
 

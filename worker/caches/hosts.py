@@ -24,7 +24,7 @@ from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.room import GB, KVRoomError
 
-BLOCK_POSITIONS = 1024  # so many rows of a head are whole pages, which direct reads ask for, whatever its size
+BLOCK_POSITIONS = 1024  # direct reads ask for whole pages; so many rows fill them, whatever the head's size
 
 
 class CacheHost(Protocol):

@@ -99,7 +99,7 @@ class LayerRing:
             self._bring(layer % len(self._sides), self._visits)
 
     def keep(self, layer: int, visits: Sequence[Visit]) -> None:
-        """The rows that were written go home."""
+        """Send the rows that were written home."""
         side, going = self._side(layer), self._streams.going
         going.follow(self._streams.computation.record_event())
         for visit in visits:
@@ -115,7 +115,7 @@ class LayerRing:
         return self.buffer[layer % len(self._sides), :, visit.slot]
 
     def forget(self, slot: int, length: int) -> None:
-        """A slot's positions from `length` on are going to change, or have."""
+        """Forget a slot's positions from `length` on, which are going to change, or have."""
         for side in self._sides:
             side.held[slot].end = min(side.held[slot].end, length)
 

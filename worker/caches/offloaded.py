@@ -115,7 +115,7 @@ class LayerStream:
         return self._used.rows
 
     def forget(self, length: int) -> None:
-        """Positions from `length` on are going to change."""
+        """Forget positions from `length` on, which are going to change."""
         self._flushed = min(self._flushed, length)
         for side in (self._used, self._coming):
             if side.end > length:

@@ -23,7 +23,7 @@ class ComputingStream:
         self._current, self._stream = current, current()
 
     def join(self) -> None:
-        """The calling thread is about to compute: on its current stream, behind all that was computed before."""
+        """Let the calling thread compute on its current stream, behind all that was computed before."""
         stream = self._current()
         if stream != self._stream:
             stream.wait_event(self._stream.record_event())

@@ -14,11 +14,11 @@ from swiftbatch.worker.target.target import TargetModel
 
 NUM_COMPARED_ROWS = 300
 MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1
-MOST_SHIFTED_BY_EXPERTS = 0.25  # where two weigh nearly the same, the last bit decides which one a row goes to
+MOST_SHIFTED_BY_EXPERTS = 0.25  # where two experts weigh nearly the same, the last bit decides between them
 MEDIAN_SHIFTED = {
     torch.float32: 1e-2,
     torch.bfloat16: 0.25,
-}  # with experts: such rows are few, others see a little of it
+}  # with experts: such rows are few, and others see a little of them
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,15 @@ def llama3_frequencies(
 ) -> NDArray[np.float32]:
     """Frequencies of Llama 3.1 and later, rounded to float32 where `transformers` rounds.
 
-    Those that turn less than `low` times within `original` positions are divided by `factor`, those that turn more than
-    `high` times stay, and between these they are blended. Each operation is one that IEEE 754 rounds in one way.
+    Frequencies that turn less than `low` times within `original` positions are divided by `factor`. Those that turn
+    more than `high` times stay, and between these they are blended. Each operation is one that IEEE 754 rounds in one
+    way.
     """
     plain = default_frequencies(theta, head_dim)
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
     stretched = plain / np.float32(factor)
     turns = np.float32(original) * (np.float32(1.0) / wavelengths)
-    share = (turns - np.float32(low)) / np.float32(high - low)  # of what stays
+    share = (turns - np.float32(low)) / np.float32(high - low)  # the share of the plain frequency
     blended = (np.float32(1.0) - share) * plain / np.float32(factor) + share * plain
     is_long, is_short = wavelengths > np.float32(original / low), wavelengths < np.float32(original / high)
     return np.where(is_long, stretched, np.where(is_short, plain, blended))

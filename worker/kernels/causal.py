@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.team import Team
 
 FAST_VARIANTS = ("avx512-bf16",)  # torch multiplies tiles itself where there is AMX
 HEAD_DIM = SIDE = 64  # of source/causal_blocks.h
-MOST_THREADS = 16  # each has room for all gradients of queries; one sequence makes no more units than that
+MOST_THREADS = 16  # each has room for all gradients of queries; one sequence gives no more units of work
 FUNCTIONS = ("causal_forward", "causal_backward")
 
 

@@ -140,7 +140,7 @@ def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
     """The angles of a module of `transformers`, without what this processor's powers round."""
     try:
         return Rotary(frequencies_of(config.rope_parameters, head_dim))
-    except (KeyError, TypeError, ValueError):  # of another type, or of numbers that only `transformers` takes
+    except (KeyError, TypeError, ValueError):  # a rotary type, or numbers, that only `transformers` takes
         return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
 
 

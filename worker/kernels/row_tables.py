@@ -37,7 +37,7 @@ class Rows(Protocol):
 
     @property
     def cache(self) -> RowCache:
-        """The one that they are behind."""
+        """The cache that the rows are behind."""
 
     @property
     def token_ids(self) -> list[int]:

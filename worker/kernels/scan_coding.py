@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
-CLOUD_CHUNKS = 16  # whose moments are taken together
+CLOUD_CHUNKS = 16  # chunks whose moments are taken together
 CODE_BLOCK = 64  # keys whose codes lie side by side, as in source/scan.h
 FAR_FROM_MEAN = 1.22  # in mean distances, as in source/scan_intake.c
-MOMENT_STRIDE = 2  # of the keys whose changes are taken: every other one tells as much
+MOMENT_STRIDE = 2  # stride of the keys whose changes are taken: every other one tells as much
 WORTH_READING = 0.1  # share of a query's weight that its best keys must have
 
 

@@ -67,7 +67,7 @@ def _run(
     samplers: Many[NativeSampler],
     num_rounds: int,
 ) -> Many[CTreeWalk]:
-    """The call: each sequence's newest walk, whose length says how many tokens it has then."""
+    """Make the call; return each sequence's newest walk, whose length says how many tokens it has then."""
     sizes = decoder.sizes
     state = torch.empty(table.num_rows, sizes.hidden)
     hidden = torch.empty(table.num_rows, sizes.hidden, dtype=sizes.dtype)

@@ -76,7 +76,7 @@ class Forwards(Protocol):
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
 
-        What stands in the entry behind the committed ones is overwritten. They may hold only until the next call.
+        The entry behind the committed ones is overwritten. The queries may hold only until the next call.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

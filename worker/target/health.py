@@ -19,7 +19,7 @@ def check_model(target: TargetModel) -> None:
     """Raise ModelError where logits are not finite behind any of some single tokens: then no job can run."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
     token_ids = range(0, target.vocab_size, step)
-    cache = target.new_cache(1)  # as jobs have theirs: a GPU's rows lie in the slots of its arena
+    cache = target.new_cache(1)  # made as jobs' caches are: a GPU's rows lie in the slots of its arena
     for token_id in token_ids:
         [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
         if math.isfinite(float(outputs.logits[0].max())):

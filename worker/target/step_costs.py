@@ -22,9 +22,9 @@ PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # of cache, at most
 PROBE_REPEATS = 5
 ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
-FEWEST_REPEATS = 2  # one time alone may be that of memory which is touched first, or of another program
-LEAST_SECONDS = 1e-9  # that a clock may be too coarse to see
-LONG_SECONDS = 0.3  # of all of a forward's times: one that takes longer is timed no more often than that
+FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
+LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
+LONG_SECONDS = 0.3  # for all times of one forward; a slow forward is timed less often
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
         cache.advance(length)
         forwards = [functools.partial(target.verify, [_probe_rows(cache, number)]) for number in ROW_COUNTS]
         seconds[i] = _least_seconds(target, forwards)
-    # whatever disturbs makes a time longer: fewer rows never take more than the best time of more rows
+    # disturbances only add time, so fewer rows never take more than the best time of more rows
     rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
     return StepCosts(lengths, rising, target.forwards.rows_per_forward)
 

@@ -147,7 +147,7 @@ class TargetModel:
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
 
-        What stands in the entry behind the committed ones is overwritten.
+        The entry behind the committed ones is overwritten.
         """
         return self.forwards.queries(cache, token_id)
 

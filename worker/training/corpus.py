@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftbatch.jobs.errors import UserError
 
-JUMP_SHARE = 1 / 3  # of the windows: the first tokens of a text, then a stretch from further back
+JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a stretch from further back
 
 
 class CorpusError(UserError):

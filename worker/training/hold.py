@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
 
-LOCK = ".training.lock"  # it says who holds it, for those who are refused
+LOCK = ".training.lock"  # the file says who holds the folder, for those who are refused
 
 _held: set[Path] = set()  # by this process: a training may be a part of another one
 
@@ -64,7 +64,7 @@ def _lock(file: Path, path: Path) -> int:
             os.truncate(descriptor, 0)
             os.write(descriptor, _own_name().encode())
             return descriptor
-        os.close(descriptor)  # who held it has ended meanwhile, and removed it
+        os.close(descriptor)  # the holder has ended meanwhile, and removed the file
 
 
 def _own_name() -> str:

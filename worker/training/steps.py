@@ -91,7 +91,7 @@ class Optimizers:
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
     """Sum in one order alone on a GPU, so that a training that goes on after a kill comes to the same weights."""
-    if device.type == "cpu":  # whose sums have one
+    if device.type == "cpu":  # a CPU sums in one order
         yield
         return
     from swiftbatch.worker.target.cuda.cuda_loading import (

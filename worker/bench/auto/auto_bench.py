@@ -33,8 +33,8 @@ from swiftbatch.worker.target.target import TargetModel
 
 MOST_SEQUENCES = 32
 ROOM = 2  # times the tokens that are asked for: no sequence of a batch ends before the others are there
-CELL_TOKENS = 1024  # of a slot, at least: short jobs follow each other, as on a worker
-ROUND_TOKENS = 200  # of a job, at least, before another contestant takes its turn
+CELL_TOKENS = 1024  # least tokens of a slot: short jobs follow each other, as on a worker
+ROUND_TOKENS = 200  # least tokens of a job before another contestant takes its turn
 
 
 def _counts(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class AutoBenchOptions(BenchOptions):
     slot_counts: Counts  # sequences of a step
     temperatures: Temperatures
     num_tokens: Lengths  # of each job
-    num_repetitions: int = Field(ge=1)  # of every cell, with drafters that know no job and with other seeds
+    num_repetitions: int = Field(ge=1)  # of every cell, with fresh drafters and other seeds
     min_p: float = Field(ge=0.0, le=1.0)
     seed: int = Field(ge=0)
     text: Path

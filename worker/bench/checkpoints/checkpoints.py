@@ -109,7 +109,7 @@ def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> Ch
 
 def _rounds(pair: list[BenchWorker], options: CheckpointBenchOptions) -> Iterator[tuple[Turn, Turn]]:
     """Generate one interval's tokens with both in turn, each time in the other order. Yields turns (tokens, state)."""
-    half = options.checkpoint_tokens // 2  # so that a state falls due in the middle of a turn, and is written within it
+    half = options.checkpoint_tokens // 2  # a state falls due in the middle of a turn, and is written within it
     for worker in pair:
         worker.generate_to(half)
     for number in range(1, options.num_rounds + 1):

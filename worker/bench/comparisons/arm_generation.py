@@ -106,7 +106,7 @@ class PromptFigures(Frozen):
     speedup: float
     acceptance: float | None  # accepted by the full verification, of those that were drafted for it
     middle_acceptance: float | None  # agreed by the target with a partial cache, of those that it checked
-    needle_share: float | None  # of the needle's tokens, those that plain decoding says where they belong
+    needle_share: float | None  # share of the needle's tokens that plain decoding puts where they belong
     tokens_per_step: float  # of one sequence
     drafted_per_step: float
     rounds_per_step: float  # forwards with a partial cache

@@ -25,7 +25,7 @@ from swiftbatch.worker.target.step_costs import Costs, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 
 NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
-NUM_WARMUP_TOKENS = 16_384  # of another job, so that drafters which learn across jobs start hot
+NUM_WARMUP_TOKENS = 16_384  # tokens of another job, so that drafters which learn across jobs start hot
 
 
 class DecodeBenchOptions(BenchOptions):
@@ -77,7 +77,7 @@ def decode_records(
 ) -> Iterator[DecodeRecord]:
     """Measure all engines on a loaded model, two caches of which have room at a time. Raises BenchError, ModelError.
 
-    Those of a position come once all engines have been there.
+    The records of a position come once all engines have been there.
     """
     files, highest = target.files, options.positions[-1]
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
@@ -163,7 +163,7 @@ def warm_drafters(
 ) -> dict[str, Drafter]:
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
     drafters = {name: create_bench_drafter(name, target, costs, parts) for name in engines}
-    if any(drafter.needs_top_k for drafter in drafters.values()):  # what the others know is in the text itself
+    if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters know only what is in the text
         num_tokens = num_warmup_tokens(target.files)
         other_job = own_tokens(target, num_tokens)
         read_tokens(target, target.new_cache(num_tokens), other_job, list(drafters.values()))

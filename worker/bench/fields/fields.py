@@ -29,8 +29,8 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 
-NEVER = Markers((0, 0, 0), (1, 1, 1))  # of a model that has none: tokens that no text has in a row
-TOKENS_PER_ROUND = 16  # at least: a clock and a neighbour's moment are in every round
+NEVER = Markers((0, 0, 0), (1, 1, 1))  # markers for a model without any: tokens that no text has in a row
+TOKENS_PER_ROUND = 16  # at least, since the clock and busy moments of other programs are in every round
 
 
 class FieldBenchOptions(BenchOptions):
@@ -127,7 +127,7 @@ def _compete(
             num_new = len(contestants[i].token_ids()) - before[0]
             if num_new:
                 seconds[i].append((contestants[i].timing.seconds - before[1]) / num_new)
-            else:  # its drafts had run ahead: the round before tells of these tokens too
+            else:  # its drafts had run ahead: the round before counts these tokens too
                 seconds[i].append(seconds[i][-1])
     return seconds
 

@@ -33,7 +33,7 @@ class MemoryMeter:
         self._reset()
 
     def note(self, stage: str) -> None:
-        """The most that was held since the last stage; on a GPU with what it has for itself."""
+        """Note the most that was held since the last stage; on a GPU with what it has for itself."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)

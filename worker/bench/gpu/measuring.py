@@ -22,7 +22,7 @@ from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth
 from swiftbatch.worker.exactness.first_run.parts import Parts
 
-NUM_CACHES = 2  # of the engines: a job's, and that of the text which warms drafters up; a resume has as many
+NUM_CACHES = 2  # an engine has a job's and the warm-up text's; a resume has as many
 TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines
 
 

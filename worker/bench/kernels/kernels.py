@@ -32,7 +32,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 
-LEAST_SECONDS = 0.002  # of a round: what is shorter is called several times
+LEAST_SECONDS = 0.002  # least seconds of a round: a shorter call is repeated
 
 
 def _ascending_in(numbers: tuple[int, ...], bounds: range) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class Roof:
         return self._bytes_per_second[size]
 
     def seconds(self, num_bytes: int, num_flops: int, num_bytes_between: int) -> float:
-        """The least that an operation can take which reads these bytes, so many others lying between two times."""
+        """Return the least time of an operation that reads these bytes, so many others lying between two times."""
         return max(num_bytes / self.bytes_per_second(num_bytes_between), num_flops / self.flops_per_second)
 
     def _read(self, size: int) -> float:

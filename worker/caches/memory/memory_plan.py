@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
 LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
-DECODED_BYTES = 4  # of a logit that nobody draws from where it lies
+DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
 
 
@@ -35,7 +35,7 @@ PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
 class GPUMemory:
     """A GPU as a plan sees it."""
 
-    free_bytes: int  # once its context is there
+    free_bytes: int  # free once the GPU's context is there
     num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
     attention: AttentionName = "triton"
 
@@ -72,11 +72,11 @@ class SlotsWanted:
     partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
     num_slots: int | None = None  # None: as many as fit
     scanned_best: int = 0  # keys that queries of drafts read exactly of texts that are scanned; 0: none is
-    part_bytes: int = 0  # of what an engine drafts with, once
-    draft: ModelSizes | None = None  # of a draft model, which has a cache of `draft_length` positions for each slot
+    part_bytes: int = 0  # bytes of what an engine drafts with, once
+    draft: ModelSizes | None = None  # sizes of a draft model, whose caches have `draft_length` positions a slot
     draft_length: int = 0
     engine: DraftMemoryOf | None = None  # what the engine takes beside that
-    host_bytes: int | None = None  # of the host's memory that caches may lie in; None: they lie on the GPU
+    host_bytes: int | None = None  # host memory that caches may lie in; None: they lie on the GPU
 
 
 @dataclass(frozen=True)

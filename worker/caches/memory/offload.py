@@ -17,7 +17,7 @@ from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.room import GB, MEMORY, KVRoomError
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
-HOST_SHARE = 0.8  # of what is free, for caches; checkpoints on their way and other programs need some, too
+HOST_SHARE = 0.8  # share of the free memory for caches; checkpoints on their way and other programs need some, too
 
 
 def plan_offload(

@@ -32,7 +32,7 @@ class Check:
 
 
 class Result(Frozen):
-    """A check that was run."""
+    """A check that was run, and its finding."""
 
     name: str
     proves: str

@@ -12,7 +12,7 @@ from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.probes import noise_of
 
 MASK = 0xFFFFFFFF
-MOST_DIFFERING = 1e-5  # of the numbers; a logarithm's last bit survives rounding about once in 10^8
+MOST_DIFFERING = 1e-5  # share of the numbers; a logarithm's last bit survives rounding about once in 10^8
 MOST_DISTANCE = 1e-6  # of a number, relatively: one unit in its last place
 
 

@@ -66,7 +66,7 @@ class OneLayer:
         self._upload.send()
 
     def attend(self) -> None:
-        """The two launches over what was uploaded."""
+        """Attend over what was uploaded, in two launches."""
         keys, values = self.arena.buffer[0]
         self._attention.attend(0, keys, values, None, self._table, self._mixed)
 

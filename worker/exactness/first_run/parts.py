@@ -40,7 +40,7 @@ class Extent:
     num_positions: int = 64  # that noise is drawn for
     num_rows: int = 10_000  # of trees against plain decoding
     most_nodes: int = MOST_NODES  # of such a tree
-    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # of the caches behind which the same work is done again
+    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # of caches behind which the same work is repeated
     num_compared: int = 300  # rows that go through transformers
     read_bytes: int = 1 << 32  # by which reading is timed
     num_rounds: int = 7  # of what is timed; the median counts

@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import Linear
 
 COMPARED_COLUMNS = 1024  # in float64
-SUM_ERROR = 1e-5  # of the sum of all products' sizes, that a float32 sum may be off
+SUM_ERROR = 1e-5  # error allowed to a float32 sum, as a share of the sum of all products' sizes
 
 
 def check_products(parts: Parts) -> Finding:

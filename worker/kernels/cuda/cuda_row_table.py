@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from swiftbatch.worker.kernels.row_tables import Rows
 
-NUM_ROWS = 64  # of every forward: one shape is one numerics, one graph, one cost
+NUM_ROWS = 64  # rows of every forward: one shape means one numerics, one graph, one cost
 BLOCK = 64  # positions between two boundaries; also the width of a tail
 
 Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])

@@ -1,7 +1,7 @@
 """Kernels of a layer besides products, attention and rotary positions: embedding, norms, the gate.
 
-They round where `transformers` rounds, as in `kernels/reference.py`. A program sees one row. Padding rows, whose tail
-has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
+They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program sees one row. Padding
+rows, whose tail has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StackedWeights:
 
 
 def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
-    """The layers one by one, which `weights` does not have afterwards: none of them is there twice for long."""
+    """Yield the layers one by one and take them from `weights`: none of them is there twice for long."""
     while weights.layers:
         yield weights.layers.pop(0)
 

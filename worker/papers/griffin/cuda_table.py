@@ -27,7 +27,7 @@ NOWHERE = -1  # as a feature's place
 class CudaRoom(Room):
     """A room in a slot."""
 
-    counts: TokenCounts  # of the sequence's penalty window
+    counts: TokenCounts  # token counts of the sequence's penalty window
 
     @classmethod
     def of(cls, sequence: Sequence, cache: ArenaKVCache, features: torch.Tensor) -> CudaRoom:

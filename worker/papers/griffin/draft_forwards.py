@@ -1,9 +1,9 @@
 """The forwards of GRIFFIN's draft model behind the sequences of a worker, and what it keeps of each.
 
-Its keys and values lie in a cache of one layer, with the rows of the window in it (see `window.py`). Its rows
-are exact, as the target's are (see `rows.py`), and the features come from the target's rows, so what it says follows
-from the tokens alone: where features are not known, behind a prompt or a resume, the target runs the window's
-tokens once more.
+Its keys and values lie in a cache of one layer, with the rows of the window in it (see `window.py`). Its rows are
+exact, as the target's are (see `draft_rows.py`), and the features come from the target's rows, so what it says follows
+from the tokens alone. Where features are not known, behind a prompt or a resume, the target runs the window's tokens
+once more.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 
 NOTHING = 0  # zeros: in front of the text's first token stands no feature
 RING = 1  # the target's features at the newest positions, one behind the other and round
-REGRESSED = RING + NUM_ENTRIES  # what stands in for them: of a draft tree's root, and behind it of its nodes
+REGRESSED = RING + NUM_ENTRIES  # regressed features in their place: a draft tree's root, then its nodes
 NUM_PLACES = REGRESSED + 1 + MAX_TREE_NODES
 
 

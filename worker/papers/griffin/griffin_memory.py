@@ -17,8 +17,8 @@ from swiftbatch.worker.papers.griffin.griffin_weights import CONFIG
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 
-MOST_CANDIDATES = 16  # of a row that are kept, each with a rank of 8 bytes in every block of tokens
-SLOT_LOGIT_BYTES = 12  # of a token: how often it lies in the penalty's window and in the output, and its bias
+MOST_CANDIDATES = 16  # candidates kept of a row, each with a rank of 8 bytes in every block of tokens
+SLOT_LOGIT_BYTES = 12  # bytes a token: its counts in the penalty's window and in the output, and its bias
 CAPACITY = slot_capacity(NUM_ENTRIES)
 
 

@@ -33,7 +33,7 @@ class GrowingTree:
         self._parents: list[int] = []  # candidates that the coming level grows below
 
     def add_root(self, candidates: Candidates) -> None:
-        """The first level: what may follow the newest token."""
+        """Add the first level: the candidates behind the newest token."""
         self._parents = [ROOT]
         self.add_level([candidates])
 

@@ -28,7 +28,7 @@ SECOND_FUSIONS: dict[Fusion, tuple[Source, ...]] = {
     "without-fused": ("token",),  # table 6, ablation 3
     "none": (),  # no token-guided fusion: equation 6 alone, as in EAGLE
 }
-"""What is fused once more with the first fusion; all but the first are the paper's ablations."""
+"""Sources that are fused once more with the first fusion; all but the first are the paper's ablations."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.papers.griffin.features import NUM_PLACES, Features
 from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, of_each
 
-SPREAD = 0.4  # in logits: the draft model's error, so that scores are about as likely as they say
+SPREAD = 0.4  # error of the draft model's logits, so that scores are about as likely as they say
 
 
 @dataclass(frozen=True)

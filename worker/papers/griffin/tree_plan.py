@@ -17,7 +17,7 @@ from swiftbatch.worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.target.step_costs import StepCosts
 
 PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
-MAX_TRUST = 4.0  # that a probability is multiplied or divided by
+MAX_TRUST = 4.0  # most that a probability is multiplied or divided by
 STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
 PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
@@ -28,8 +28,8 @@ class TreePrices:
 
     row: float
     level: float
-    coverage: float  # of a node's children: how often one of them is the token that comes
-    trust: float = 1.0  # what a probability is multiplied with
+    coverage: float  # how often one of a node's children is the token that comes
+    trust: float = 1.0  # factor on the draft model's probabilities
 
     def pays_row(self, probability: float) -> bool:
         """Tell whether a node of this probability is worth its row in the verification."""
@@ -54,7 +54,7 @@ class PricePlanner:
         self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
         self._num_steps = 0
         self._drafting = 0.0  # seconds that drafting takes here for each sequence; 0 before it was done
-        self._told_drafting = 0.0  # the same where the state came from; counts until it was done here
+        self._told_drafting = 0.0  # the same on the machine that the state came from; used until this one has drafted
 
     def pays(self, lengths: list[int], overhead: float) -> bool:
         """Tell whether trees bring more than plain decoding to sequences that share a forward.
@@ -83,7 +83,7 @@ class PricePlanner:
     def observe(
         self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
     ) -> None:
-        """A step committed so many tokens, with a tree of so many nodes from so many draft forwards.
+        """Take in a step that committed so many tokens, with a tree of so many nodes from so many draft forwards.
 
         `num_expected` nodes were to be accepted by their probabilities; drafting took `seconds`.
         """
@@ -102,5 +102,5 @@ class PricePlanner:
         found = state.get("griffin_plan")
         if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
-        # what a level takes was measured on this machine and is not learned again
+        # a level's time was measured on this machine and is not learned again
         self._means, self._told_drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])

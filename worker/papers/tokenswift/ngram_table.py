@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _NONE = -1
-_FIRST_BITS = 32  # of a key of `_fronts`: the first token; the count stands above
+_FIRST_BITS = 32  # bits of the first token in a key of `_fronts`; the count stands above them
 
 
 class NgramTable:

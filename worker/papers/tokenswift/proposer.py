@@ -28,7 +28,7 @@ from swiftbatch.worker.papers.tokenswift.digit_tree import Ranked, Recycled, Sou
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads
 from swiftbatch.worker.papers.tokenswift.ngram_table import NgramTable
 
-TYPICAL_LOGIT = 10.0  # of a likely token: what the penalty takes from it decides whether an n-gram is held back
+TYPICAL_LOGIT = 10.0  # a likely token's logit: the penalty's cut from it decides if an n-gram is held back
 
 
 class TokenSwiftProposer(Proposer):

@@ -76,7 +76,7 @@ class DraftModel:
                 context.cache.advance(len(part))
                 if context.cache.length == len(requests[name]):
                     context.token_ids = requests[name]
-                    found[name] = outputs.logits[-1].clone()  # those of a forward hold until the next one
+                    found[name] = outputs.logits[-1].clone()  # a forward's logits hold until the next one
         return [found[name] for name in requests]
 
     def token_seconds(self) -> float:

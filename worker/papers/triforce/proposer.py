@@ -22,7 +22,7 @@ class DraftModelProposer(Proposer):
 
         Chains' samplers are of `drawing`.
         """
-        self.node_seconds = draft_model.token_seconds() / width  # that every proposed node takes
+        self.node_seconds = draft_model.token_seconds() / width  # seconds of each proposed node
         self._draft_model = draft_model
         self._width = width
         self._drawing = drawing

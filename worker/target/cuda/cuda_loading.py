@@ -35,7 +35,7 @@ from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.forwards import Forwards
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of attention: two waves of two, as their shared memory allows
+PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
 def load_cuda_forwards(
@@ -130,7 +130,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
     if wanted.partial_budget:
-        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # that has room in a slot
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that a slot has room for
         slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
         part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
     if wanted.draft is not None:
@@ -140,7 +140,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
 
 
 def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
-    """And what rounds take beside their partial caches: scanned texts."""
+    """Add what rounds take beside their partial caches: scanned texts."""
     scan = NO_DRAFTS
     if wanted.scanned_best:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES

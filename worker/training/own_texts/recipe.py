@@ -25,14 +25,14 @@ class HeadRecipe:
 
     num_heads: int = 3
     num_steps: int = HEADS_STEPS
-    num_step_rows: int = 4096  # of all texts, drawn for each step; the paper: 120 sequences of up to 8,192
+    num_step_rows: int = 4096  # rows drawn from all texts for each step; the paper: 120 sequences of up to 8,192
     learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
     num_warmup_steps: int = 50
     num_book_tokens: int = 8192  # of each book, from its beginning
     num_own_texts: int = HEADS_OWN_TEXTS  # to learn from instead of the books
-    num_prompt_tokens: int = 256  # of a book, behind which an own text is sampled
+    num_prompt_tokens: int = 256  # tokens of a book behind which an own text is sampled
     num_own_tokens: int = 512  # of each own text
     seed: int = SEED
 

@@ -29,7 +29,7 @@ class Evaluation:
     num_tokens: int
     bits_per_byte: float
     loss_by_position: dict[str, float]  # range -> nats per token
-    near_loss_by_position: dict[str, float]  # the same without the far text: what that is worth, or costs
+    near_loss_by_position: dict[str, float]  # the same without the far text, to see what that is worth, or costs
 
 
 def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> Evaluation:

@@ -21,7 +21,7 @@ NUM_PLACES = 24
 DISTANCES = (1024, 8192, 30_000)
 NUM_NEEDLES = 24  # for each distance
 NEEDLE = 16  # tokens of a passage that comes back
-CUE = 8  # of them that are said again, so that the others may follow
+CUE = 8  # tokens of the needle that are said again, so that the others may follow
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _loss(target: TargetModel, passages: list[np.ndarray], window: int, first_to
 def _continued(
     target: TargetModel, stream: np.ndarray, distance: int, first_token_id: int, random: np.random.Generator
 ) -> float:
-    """A passage of another place stands `distance` tokens back; its beginning is said again."""
+    """Return the share of right tokens behind the repeated beginning of a passage `distance` tokens back."""
     right = 0
     for _ in range(NUM_NEEDLES):
         start = int(random.integers(0, len(stream) - distance))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowBatch
 
-NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # whose logits are held at once: on a CPU they fit its cache
+NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # rows whose logits are held at once: on a CPU they fit its cache
 
 
 def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
@@ -44,7 +44,7 @@ class OtherView:
 
     states: Tensor
     closeness: float  # weight of how far rows are from it
-    is_right_alone: bool  # whether that counts only where this view gives more to what came than the rows do
+    is_right_alone: bool  # if closeness counts only where this view gives more to the token that came than the rows do
 
 
 def add_row_gradients(

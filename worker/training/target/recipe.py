@@ -39,7 +39,7 @@ class WindowRecipe(Recipe):
     """Steps over windows of some kinds."""
 
     kinds: tuple[WindowKind, ...] = ()
-    far_share: float = 0.3  # of the windows: not read from position 0 on, but from anywhere in a long text
+    far_share: float = 0.3  # share of windows read not from position 0 on, but from anywhere in a long text
 
     def kind_of(self, step: int) -> WindowKind:
         """The windows of a step (from 0): tokens have the shares that the kinds say, from beginning to end."""
@@ -65,7 +65,7 @@ class LongTextRecipe(WindowRecipe):
     segment: int = 4096  # of them in a step
     near: int = 2048  # tokens in front of a segment that its other view reads
     closeness: float = 2.0  # weight of how far the whole text's view is from that of the newest tokens
-    is_near_right_alone: bool = False  # whether that counts only where the newest tokens alone gave more to what came
+    is_near_right_alone: bool = False  # if closeness counts only where the newest tokens alone gave more to what came
     pieces: tuple[int, int] | None = None  # shortest and longest piece of a book that a text consists of; None: whole
 
     @property
@@ -100,7 +100,7 @@ KINDS_BESIDE_TEXTS = (
     WindowKind("2K beside", 2048, 2, share=0.3),
     WindowKind("4K beside", 4096, 1, share=0.4, mixed_share=0.25),
 )
-PIECES = (4096, 49_152)  # of other books in front of most tokens: where far text was still found to do harm
+PIECES = (4096, 49_152)  # lengths of pieces: other books stand in front of most tokens, where far text still did harm
 TOKENS_PER_TEXT = 2_000_000  # that windows are trained on for each long text
 
 

@@ -32,7 +32,7 @@ class EarlierSegments:
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
 
     def advance(self) -> None:
-        """The segment that was read last is behind the next one. Its length is a multiple of 64."""
+        """Put the segment that was read last behind the next one. Its length is a multiple of 64."""
         for layer, pair in self._read.items():
             behind = self._behind.get(layer)
             joined = pair if behind is None else [torch.cat(both, dim=2) for both in zip(behind, pair, strict=True)]

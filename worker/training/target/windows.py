@@ -15,7 +15,7 @@ import torch
 
 from swiftbatch.worker.training.target.recipe import WindowKind, WindowRecipe
 
-SKIPPING_SHARE = 0.5  # of the windows that are read far from position 0: some stretches, in place of one
+SKIPPING_SHARE = 0.5  # share of the windows far from position 0 that are several stretches in place of one
 MOST_STRETCHES = 4
 TURN_LENGTHS = (256, 1024)  # tokens of one book before the other's turn
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.moving.moved_arena import bits_of, expect_arena
 
-NUM_WARPS = 1  # of a program that holds one row at a time: a number is read and written by the same warp
+NUM_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
 PADDING = (-1, -1, -1)
 
 

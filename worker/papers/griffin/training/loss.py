@@ -38,7 +38,7 @@ def accumulate_gradients(
         losses.append(round(float(tokens / num_rows + distance.detach()), 4))
         shares.append(round(float(counted.float().mean()), 4))
         if recipe.align_top_k is not None:
-            aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # what comes round has no draft
+            aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # the row that comes round has no draft
     torch.autograd.backward(roots, gradients)
     return losses, shares
 

@@ -45,7 +45,7 @@ def forward_passes(model: GriffinModel, embeddings: torch.Tensor, windows: Windo
     for number in range(1, num_passes + 1):
         predicted, regressed = model(inputs, embeddings, entries, passes=passes)
         outputs.append(Pass(predicted, regressed, windows.num_before >= number - 1))
-        inputs = regressed.roll(1, dims=1)  # where it comes round, there is no draft
+        inputs = regressed.roll(1, dims=1)  # the row that comes round has no draft
     return outputs
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # of the passes and forwards: told apart without colours
-SMOOTHING = 0.9  # of the losses, a running mean: a step's windows differ much
+SMOOTHING = 0.9  # running mean of the losses: a step's windows differ much
 
 
 def plot_training(records: list[dict[str, Any]], path: Path) -> None:

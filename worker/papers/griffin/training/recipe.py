@@ -11,7 +11,7 @@ from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 
-FEATURE_WEIGHT = 0.1  # of the L1 distance of features beside the cross entropy of tokens (appendix C.1)
+FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance beside the tokens' cross entropy (appendix C.1)
 
 TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=defaults.GRIFFIN_OWN_TEXTS)
 """Sizes of the texts to learn from, and their seed: trainings with other seeds share them."""
@@ -24,9 +24,9 @@ class GriffinRecipe:
     num_steps: int = defaults.GRIFFIN_STEPS
     num_step_windows: int = 4
     window_length: int = NUM_ENTRIES  # rows: the most that the model sees in use
-    own_share: float = 0.5  # of the windows: from the target's own texts, where there are any
+    own_share: float = 0.5  # share of windows from the target's own texts, where there are any
     num_passes: int = defaults.GRIFFIN_PASSES  # N, in the last steps
-    single_pass_share: float = 0.6  # of the steps: one pass; then in equal parts two, three, ... of them
+    single_pass_share: float = 0.6  # share of steps with one pass; then equal parts with two, three, ...
     align_top_k: int | None = defaults.GRIFFIN_ALIGN_TOP_K  # of the alignment mask; None: no mask
     base_learning_rate: float = 3e-5  # at the paper's 4,096 hidden numbers
     betas: tuple[float, float] = (0.9, 0.95)

@@ -49,7 +49,7 @@ class CudaGriffin:
         self._fuse, self._norms = weights.fuse, weights.parts
         self._expand, self._contract = weights.expand, weights.contract
         self._predict, self._regress = weights.predict, weights.regress
-        self._layer = stacked_layer(weights.layer, arena.device)  # what it was made of is not kept
+        self._layer = stacked_layer(weights.layer, arena.device)  # the unstacked weights are not kept
         self._keys, self._values = arena[0]
         self._features, self._table, self._places = features, table, places
         capacity = arena.shape[4]

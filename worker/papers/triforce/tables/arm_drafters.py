@@ -39,7 +39,7 @@ class NaivePlanner(MeasuredPlanner):
 
 
 def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> TwoLevelDrafter:
-    """The draft model's tokens go straight to the full verification."""
+    """Make a drafter whose draft model's tokens go straight to the full verification."""
     proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_drawing())
     planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
     return TwoLevelDrafter(target, proposer, planner, StreamingKVCache, NUM_PINNED)  # no round ever asks for the cache

@@ -10,7 +10,7 @@ from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW
 from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from swiftbatch.worker.training.steps import Recipe
 
-LENGTH = NUM_SINKS + 2 * WINDOW  # of the windows it learns from: the most that it reads in use
+LENGTH = NUM_SINKS + 2 * WINDOW  # length of training windows: the most that it reads in use
 
 NUM_BOOK_TOKENS = 32_768  # of each book, from its beginning
 
@@ -26,7 +26,7 @@ class DraftRecipe(Recipe):
     decay_share: float = 0.4
     num_step_windows: int = 4
     window_length: int = LENGTH
-    own_share: float = 0.5  # of the windows: from what the target itself says
+    own_share: float = 0.5  # share of windows from what the target itself says
     texts: HeadRecipe = TEXTS
 
 
