@@ -40,12 +40,12 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
         if name not in FOLDERS and found != getattr(manifest, name):
             kept = getattr(manifest, name)
             shown = f"without {name}" if kept in (None, ()) else f"with {name} {kept}"
-            place, advice = shown_uri(run_uri), "leave the option away, or use another run folder"
-            if name == "engine":
-                advice = (
-                    f"`swiftbatch resume {place} --engine {found}` goes on with it, to the same output; or {advice}"
-                )
-            raise RunError(f"the run at {place} was made {shown}, found {found}; {advice}")
+            place = shown_uri(run_uri)
+            resume = f"; `swiftbatch resume {place} --engine {found}` goes on with it" if name == "engine" else ""
+            raise RunError(
+                f"the run at {place} was made {shown}, found {found}; "
+                f"leave the option away, or use another run folder{resume}"
+            )
     return manifest
 
 
