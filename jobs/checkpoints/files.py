@@ -7,16 +7,15 @@ from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from swiftbatch.jobs.checkpoints.checked_files import digest
 from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, refuse_other
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.input.reasons import reasons, shown
+from swiftbatch.jobs.seal import sealed, unsealed
 
 VERSION: Final = 3
 VERSION_OF_NOBODY: Final = 2  # the version of older runs: such a file does not say whose it is
-SEAL = b',"checksum":"'
 
 
 class OwnedFile(Strict):
@@ -128,7 +127,7 @@ FileModel = TypeVar("FileModel", bound=OwnedFile)
 def dump_file(content: OwnedFile, identity: Identity) -> bytes:
     """One line of JSON that says whose it is, and ends with a checksum of itself."""
     owned = content.model_copy(update={"version": VERSION, "identity": identity})
-    return _sealed(owned.model_dump_json().encode())
+    return sealed(owned.model_dump_json().encode())
 
 
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
@@ -143,9 +142,12 @@ def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileM
     # a newer version may be sealed in another way
     if version not in (VERSION_OF_NOBODY, VERSION):
         raise DamagedFileError(f"found version {shown(version)}, expected {VERSION_OF_NOBODY} or {VERSION}")
-    text = data.rpartition(SEAL)[0] + b"}"
-    if data != _sealed(text):
-        raise DamagedFileError("found content that does not match its checksum")
+    try:
+        text = unsealed(data)
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from None
+    if text is None:
+        raise DamagedFileError("found no checksum")
     try:
         found = model.model_validate_json(text)
     except ValidationError as error:
@@ -167,7 +169,3 @@ def drafter_name(num_positions: int) -> str:
 def _check_name(file: str, expected: str) -> None:
     if file.partition("/")[2] != expected:
         raise ValueError(f"found the file name {shown(file)}, expected it to end in {expected}")
-
-
-def _sealed(text: bytes) -> bytes:
-    return text[:-1] + SEAL + digest(text).encode() + b'"}\n'

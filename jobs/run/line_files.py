@@ -10,7 +10,7 @@ from typing import Any
 from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.run.output_line import parse_line
 from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
-from swiftbatch.jobs.run.sealed_line import sealed, unsealed
+from swiftbatch.jobs.seal import sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"
@@ -47,7 +47,7 @@ class LineFiles:
 
     def write(self, job_id: str, line: dict[str, Any]) -> None:
         """Keep a line, in place of an older one."""
-        self._store.write(self.path(job_id), sealed(dump_line(line)))
+        self._store.write(self.path(job_id), sealed(dump_line(line)[:-1]))
 
     def write_all(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Keep the lines of many jobs, in place of older ones, several at a time: a store takes its time for each."""
@@ -59,7 +59,7 @@ class LineFiles:
 
     def write_new(self, job_id: str, line: dict[str, Any]) -> bool:
         """Keep a line; False where there is one."""
-        return self._store.write_new(self.path(job_id), sealed(dump_line(line)))
+        return self._store.write_new(self.path(job_id), sealed(dump_line(line)[:-1]))
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
@@ -97,7 +97,8 @@ def read_line(store: Store, path: str, damaged: dict[str, str], fingerprint: str
     if data is None:
         return None
     try:
-        return parse_line(unsealed(data), path.rpartition("/")[2].removesuffix(SUFFIX), fingerprint)
+        text = unsealed(data)  # None for a line of an older version
+        return parse_line(data if text is None else text, path.rpartition("/")[2].removesuffix(SUFFIX), fingerprint)
     except ValueError as error:
         damaged[path] = str(error)
         return None

@@ -61,6 +61,8 @@ class _Error(_Part):
 
 
 class _Line(_Part):
+    model_config = ConfigDict(extra="forbid")  # all that it has goes into the output
+
     id: str | None = None
     custom_id: str
     response: _Response | None

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.run.sealed_line import sealed, unsealed
+from swiftbatch.jobs.seal import SEAL, sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.run.run_parts import MANIFEST, failed_line, make_record
 
-LINE = b'{"id": "a", "text": "The lighthouse"}\n'
+LINE = b'{"id": "a", "text": "The lighthouse"}'
 
 
-def test_every_changed_bit_of_a_sealed_line_is_noticed() -> None:
+def test_every_changed_bit_of_a_sealed_line_is_noticed_or_lies_in_the_name_of_its_checksum() -> None:
     whole = sealed(LINE)
     assert json.loads(whole)["text"] == "The lighthouse"
     assert unsealed(whole) == LINE
@@ -24,17 +25,28 @@ def test_every_changed_bit_of_a_sealed_line_is_noticed() -> None:
         for bit in range(8):
             changed = bytearray(whole)
             changed[place] ^= 1 << bit
-            try:
-                found = unsealed(bytes(changed))
-            except ValueError:
-                continue
-            # its name or its frame has changed, not what it seals
-            assert place >= len(LINE) - 2
-            assert found.startswith(LINE[:-2])
+            if len(LINE) - 1 <= place < len(LINE) - 1 + len(SEAL):
+                assert unsealed(bytes(changed)) is None
+            else:
+                with pytest.raises(ValueError, match="does not match its checksum"):
+                    unsealed(bytes(changed))
 
 
-def test_a_line_of_an_older_version_has_no_checksum() -> None:
-    assert unsealed(LINE) == LINE
+def test_a_line_whose_checksum_has_another_name_is_no_line_of_an_older_version(tmp_path: Path) -> None:
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    job_id = make_record("fox").job_id
+    run.write_error(job_id, failed_line("reason"))
+    [path] = (tmp_path / "run" / "errors").iterdir()
+    path.write_bytes(path.read_bytes().replace(b"checksum", b"chucksum"))
+    assert run.error(job_id) is None
+    assert "chucksum" in next(iter(run.damaged.values()))
+
+
+def test_a_line_of_an_older_version_has_no_checksum(tmp_path: Path) -> None:
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    job_id = make_record("fox").job_id
+    Store(str(tmp_path / "run")).write(f"errors/{job_id}.json", dump_line(failed_line("reason")))
+    assert run.error(job_id) == failed_line("reason")
 
 
 def test_a_changed_letter_of_a_result_is_named_and_its_job_runs_again(tmp_path: Path) -> None:
