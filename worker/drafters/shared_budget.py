@@ -84,7 +84,8 @@ class SharedBudget:
         self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
         self.clock = StepClock()  # times all steps, also those of other drafters in turn with this one
         self._plan: dict[str, int] = {}  # the index into `NODE_CHOICES` that each sequence has
-        self._gain = 1.0  # what the plan promises, in rates without drafts
+        self._plain_rate = 1.0  # tokens per second of all without drafts, by the plan
+        self._gain = 1.0  # what the plan promises, in such rates
         self._trial = Trial()
         self._num_resting = 0  # coming steps of the same sequences that draft nothing
         self._num_observed = 0  # trees since the last plan
@@ -110,7 +111,7 @@ class SharedBudget:
         planned = [self._plan[name] for name in names]
         if not any(planned):
             self._trial.leave()
-        elif self._trial.way(self._gain, len(names)) == "plain":
+        elif self._trial.way(self._gain, self._plain_rate, len(names)) == "plain":
             planned = [0] * len(names)
         choices = [
             self._own[name].looked_at(choice, len(NODE_CHOICES)) for name, choice in zip(names, planned, strict=True)
@@ -173,10 +174,10 @@ class SharedBudget:
         proposing = self.clock.drafting_seconds
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
         own = self._costs.own_seconds(NUM_ROWS, lengths)
-        best, none = (
+        best, self._plain_rate = (
             rate_of(self._costs, tokens, own, chosen, overhead, proposing) for chosen in (shares, np.zeros_like(shares))
         )
-        self._gain, plan = best / none, dict(zip(names, shares.tolist(), strict=True))
+        self._gain, plan = best / self._plain_rate, dict(zip(names, shares.tolist(), strict=True))
         if not shares.any():
             self.clock.doubt("tree")
         is_same = plan == self._plan

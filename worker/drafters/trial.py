@@ -12,35 +12,53 @@ from collections import deque
 from typing import Literal
 
 Way = Literal["plain", "tree"]
+TREE: Way = "tree"
 BLOCK_STEPS = 16
 SETTLED = 2  # steps of a block before those that count
+MOST_TRYING = 4 * (SETTLED + BLOCK_STEPS)  # steps of a trial: where sequences come and go no block may be whole
 NUM_KEPT = 3  # blocks of each way, of which the fastest counts: whatever disturbs makes a block slower
 MOST_AGE = 800  # tokens of each sequence after which a way is tried again
 CLEAR = 1.3  # times the rate without drafts: a promise as large needs no trial
-FAVOUR = 1.02  # factor on the rate of the way that drafts nothing
+FAVOUR = 1.02  # of the way that drafts nothing
 
 
 class Trial:
-    """Times both ways from step to step: `way` says how the coming step goes, `count` takes in what it brought."""
+    """From step to step: `way` says how the coming one goes, `count` what it brought.
+
+    Each block is measured against what the costs promised for it. So blocks of few sequences and of many, behind short
+    texts and behind long ones, tell the same: how far the costs can be trusted.
+    """
 
     def __init__(self) -> None:
-        self._rates: dict[Way, deque[float]] = {"plain": deque(maxlen=NUM_KEPT), "tree": deque(maxlen=NUM_KEPT)}
+        self._shares: dict[Way, deque[float]] = {"plain": deque(maxlen=NUM_KEPT), "tree": deque(maxlen=NUM_KEPT)}
         self._tried_at: dict[Way, float] = {}  # in tokens of each sequence
         self._age = 0.0
         self._way: Way = "tree"
+        self._promised = 1.0  # tokens per second of the step under way, by the costs
         self._is_trying = False
+        self._num_trying = 0  # steps of the trial so far
         self._num_sequences = 0
         self._begin_block()
 
-    def way(self, gain: float, num_sequences: int) -> Way:
-        """Choose how the coming step goes where trees promise `gain` times the rate without them."""
+    def way(self, gain: float, plain_rate: float, num_sequences: int) -> Way:
+        """Choose how the coming step goes.
+
+        The costs promise `plain_rate` tokens per second without trees, and `gain` times as many with them.
+        """
         self._end_step(num_sequences)
         if gain >= CLEAR:
-            return self._go("tree", is_trying=False)
-        if self._is_trying:
-            return self._way
-        rival = self._rival()
-        return self._go(rival or self._faster(), is_trying=rival is not None)
+            way, is_trying = TREE, False
+        elif self._is_trying:
+            way, is_trying = self._way, True
+        else:
+            rival = self._rival()
+            way, is_trying = rival or self._better(gain), rival is not None
+        if way != self._way or (is_trying and not self._is_trying):
+            self._begin_block()
+            self._num_trying = 0
+        self._way, self._is_trying = way, is_trying
+        self._promised = plain_rate * (gain if way == "tree" else 1.0)
+        return way
 
     @property
     def is_trying(self) -> bool:
@@ -57,31 +75,31 @@ class Trial:
         self._is_trying = False
         self._begin_block()
 
-    def _go(self, way: Way, is_trying: bool) -> Way:
-        if way != self._way or is_trying:
-            self._begin_block()
-        self._way, self._is_trying = way, is_trying
-        return way
-
     def _begin_block(self) -> None:
         self._num_block_steps = 0
         self._num_tokens = 0
         self._started: float | None = None
 
     def _end_step(self, num_sequences: int) -> None:
-        """Take the step before this one into the block; where all steps of it are done, keep its rate."""
+        """Take the step before this one into the block; where all steps of it are done, keep its share."""
         if num_sequences != self._num_sequences:
             self._begin_block()
         self._num_sequences = num_sequences
         self._num_block_steps += 1
+        self._num_trying += 1
         now = time.perf_counter()
         if self._num_block_steps <= SETTLED or self._started is None:
             self._started, self._num_tokens = now, 0
         elif self._num_block_steps > SETTLED + BLOCK_STEPS:
-            self._rates[self._way].append(self._num_tokens / (now - self._started))
-            self._tried_at[self._way] = self._age
-            self._is_trying = False
-            self._begin_block()
+            self._shares[self._way].append(self._num_tokens / (now - self._started) / self._promised)
+            self._end_trial()
+        if self._is_trying and self._num_trying > MOST_TRYING:
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        self._tried_at[self._way] = self._age
+        self._is_trying = False
+        self._begin_block()
 
     def _rival(self) -> Way | None:
         """A way that is due to be tried."""
@@ -90,6 +108,9 @@ class Trial:
                 return way
         return None
 
-    def _faster(self) -> Way:
-        plain, tree = (max(self._rates[way]) for way in ("plain", "tree"))
-        return "tree" if tree > FAVOUR * plain else "plain"
+    def _better(self, gain: float) -> Way:
+        """The way that brings more by what both kept of their promises; by the promise alone where one is unknown."""
+        if not (self._shares["plain"] and self._shares["tree"]):
+            return "tree"
+        plain, tree = (max(self._shares[way]) for way in ("plain", "tree"))
+        return "tree" if gain * tree > FAVOUR * plain else "plain"

@@ -19,8 +19,10 @@ from swiftbatch.worker.drafters.auto.auto_plan import (
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
+from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.shared_budget import SharedBudget
 from swiftbatch.worker.drafters.two_level.chain import Round
 from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -296,10 +298,17 @@ def test_texts_like_those_that_trees_were_better_for_are_planned_for_later(
 ) -> None:
     """Short jobs follow each other: to plan at the first step of each is dear."""
     planned = steps_of_plans(target, monkeypatch, lengths=(100, 120))
-    assert planned == [[0, 4, 12, 28, 60], [16, 48]]
+    assert planned == [[0, 4, 12, 28, 60], [15, 47]]
 
 
-def steps_of_plans(target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> list[list[int]]:
+def test_sequences_that_come_and_go_put_no_plan_off(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = steps_of_plans(target, monkeypatch, lengths=(100,) * 9, num_steps=5)
+    assert sum(len(steps) for steps in planned[2:]) == 3  # about every 15th of 35 steps
+
+
+def steps_of_plans(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_steps: int = 61
+) -> list[list[int]]:
     """At which steps of jobs behind each other chains are thought of, where trees are always better."""
     drafter, step = drafter_with(target, long_caches_cost()), 0
     planned: list[list[int]] = []
@@ -309,7 +318,7 @@ def steps_of_plans(target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths
         sequence = new_sequence(target, "T=0", length, 1500, str(name))
         engine.start(sequence)
         planned.append([])
-        for step in range(61):  # noqa: B007
+        for step in range(num_steps):  # noqa: B007
             while not engine.step():
                 pass  # its prompt is read
         engine.stop(sequence)
@@ -355,3 +364,16 @@ def test_a_guess_at_rounds_is_looked_at_after_every_step(target: TargetModel, mo
     for _ in range(3):
         engine.step()
     assert len(planned) == 4
+
+
+@pytest.mark.parametrize(("promise", "is_tried"), [(1.2, False), (1.6, True)])
+def test_rounds_that_were_never_tried_have_to_promise_much(
+    promise: float, is_tried: bool, target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they take and bring is a guess then, and to take a text in is dear."""
+    monkeypatch.setattr(SharedBudget, "rate", lambda *_: 1000.0)
+    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(0, 3, rate=promise * 1000.0))
+    monkeypatch.setattr(RoundsPlanner, "taking_in_seconds", lambda *_: 0.0)
+    drafter = drafter_with(target, rounds_always_pay())
+    sequence = new_sequence(target, "T=0", 2500, 200)
+    assert (drafter._rounds_that_pay([DraftRequest(sequence, 127, 63)]) is not None) == is_tried

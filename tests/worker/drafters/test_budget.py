@@ -15,6 +15,7 @@ from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.looks import PROMISING, LookRhythm
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
+from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -179,6 +180,63 @@ def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None
         drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
         sizes.append(len(tree))
     assert 0 not in sizes[-LOOK_EVERY:]
+
+
+def plain_steps(drafter: Chains, sequence: Sequence, number: int) -> list[int]:
+    """The sizes of the trees of so many steps, none of whose nodes is accepted."""
+    sizes = []
+    for _ in range(number):
+        [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        drafter.update(sequence, Verification(tree, [], [1], np.zeros(1 + len(tree), dtype=int), None, None))
+        sizes.append(len(tree))
+    return sizes
+
+
+def test_steps_that_draft_nothing_are_not_planned_until_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask for nothing at every step takes a twentieth of a short one."""
+    drafter, asked = Chains(lambda: DEAR_ROWS), []
+    assert drafter.budget is not None
+    num_nodes = drafter.budget.num_nodes
+    monkeypatch.setattr(
+        drafter.budget, "num_nodes", lambda requests: asked.append(len(requests)) or num_nodes(requests)
+    )
+    first, second = (Sequence(name, [1] * 65, SamplingParams(max_tokens=9), 10) for name in "ab")
+    plain_steps(drafter, first, 400)
+    asked.clear()
+    plain_steps(drafter, first, 160)
+    assert 0 < len(asked) <= 160 // 8
+    asked.clear()
+    for _ in range(3):  # another one shares the steps: it is asked about at once
+        drafter.propose([DraftRequest(first, 127, 63), DraftRequest(second, 127, 63)])
+    assert asked[0] == 2
+
+
+def test_where_looks_found_nothing_in_a_job_the_next_one_is_looked_at_as_seldom() -> None:
+    """A look at every eighth step takes a thirtieth of a short job."""
+    drafter, looks = Chains(lambda: DEAR_ROWS), []
+    for name in "abcdef":
+        sequence = Sequence(name, [1] * 65, SamplingParams(max_tokens=9), 10)
+        looks.append(sum(size > 0 for size in plain_steps(drafter, sequence, 64)))
+        drafter.stop(sequence)
+    assert looks[0] > looks[-1]
+    assert looks[-1] <= 1
+
+
+def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promised is a tenth more than plain steps bring: here a step with a tree takes twice as long as one without."""
+    now, rising = [0.0], StepCosts((64, 8192), np.array([[0.001 + 0.00045 * (n > 1) for n in ROW_COUNTS]] * 2))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(StepClock, "beside", lambda *_: 0.0)  # what the clock would mend is left to the trial
+    sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: rising)
+    sizes = []
+    for _ in range(400):
+        [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        sizes.append(len(tree))
+        now[0] += 0.002 if len(tree) else 0.001
+        path = list(range(len(tree)))[:1] if len(sizes) % 5 < 3 else []
+        drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
+    assert sum(size > 0 for size in sizes[:100]) > 18
+    assert sum(size > 0 for size in sizes[-200:]) < 40
 
 
 def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""Where drafts promise little, steps with and without them are timed, and the faster way stays for a while."""
+"""Steps with and without drafts are timed where drafts promise little, and the faster way stays for a while."""
 
 from __future__ import annotations
 
 import pytest
 
 from swiftbatch.worker.drafters import trial
-from swiftbatch.worker.drafters.trial import BLOCK_STEPS, CLEAR, MOST_AGE, SETTLED, Trial
+from swiftbatch.worker.drafters.trial import BLOCK_STEPS, CLEAR, MOST_AGE, MOST_TRYING, SETTLED, Trial
 
 TRIED = 2 * (SETTLED + BLOCK_STEPS + 1)  # steps until both ways are known
 SMALL = 1.1  # gain that the costs promise
@@ -18,13 +18,14 @@ class Machine:
         self.seconds, self.now = seconds, 0.0
         monkeypatch.setattr(trial.time, "perf_counter", lambda: self.now)
 
-    def run(self, tried: Trial, num_steps: int, gain: float = SMALL) -> list[str]:
-        """Steps of one sequence, whose trees bring two tokens each."""
+    def run(self, tried: Trial, num_steps: int, gain: float = SMALL, num_sequences: int = 1) -> list[str]:
+        """Steps of some sequences, whose trees bring two tokens each. The costs promise one without a tree a second."""
         ways = []
         for _ in range(num_steps):
-            way = tried.way(gain, num_sequences=1)
+            way = tried.way(gain, num_sequences * 1.0, num_sequences)
             self.now += self.seconds[way]
-            tried.count(2 if way == "tree" else 1)
+            for _ in range(num_sequences):
+                tried.count(2 if way == "tree" else 1)
             ways.append(way)
         return ways
 
@@ -62,6 +63,22 @@ def test_a_slow_moment_of_the_way_that_stays_says_nothing_against_it(monkeypatch
 def test_steps_of_other_numbers_of_sequences_are_no_part_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, tried = Machine(monkeypatch, plain=1.0, tree=1.9), Trial()
     machine.run(tried, SETTLED + BLOCK_STEPS // 2)
-    tried.way(SMALL, num_sequences=5)
+    tried.way(SMALL, 5.0, num_sequences=5)
     machine.now += 1000.0
     assert set(machine.run(tried, TRIED + 50)[TRIED + 2 :]) == {"tree"}
+
+
+def test_what_many_sequences_bring_is_not_held_against_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight jobs bring more in plain steps than one does with trees, which says nothing of either way."""
+    machine, tried = Machine(monkeypatch, plain=1.0, tree=1.5), Trial()
+    machine.run(tried, TRIED + 1, num_sequences=8)
+    assert set(machine.run(tried, 100, num_sequences=1)) == {"tree"}
+
+
+def test_where_sequences_come_and_go_at_every_step_the_promise_alone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block becomes whole then, and a trial that never ends would hold the wrong way for good."""
+    machine, tried, ways = Machine(monkeypatch, plain=1.0, tree=1.0), Trial(), list[str]()
+    for step in range(4 * MOST_TRYING):
+        ways += machine.run(tried, 1, num_sequences=1 + step % 2)
+    assert "plain" in ways
+    assert set(ways[-MOST_TRYING:]) == {"tree"}

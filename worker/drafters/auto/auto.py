@@ -163,7 +163,7 @@ class AutoDrafter(Drafter):
         is_new = names != self._names
         self._num_steps += 1
         if is_new and self._is_like_those_before(longest):
-            self._num_steps, self._steps_per_plan, is_new = 0, NEXT_PLAN, False
+            self._steps_per_plan, is_new = min(self._steps_per_plan, NEXT_PLAN), False
         self._names = names
         if self._num_steps < self._steps_per_plan and not is_new:
             return
