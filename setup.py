@@ -1,4 +1,4 @@
-"""What `pyproject.toml` cannot say: which folders the package has, and that kernels are compiled where they can be."""
+"""Names the folders of the package and compiles the kernels where that can be done: `pyproject.toml` can say neither."""
 
 import sys
 from pathlib import Path

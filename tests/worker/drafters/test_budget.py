@@ -182,6 +182,14 @@ def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None
     assert 0 not in sizes[-LOOK_EVERY:]
 
 
+@pytest.fixture
+def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which every step takes what the costs say."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.001 * next(ticks))
+    monkeypatch.setattr(StepClock, "beside", lambda *_: 0.0)
+
+
 def plain_steps(drafter: Chains, sequence: Sequence, number: int) -> list[int]:
     """The sizes of the trees of so many steps, none of whose nodes is accepted."""
     sizes = []
@@ -192,6 +200,7 @@ def plain_steps(drafter: Chains, sequence: Sequence, number: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.usefixtures("even_steps")
 def test_steps_that_draft_nothing_are_not_planned_until_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask for nothing at every step takes a twentieth of a short one."""
     drafter, asked = Chains(lambda: DEAR_ROWS), []
@@ -211,6 +220,7 @@ def test_steps_that_draft_nothing_are_not_planned_until_something_is_due(monkeyp
     assert asked[0] == 2
 
 
+@pytest.mark.usefixtures("even_steps")
 def test_where_looks_found_nothing_in_a_job_the_next_one_is_looked_at_as_seldom() -> None:
     """A look at every eighth step takes a thirtieth of a short job."""
     drafter, looks = Chains(lambda: DEAR_ROWS), []
