@@ -1,4 +1,4 @@
-"""Names the folders of the package and compiles the kernels where that can be done: `pyproject.toml` can say neither."""
+"""Names the folders of the package, and compiles the kernels where that can be done: `pyproject.toml` says neither."""
 
 import sys
 from pathlib import Path

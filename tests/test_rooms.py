@@ -94,7 +94,7 @@ Graph = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def imports() -> Graph:
-    """The imports of each module among all modules of the product while it runs; rooms hold no code and are left out."""
+    """The modules of the product that each of them imports while it runs; rooms hold no code and are left out."""
     return imports_of_all(NOT_AT_IMPORT)
 
 

@@ -20,7 +20,7 @@ from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # of cache, at most
-PROBE_REPEATS = 5
+PROBE_REPEATS = 3
 ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
 FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
 LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
