@@ -43,7 +43,7 @@ def render(records: Items[AutoRecord]) -> Table:
         "T",
         "jobs",
         "tokens\na job",
-        "plain\ntokens/s",
+        "plain\ntok/s",
         "auto\nto\nplain",
         "best other",
         "its\nto\nplain",
