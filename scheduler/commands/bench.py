@@ -96,7 +96,7 @@ def decode(**options: Any) -> None:
 def auto(**options: Any) -> None:
     """Compare the engine that chooses with plain decoding and the best single engine, at every place of a grid.
 
-    All generate the same tokens in turn, 1,024 of every slot at least: short jobs follow each other, as on a worker.
+    All generate the same tokens in turn, 2,048 of every slot at least: short jobs follow each other, as on a worker.
     What an engine takes to get ready for a job counts, and what it learns in one helps it in the next.
 
     \b

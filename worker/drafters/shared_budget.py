@@ -21,9 +21,10 @@ from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
 NUM_ROWS = np.array(NODE_CHOICES) + 1
-PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # steps: to find shares takes a fifth of a short step; those that stay wait
+PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
+STEPS_PER_PLAN = 256  # at most, without anything learned: texts grow, and steps take longer
 WORTH_DRAFTING = 1.04  # times the rate without drafts: what costs do not say is on the side of drafting
-MOST_RESTING = 15  # steps in a row that nothing is asked about: where none drafts, to ask takes a twentieth of a step
+MOST_RESTING = 63  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
 NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 
 
@@ -88,8 +89,9 @@ class SharedBudget:
         self._gain = 1.0  # what the plan promises, in such rates
         self._trial = Trial()
         self._num_resting = 0  # coming steps of the same sequences that draft nothing
-        self._num_observed = 0  # trees since the last plan
-        self._plan_every = PLAN_EVERY
+        self._num_observed = 0  # trees since the last plan, empty ones included
+        self._num_learned = 0  # trees since then that something was drafted in
+        self._plan_every = PLAN_EVERY  # of these
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
 
     def rests(self, requests: list[DraftRequest]) -> bool:
@@ -138,7 +140,7 @@ class SharedBudget:
 
     def learn(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from a tree that was checked beside a step's own."""
-        self._num_observed += 1
+        self._count(num_draft_tokens)
         self._of(sequence).learn(num_draft_tokens, path)
 
     def state(self, sequence: Sequence) -> np.ndarray:
@@ -151,10 +153,8 @@ class SharedBudget:
 
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""
-        self._num_observed += 1
+        self._count(num_draft_tokens)
         self._trial.count(len(path) + 1)
-        if path and self._plan.get(sequence.sequence_id) == 0:  # a look found something
-            self._plan_every = PLAN_EVERY
         self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
@@ -164,9 +164,14 @@ class SharedBudget:
             self._mean = (self._mean + np.array(left.shares)) / 2
             self._look_every = left.look_every // 2
 
+    def _count(self, num_draft_tokens: int) -> None:
+        self._num_observed += 1
+        self._num_learned += num_draft_tokens > 0
+
     def _keep_planned(self, names: list[str], requests: list[DraftRequest]) -> None:
-        """Plan anew for other sequences, and after some steps."""
-        if self._num_observed >= self._plan_every * len(names) or self._plan.keys() != set(names):
+        """Plan anew for other sequences, where enough was learned, and after many steps."""
+        has_learned = self._num_learned >= self._plan_every * len(names)
+        if has_learned or self._num_observed >= STEPS_PER_PLAN * len(names) or self._plan.keys() != set(names):
             self._plan_shares(names, requests)
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
@@ -180,16 +185,17 @@ class SharedBudget:
         self._gain, plan = best / self._plain_rate, dict(zip(names, shares.tolist(), strict=True))
         if not shares.any():
             self.clock.doubt("tree")
-        is_same = plan == self._plan
-        self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if is_same else PLAN_EVERY
-        self._plan, self._num_observed = plan, 0
+            self._plan_every = 1  # the next look tells
+        else:
+            self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if plan == self._plan else PLAN_EVERY
+        self._plan, self._num_observed, self._num_learned = plan, 0, 0
         self._forward_seconds.clear()
 
     def _num_quiet_steps(self, names: list[str]) -> int:
         """Steps behind the coming one that nothing is due in: no look, no plan, no trial."""
         if self._trial.is_trying or self.clock.is_plain_due:
             return 0
-        to_plan = self._plan_every - self._num_observed // len(names)
+        to_plan = STEPS_PER_PLAN - self._num_observed // len(names)
         return max(0, min(MOST_RESTING, to_plan - 1, *(self._own[name].num_steps_to_look - 1 for name in names)))
 
     def _overhead(self, requests: list[DraftRequest]) -> float:

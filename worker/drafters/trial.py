@@ -20,6 +20,7 @@ NUM_KEPT = 3  # blocks of each way, of which the fastest counts: whatever distur
 MOST_AGE = 800  # tokens of each sequence after which a way is tried again
 CLEAR = 1.3  # times the rate without drafts: a promise as large needs no trial
 FAVOUR = 1.02  # of the way that drafts nothing
+LONGEST_STEP = 4.0  # times a promised plain step: one that took longer had something else beside it, a prompt perhaps
 
 
 class Trial:
@@ -38,6 +39,8 @@ class Trial:
         self._is_trying = False
         self._num_trying = 0  # steps of the trial so far
         self._num_sequences = 0
+        self._most_seconds = 0.0  # that a step counts
+        self._ended_at = 0.0  # the newest step
         self._begin_block()
 
     def way(self, gain: float, plain_rate: float, num_sequences: int) -> Way:
@@ -58,6 +61,7 @@ class Trial:
             self._num_trying = 0
         self._way, self._is_trying = way, is_trying
         self._promised = plain_rate * (gain if way == "tree" else 1.0)
+        self._most_seconds = LONGEST_STEP * num_sequences / plain_rate
         return way
 
     @property
@@ -78,7 +82,7 @@ class Trial:
     def _begin_block(self) -> None:
         self._num_block_steps = 0
         self._num_tokens = 0
-        self._started: float | None = None
+        self._seconds = 0.0
 
     def _end_step(self, num_sequences: int) -> None:
         """Take the step before this one into the block; where all steps of it are done, keep its share."""
@@ -87,11 +91,14 @@ class Trial:
         self._num_sequences = num_sequences
         self._num_block_steps += 1
         self._num_trying += 1
-        now = time.perf_counter()
-        if self._num_block_steps <= SETTLED or self._started is None:
-            self._started, self._num_tokens = now, 0
-        elif self._num_block_steps > SETTLED + BLOCK_STEPS:
-            self._shares[self._way].append(self._num_tokens / (now - self._started) / self._promised)
+        ended_at = time.perf_counter()
+        if self._num_block_steps <= SETTLED:
+            self._num_tokens = 0
+        else:
+            self._seconds += min(ended_at - self._ended_at, self._most_seconds)
+        self._ended_at = ended_at
+        if self._num_block_steps >= SETTLED + BLOCK_STEPS:
+            self._shares[self._way].append(self._num_tokens / self._seconds / self._promised)
             self._end_trial()
         if self._is_trying and self._num_trying > MOST_TRYING:
             self._end_trial()

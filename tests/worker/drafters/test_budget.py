@@ -254,7 +254,7 @@ def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: py
     now, slowness, sizes = [0.0], 3.0, []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: CHEAP_ROWS)
-    for step in range(1000):
+    for step in range(1600):
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
         sizes.append(len(tree))
         now[0] += 0.001 * (slowness if len(tree) and step < 60 else 1.0)

@@ -60,6 +60,14 @@ def test_a_slow_moment_of_the_way_that_stays_says_nothing_against_it(monkeypatch
     assert set(machine.run(tried, 50)) == {"tree"}
 
 
+def test_a_pause_within_a_block_says_nothing_against_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is read between two steps takes as long as a hundred of them."""
+    machine, tried = Machine(monkeypatch, plain=1.0, tree=1.5), Trial()
+    machine.run(tried, SETTLED + BLOCK_STEPS // 2)
+    machine.now += 100.0
+    assert set(machine.run(tried, TRIED + 50)[TRIED:]) == {"tree"}
+
+
 def test_steps_of_other_numbers_of_sequences_are_no_part_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, tried = Machine(monkeypatch, plain=1.0, tree=1.9), Trial()
     machine.run(tried, SETTLED + BLOCK_STEPS // 2)

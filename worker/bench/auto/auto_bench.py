@@ -17,7 +17,6 @@ from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import EngineContestant
 from swiftbatch.worker.bench.decode.decode import (
-    NUM_ROUNDS,
     compete,
     hot_contestant,
     num_warmup_tokens,
@@ -33,8 +32,11 @@ from swiftbatch.worker.target.target import TargetModel
 
 MOST_SEQUENCES = 32
 ROOM = 2  # times the tokens that are asked for: no sequence of a batch ends before the others are there
-CELL_TOKENS = 1024  # least tokens of a slot: short jobs follow each other, as on a worker
-ROUND_TOKENS = 200  # least tokens of a job before another contestant takes its turn
+CELL_TOKENS = 2048  # least tokens of a slot: short jobs follow each other, as on a worker
+FEWEST_TOKENS = 5  # of a job
+ROUND_TOKENS = (
+    50  # least tokens of a job before another contestant takes its turn: a machine changes its speed any moment
+)
 
 
 def _counts(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -47,8 +49,8 @@ Counts = Annotated[tuple[int, ...], AfterValidator(_counts)]
 
 
 def _lengths(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    if not numbers or min(numbers) < NUM_ROUNDS:
-        raise ValueError(f"got {', '.join(map(str, numbers)) or 'none'}; expected numbers of {NUM_ROUNDS} or more")
+    if not numbers or min(numbers) < FEWEST_TOKENS:
+        raise ValueError(f"got {', '.join(map(str, numbers)) or 'none'}; expected numbers of {FEWEST_TOKENS} or more")
     return tuple(sorted(set(numbers)))
 
 
@@ -118,7 +120,7 @@ class _Cell:
     @property
     def num_rounds(self) -> int:
         """Turns that a job is cut into: a job that is soon done is generated at once."""
-        return max(1, min(NUM_ROUNDS, self.num_tokens // ROUND_TOKENS))
+        return max(1, self.num_tokens // ROUND_TOKENS)
 
     def __str__(self) -> str:
         place = f"position {self.position}, {self.num_sequences} at a time, temperature {self.temperature:g}"

@@ -36,11 +36,10 @@ from swiftbatch.worker.target.target import TargetModel
 NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exactly
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 256  # steps: to plan takes a fifth of a short step
 FIRST_PLAN = 4  # steps to the second one for new sequences: of these nothing is known at first
-NEXT_PLAN = 16  # steps to the first one for sequences behind others like them that had trees
+NEXT_PLAN = 64  # steps to the first one for sequences behind others like them that had trees
 MUCH_LONGER = 1.5  # times the text of those: it is another one
 CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
-NEW_BETTER = 1.4  # the same for rounds that were never tried here: what they take is a guess, and so is what they bring
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
@@ -195,8 +194,7 @@ class AutoDrafter(Drafter):
         beside = clock.beside("chain", otherwise=plain + clock.drafting_seconds)
         rounds = self._planner.best(lengths, self._budget.tokens(requests), beside)
         trees = self._budget.rate(requests)
-        factor = NEW_BETTER if self._planner.is_new else ALWAYS_BETTER
-        least = trees / ALWAYS_BETTER if self._rounds else trees * factor
+        least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
         is_new = np.array([request.sequence.sequence_id not in self._in_chains for request in requests])
         num_tokens = sum(request.sequence.num_remaining_tokens for request in requests)
         saved = num_tokens * (1 / trees - 1 / rounds.rate)

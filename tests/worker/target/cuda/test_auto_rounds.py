@@ -59,8 +59,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SAMPLED_PER_PROGRAM", 4)
     monkeypatch.setattr(auto_module, "NUM_BEST", 20)
     monkeypatch.setattr(auto_module, "TREES_PER_PLAN", 1)
-    for better in ("NEW_BETTER", "ALWAYS_BETTER"):
-        monkeypatch.setattr(auto_module, better, 1.0)  # chains of three tokens bring little more than trees
+    monkeypatch.setattr(auto_module, "ALWAYS_BETTER", 1.0)  # chains of three tokens bring little more than trees
 
 
 @pytest.fixture(scope="module")
