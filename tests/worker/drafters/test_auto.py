@@ -19,10 +19,8 @@ from swiftbatch.worker.drafters.auto.auto_plan import (
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
-from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.shared_budget import SharedBudget
 from swiftbatch.worker.drafters.two_level.chain import Round
 from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
 from swiftbatch.worker.drawing.sequence import Sequence
