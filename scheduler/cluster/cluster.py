@@ -16,12 +16,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.cluster.bootstrap import linked_code
 from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
 from swiftbatch.scheduler.cluster.watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
 from swiftbatch.scheduler.process.interruption import INTERRUPTED, call_interruptibly
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
 
@@ -124,10 +128,26 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
         raise ClusterError(f"{where}: {reason}{logs}") from error
 
 
+def _job_on_its_own_path() -> JobConfig:
+    """A job whose workers look for no code in this process's current folder: Ray adds it but for jobs with their own.
+
+    What is private to Ray here may be gone one day. Then `bootstrap` still takes the folder off the path, but not
+    before Ray has imported its own libraries.
+    """
+    from ray.job_config import JobConfig
+
+    class JobOnItsOwnPath(JobConfig):
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return JobOnItsOwnPath()
+
+
 def _start(num_workers: int, embedded: EmbeddedRay) -> None:
     import ray
 
     ray.init(
+        job_config=_job_on_its_own_path(),
         address="local",  # never by accident another cluster that runs on this machine
         num_cpus=num_workers,
         include_dashboard=False,
@@ -143,7 +163,13 @@ def _join(address: str | None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:  # the driver's own version travels to the workers, as one package
         code = str(linked_code(Path(folder)))
-        ray.init(address=address, runtime_env={"py_modules": [code]}, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            job_config=_job_on_its_own_path(),
+            runtime_env={"py_modules": [code]},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
 
 
 def _open_watch() -> ClusterWatch | None:

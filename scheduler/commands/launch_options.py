@@ -33,6 +33,7 @@ class Seconds(Number):
 
 SECONDS = Seconds(0, min_open=True)
 COUNT = WholeNumber(1)
+MOST_WORKERS = 100_000  # more is a slip, and beyond what Ray can count
 
 
 class CountOrAuto(click.ParamType[int | None]):
@@ -59,7 +60,12 @@ ENGINE = worker_option(
 )
 WORKERS = (
     worker_option(
-        "--workers", "num_workers", type=COUNT, metavar="N", default=Settings.num_workers, help="Worker processes."
+        "--workers",
+        "num_workers",
+        type=WholeNumber(1, MOST_WORKERS),
+        metavar="N",
+        default=Settings.num_workers,
+        help="Worker processes.",
     ),
     worker_option(
         "--slots",

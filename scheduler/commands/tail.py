@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from swiftbatch.scheduler.commands.launching import SOME_FAILED
 from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 
 
@@ -22,9 +23,15 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
       swiftbatch tail my-run story-7 --follow
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import harmless
+    from swiftbatch.scheduler.display.summary import damage_lines, harmless
     from swiftbatch.scheduler.runs.tailing import follow_text
 
-    for piece in follow_text(Run.open(run_uri), custom_id, follow, choice):
+    run = Run.open(run_uri)
+    for piece in follow_text(run, custom_id, follow, choice):
         click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
     click.echo()
+    damage = damage_lines(run)
+    for problem in damage:
+        click.echo(problem, err=True)
+    if damage:
+        click.get_current_context().exit(SOME_FAILED)

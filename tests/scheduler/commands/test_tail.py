@@ -88,3 +88,12 @@ def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> No
         elif number == 1:
             finish(run, "a", "jumps over the lazy dog. The end.")
     assert pieces == ["", "jumps over the lazy dog", ". The end."]
+
+
+def test_tail_tells_of_a_result_that_is_damaged(run: Run, tiny_model: Path) -> None:
+    finish(run, "a", "the whole text")
+    path = Path(run.store.uri) / "results" / f"{run.jobs()[0].job_id}.json"
+    path.write_bytes(path.read_bytes().replace(b"whole", b"whale"))
+    told = invoke("tail", run.store.uri, "a")
+    assert (told.exit_code, told.stdout) == (1, "\n")
+    assert f"results/{path.name}" in told.stderr
