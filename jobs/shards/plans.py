@@ -35,7 +35,8 @@ class Failure(Frozen):
 class PlannedLine(Frozen):
     """An input line as it ended: the job behind each choice, and what failed of them.
 
-    `revision` is 0 when the line first ended, 1 when it ended anew, after `extend` or `resume --retry-failed`.
+    `revision` is 0 when the line first ended, and one more each time it ended anew, after `extend` or `resume
+    --retry-failed`.
     """
 
     custom_id: str

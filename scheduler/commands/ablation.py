@@ -37,20 +37,24 @@ def ablation() -> None:
 @ablation.command()
 @MODEL
 @DRAFT_MODEL
-@click.option("--table", type=click.Choice(list(ABLATIONS)), required=True, help="Of the paper. 15 also gives 16.")
+@click.option(
+    "--table", type=click.Choice(list(ABLATIONS)), required=True, help="Table of the paper. 15 also gives 16."
+)
 @click.option(
     "--engine",
     type=click.Choice(get_args(Engine)),
     default=get_args(Engine)[0],
-    help="What the arms change: K = 1 and whole trees, or as many rounds and nodes as pay.",
+    help="Baseline of the arms: K = 1 and whole trees, or as many rounds and nodes as pay.",
 )
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=20_000, help="To generate with each arm.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=20_000, help="Tokens to generate with each arm.")
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path), help="Text of the prompt. [default: the model's own]"
+)
 @JSON
 @COMPUTING
 def tokenswift(**options: Any) -> None:
-    """Repeat an ablation of the TokenSwift paper; its five lengths are fifths of `--tokens`.
+    """Repeat an ablation of the TokenSwift paper. Its five lengths are fifths of `--tokens`.
 
     \b
     Example:
@@ -65,18 +69,22 @@ def tokenswift(**options: Any) -> None:
 @MODEL
 @DRAFT_MODEL
 @click.option("--table", type=click.Choice(list(PROMPT_TABLES)), required=True, help="Table or figure of the paper.")
-@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=32_768, help="Tokens of text to go on from.")
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate with each arm.")
+@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=32_768, help="Tokens of the prompt.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate with each arm.")
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Whole books to read.")
-@click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches there.")
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path), required=True, help="Whole books for the prompts."
+)
+@click.option(
+    "--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches in this folder."
+)
 @JSON
 @PLOT
 @COMPUTING
 def triforce(**options: Any) -> None:
-    """Repeat a table or figure of the TriForce paper, behind prompts of `--prefill` tokens (table 4: in all).
+    """Repeat a table or figure of the TriForce paper, with prompts of `--prefill` tokens (table 4: in all).
 
-    Every arm goes on from the same prompt, next to plain decoding, and must say the same tokens.
+    Every arm continues the same prompt, as plain decoding does, and must give the same tokens.
 
     \b
     Example:
@@ -89,12 +97,17 @@ def triforce(**options: Any) -> None:
 
 @ablation.command()
 @MODEL
-@click.option("--table", type=click.Choice(list(GRIFFIN_TABLES)), required=True, help="Of the paper, or its order.")
+@click.option("--table", type=click.Choice(list(GRIFFIN_TABLES)), required=True, help="Table of the paper, or order.")
 @click.option("--data", type=click.Path(exists=True, path_type=Path), required=True, help="Books to train on.")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for trainings.")
-@click.option("--steps", "num_steps", type=ANY_WHOLE_NUMBER, help="Of each training. [default: as `train griffin`]")
 @click.option(
-    "--own-texts", "num_own_texts", type=ANY_WHOLE_NUMBER, help="To learn from. [default: as `train griffin`]"
+    "--steps", "num_steps", type=ANY_WHOLE_NUMBER, help="Steps of each training. [default: as `train griffin`]"
+)
+@click.option(
+    "--own-texts",
+    "num_own_texts",
+    type=ANY_WHOLE_NUMBER,
+    help="Generated texts to learn from. [default: as `train griffin`]",
 )
 @click.option(
     "--seeds",
@@ -103,18 +116,18 @@ def triforce(**options: Any) -> None:
     help=f"Trainings per row of table order. [default: {NUM_ORDER_SEEDS}]",
 )
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Books to go on from; unseen ones.")
-@click.option("--prompts", "num_prompts", type=ANY_WHOLE_NUMBER, default=2, help="Stretches of the text.")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Books for the prompts, unseen in training.")
+@click.option("--prompts", "num_prompts", type=ANY_WHOLE_NUMBER, default=2, help="Number of prompts.")
 @click.option("--prefill", type=ANY_WHOLE_NUMBER, default=2048, help="Tokens of each prompt.")
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate behind each.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate for each prompt.")
 @JSON
 @PLOT
 @COMPUTING
 def griffin(**options: Any) -> None:
     """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.
 
-    Trainings lie in --work, one folder each, and are used again by other tables and after a kill. Every arm goes on
-    from the same prompts, next to plain decoding, and must say the same tokens.
+    Trainings are kept in --work, one folder each, for other tables and after a kill. Every arm continues the same
+    prompts, as plain decoding does, and must give the same tokens.
 
     \b
     Example:

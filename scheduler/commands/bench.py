@@ -37,7 +37,9 @@ def _split(_context: click.Context, _parameter: click.Parameter, text: str) -> t
 TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
 MIN_P = click.option("--min-p", type=ANY_NUMBER, default=0.1)
 REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling_defaults.REPETITION_PENALTY)
-POSITIONS = click.option("--positions", default="4096", callback=_split, help="Tokens in the cache, comma-separated.")
+POSITIONS = click.option(
+    "--positions", default="4096", callback=_split, help="Numbers of tokens in the cache, comma-separated."
+)
 
 
 @click.group()
@@ -54,20 +56,22 @@ def bench() -> None:
 @MODEL
 @DRAFT_MODEL
 @click.option(
-    "--engines", default=f"autoregressive,{Computation.engine}", callback=_split, help="Names, comma-separated."
+    "--engines", default=f"autoregressive,{Computation.engine}", callback=_split, help="Engines, comma-separated."
 )
 @POSITIONS
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate at each position.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate at each position.")
 @TEMPERATURE
 @MIN_P
 @REPETITION_PENALTY
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path), help="Text that fills the cache. [default: the model's own]"
+)
 @JSON
 @click.option("--against", type=click.Choice(["transformers"]), help="Also time this implementation.")
 @COMPUTING
 def decode(**options: Any) -> None:
-    """Let every engine generate the same tokens from the same state, and compare.
+    """Compare engines: each generates the same tokens from the same state.
 
     \b
     Example:
@@ -81,23 +85,27 @@ def decode(**options: Any) -> None:
 
 @bench.command()
 @MODEL
-@click.option("--engines", default=",".join(SINGLES), callback=_split, help="To compare with, comma-separated.")
+@click.option("--engines", default=",".join(SINGLES), callback=_split, help="Engines to compare with, comma-separated.")
 @POSITIONS
-@click.option("--slots", "slot_counts", default="1,4,8", callback=_split, help="Jobs of a step, comma-separated.")
-@click.option("--tokens", "num_tokens", default="256", callback=_split, help="Of each job, comma-separated.")
-@click.option("--repetitions", "num_repetitions", type=ANY_WHOLE_NUMBER, default=1, help="The worst one counts.")
-@click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
+@click.option(
+    "--slots", "slot_counts", default="1,4,8", callback=_split, help="Numbers of jobs in a step, comma-separated."
+)
+@click.option("--tokens", "num_tokens", default="256", callback=_split, help="Tokens of each job, comma-separated.")
+@click.option(
+    "--repetitions", "num_repetitions", type=ANY_WHOLE_NUMBER, default=1, help="Repetitions, of which the worst counts."
+)
+@click.option("--temperatures", default="1.0", callback=_split, help="Temperatures, comma-separated.")
 @MIN_P
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
-@click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Keep caches there.")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
+@click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Keep caches in this folder.")
 @JSON
 @COMPUTING
 def auto(**options: Any) -> None:
-    """Compare the engine that chooses with plain decoding and the best single engine, at every place of a grid.
+    """Compare the engine `auto` with plain decoding and the best single engine, at every point of a grid.
 
-    All generate the same tokens in turn, 2,048 of every slot at least: short jobs follow each other, as on a worker.
-    What an engine takes to get ready for a job counts, and what it learns in one helps it in the next.
+    All generate the same tokens in turn, at least 2,048 in every slot: short jobs follow each other, as on a worker.
+    The time to start a job counts, and what an engine learns in one job helps it in the next.
 
     \b
     Example:
@@ -111,20 +119,22 @@ def auto(**options: Any) -> None:
 
 @bench.command()
 @MODEL
-@click.option("--engine", default="autoregressive", help="Any; without drafts a field's own cost is seen best.")
+@click.option("--engine", default="autoregressive", help="Any engine; one without drafts shows a field's cost best.")
 @click.option("--position", type=ANY_WHOLE_NUMBER, default=2048, help="Tokens in the cache.")
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=2000, help="To generate with each field.")
-@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=50, help="Of which the median counts.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=2000, help="Tokens to generate with each field.")
+@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=50, help="Rounds, of which the median counts.")
 @click.option("--temperature", type=ANY_NUMBER, default=1.0)
 @MIN_P
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path), help="Text that fills the cache. [default: the model's own]"
+)
 @JSON
 @COMPUTING
 def fields(**options: Any) -> None:
-    """Time what each field of a job line costs on one stream: penalties, biases, guards, log-probabilities, structures.
+    """Time each field of a job line on one stream: penalties, biases, guards, log-probabilities, structures.
 
-    All generate in turn, each its own text, beside one whose line says nothing.
+    All generate in turn, each its own text, and are compared with a line without any such field.
 
     \b
     Example:
@@ -140,16 +150,16 @@ def fields(**options: Any) -> None:
 @click.option(
     "--lengths", default="0,2048,20480,102400", callback=_split, help="Positions in the cache, comma-separated."
 )
-@click.option("--rows", "row_counts", default="1,8,32", callback=_split, help="In a forward, comma-separated.")
-@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=7, help="Of which the median counts.")
+@click.option("--rows", "row_counts", default="1,8,32", callback=_split, help="Rows of a forward, comma-separated.")
+@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=7, help="Rounds, of which the median counts.")
 @DTYPE
 @THREADS
 @JSON
 @PLOT
 def kernels(**options: Any) -> None:
-    """Time the compiled CPU kernels beside what this machine allows, and whole forwards beside transformers'.
+    """Time the compiled CPU kernels against this machine's limits, and whole forwards against transformers'.
 
-    Memory and multiplications are measured in the same run, on as many threads. SWIFTBATCH_ISA names another
+    The same run measures the limits of memory and multiplications on as many threads. SWIFTBATCH_ISA selects another
     instruction set than the fastest.
 
     \b
@@ -164,17 +174,19 @@ def kernels(**options: Any) -> None:
 
 @bench.command()
 @MODEL
-@click.option("--caches", default="scan:256,summary:2048", callback=_split, help="name:budget, comma-separated.")
+@click.option(
+    "--caches", default="scan:256,summary:2048", callback=_split, help="Caches as name:budget, comma-separated."
+)
 @POSITIONS
-@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To draw at each position.")
-@click.option("--temperatures", default="1.0", callback=_split, help="Comma-separated.")
+@click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to draw at each position.")
+@click.option("--temperatures", default="1.0", callback=_split, help="Temperatures, comma-separated.")
 @MIN_P
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
 @JSON
 @COMPUTING
 def agreement(**options: Any) -> None:
-    """Count how often the model draws with a partial cache what it draws with all keys.
+    """Count how often the model draws the same token with a partial cache as with all keys.
 
     \b
     Example:
@@ -193,10 +205,12 @@ def agreement(**options: Any) -> None:
     "--checkpoint-tokens",
     type=ANY_WHOLE_NUMBER,
     default=CheckpointSettings.checkpoint_tokens,
-    help="Tokens between two states.",
+    help="Tokens between two checkpoints.",
 )
-@click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=5, help="Intervals measured each way.")
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="What fills the cache.")
+@click.option(
+    "--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=5, help="Intervals measured with state and without."
+)
+@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
 @JSON
 @COMPUTING
 def checkpoints(**options: Any) -> None:
@@ -215,10 +229,12 @@ def checkpoints(**options: Any) -> None:
 @MODEL
 @DRAFT_MODEL
 @click.option("--engine", default=Computation.engine)
-@click.option("--tokens", "max_tokens", type=ANY_WHOLE_NUMBER, default=100_000, help="To generate.")
-@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=4096, help="Tokens of text to go on from.")
+@click.option("--tokens", "max_tokens", type=ANY_WHOLE_NUMBER, default=100_000, help="Tokens to generate.")
+@click.option("--prefill", type=ANY_WHOLE_NUMBER, default=4096, help="Tokens of the prompt.")
 @click.option("--every", type=ANY_WHOLE_NUMBER, default=20_000, help="Tokens between two records.")
-@click.option("--plain-every", type=ANY_WHOLE_NUMBER, default=2500, help="Tokens between two looks at plain decoding.")
+@click.option(
+    "--plain-every", type=ANY_WHOLE_NUMBER, default=2500, help="Tokens between two measurements of plain decoding."
+)
 @TEMPERATURE
 @click.option("--top-p", type=ANY_NUMBER, default=sampling_defaults.TOP_P)
 @MIN_P
@@ -226,14 +242,16 @@ def checkpoints(**options: Any) -> None:
 @REPETITION_PENALTY
 @click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling_defaults.PENALTY_WINDOW)
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What is read first. [default: own text]")
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path), help="Text of the prompt. [default: the model's own]"
+)
 @JSON
 @PLOT
 @COMPUTING
 def long(**options: Any) -> None:
-    """Generate one long text, and compare with plain decoding at the same positions on the way.
+    """Generate one long text, and compare with plain decoding at the same positions.
 
-    Alpha is accepted tokens over the depth of what was drafted. JSON and plot are written at every record.
+    Alpha is the accepted tokens divided by the depth of the drafts. JSON and plot are written at every record.
 
     \b
     Example:
@@ -251,24 +269,32 @@ def long(**options: Any) -> None:
 @bench.command()
 @MODEL
 @DRAFT_MODEL
-@click.option("--engines", default=",".join(ENGINES), callback=_split, help="Names, comma-separated.")
+@click.option("--engines", default=",".join(ENGINES), callback=_split, help="Engines, comma-separated.")
 @click.option(
-    "--lengths", default="1000,20000,50000,100000", callback=_split, help="Positions in the caches, where they fit."
+    "--lengths", default="1000,20000,50000,100000", callback=_split, help="Positions in the caches, as far as they fit."
 )
-@click.option("--slots", "slot_counts", default="1,4", callback=_split, help="Sequences of a step, comma-separated.")
-@click.option("--rows", "row_counts", default="1,16", callback=_split, help="Rows of each, comma-separated.")
-@click.option("--read", "num_read", type=ANY_WHOLE_NUMBER, default=4096, help="Tokens of a prompt, behind each length.")
 @click.option(
-    "--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="To generate at each length with each engine."
+    "--slots", "slot_counts", default="1,4", callback=_split, help="Numbers of sequences in a step, comma-separated."
 )
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="What fills the cache. [default: own text]")
+@click.option("--rows", "row_counts", default="1,16", callback=_split, help="Rows of each sequence, comma-separated.")
+@click.option("--read", "num_read", type=ANY_WHOLE_NUMBER, default=4096, help="Tokens of a prompt, after each length.")
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=ANY_WHOLE_NUMBER,
+    default=256,
+    help="Tokens to generate at each length with each engine.",
+)
+@click.option(
+    "--text", type=click.Path(exists=True, path_type=Path), help="Text that fills the cache. [default: the model's own]"
+)
 @DTYPE
 @CUDA_KERNELS
 @JSON
 def gpu(**options: Any) -> None:
-    """Measure a GPU: steps beside what its memory allows, prompts, a resume, every engine, and the memory taken.
+    """Measure a GPU: steps against the roofline, prefill, a resume, every engine, and the memory used.
 
-    Run `swiftbatch doctor --device cuda` first. Without --text the model writes its own, which takes minutes.
+    Run `swiftbatch doctor --device cuda` first. Without --text the model generates its own, which takes minutes.
 
     \b
     Example:

@@ -15,22 +15,22 @@ NOT_PASSED = 1
 
 
 @click.command()
-@click.option("--jobs", "num_jobs", type=WholeNumber(1), default=4)
-@click.option("--tokens", "num_tokens", type=WholeNumber(1), default=1000, help="Of each job.")
-@click.option("--kills", "num_kills", type=WholeNumber(0), default=6)
-@click.option("--seed", type=WholeNumber(0), default=0, help="Of the jobs and of the kills.")
+@click.option("--jobs", "num_jobs", type=WholeNumber(1), default=4, help="Number of jobs.")
+@click.option("--tokens", "num_tokens", type=WholeNumber(1), default=1000, help="Tokens of each job.")
+@click.option("--kills", "num_kills", type=WholeNumber(0), default=6, help="Number of kills.")
+@click.option("--seed", type=WholeNumber(0), default=0, help="Seed of the jobs and of the kills.")
 @click.option("--workers", "num_workers", type=WholeNumber(1), default=2)
 @click.option("--slots", "num_slots", type=WholeNumber(1), default=2, help="Jobs per worker.")
 @MODEL
 @click.option("--checkpoint-tokens", type=WholeNumber(1), default=128)
 @click.option("--run", "run_uri", help="New folder for both runs: a path, s3:// or gs://. [default: chaos-TIME]")
-@click.option("--address", help="A running Ray cluster, as HOST:PORT; its nodes stay. [default: one of its own]")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the findings.")
+@click.option("--address", help="HOST:PORT of a running Ray cluster, whose nodes stay. [default: start one]")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
 def chaos(run_uri: str | None, json_path: Path | None, **options: Any) -> None:
-    """Run jobs undisturbed, then while workers, nodes and the driver are killed or stopped, and compare every token.
+    """Run jobs undisturbed and again while workers, nodes and the driver are killed or stopped; compare every token.
 
     \b
-    Exit code: 0 all kills were done and all outputs are identical, 1 not so, 2 wrong usage or a run that gave up.
+    Exit code: 0 all kills were done and all outputs are identical, 1 they were not, 2 wrong usage or a failed run.
 
     \b
     Example:

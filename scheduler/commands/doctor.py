@@ -26,14 +26,14 @@ TO_STDOUT = "-"
     is_flag=False,
     flag_value=TO_STDOUT,
     metavar="[FILE]",
-    help="One JSON object for programs: in a file, or alone on stdout.",
+    help="Write one JSON object to a file, or as the only output.",
 )
 def doctor(json_path: str | None, **options: Any) -> None:
-    """Probe whether speculative decoding gives the very same bits on this machine with this model.
+    """Test whether speculative decoding gives the same bits as plain decoding, on this machine with this model.
 
-    The verdict is `exact`, or `exact up to ties` where rounding differs. The forward is compared with that of
-    transformers, too; the exit code is 1 where it is another one. On a GPU everything is tried that a run rests on,
-    one after the other, up to the first failure, whose exit code is 1.
+    The verdict is `exact`, or `exact up to ties` if rounding differs. The forward is also compared with that of
+    transformers; if it differs, the exit code is 1. On a GPU, all parts that a run depends on are tested in order. The
+    first failure ends the test with exit code 1.
 
     \b
     Example:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     type=WholeNumber(1, 2**31 - 1),
     metavar="N",
     required=True,
-    help="The most tokens that a job then has in all.",
+    help="New maximum number of tokens of a job, in all.",
 )
 @ENGINE
 @launch_options
@@ -36,11 +36,11 @@ def extend(
     may_take_over: bool,
     **options: Any,
 ) -> None:
-    """Have jobs that ended at their max_tokens go on to more: the jobs named by `custom_id`, or all of them.
+    """Continue jobs that ended at their max_tokens with a larger limit: all, or those named by `custom_id`.
 
-    Each goes on from the tokens it has, and comes to those that a run with the larger limit would have had from the
-    start. Its longer result takes the shorter one's place. Jobs that have not ended run to their own max_tokens, and
-    the same command again extends them; it goes on after an interruption, too.
+    A job keeps the tokens it has, and gets those that a run with the larger limit would have had from the start. The
+    longer result replaces the shorter one. Jobs that have not ended run to their own max_tokens; give the same command
+    again to extend them, or to continue after an interruption.
 
     \b
     Example:

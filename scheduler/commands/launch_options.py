@@ -56,7 +56,7 @@ ENGINE = worker_option(
     "--engine",
     type=click.Choice(list(ENGINES)),
     metavar="ENGINE",
-    help="Changes speed, not output. [default: the run's, else auto]",
+    help="Affects speed, never the output. [default: the run's, else auto]",
 )
 WORKERS = (
     worker_option(
@@ -65,7 +65,7 @@ WORKERS = (
         type=WholeNumber(1, MOST_WORKERS),
         metavar="N",
         default=Settings.num_workers,
-        help="Worker processes.",
+        help="Number of worker processes.",
     ),
     worker_option(
         "--slots",
@@ -74,34 +74,34 @@ WORKERS = (
         default=Settings.num_slots,
         show_default=False,
         metavar="N|auto",
-        help=f"Jobs at a time per worker. [default: what fits, {MOST_SLOTS} at most]",
+        help=f"Jobs at a time per worker. [default: as many as fit, up to {MOST_SLOTS}]",
     ),
     worker_option(
         "--draft-model",
         type=click.Path(exists=True, file_okay=False),
         metavar="DIR",
-        help="The engine's trained parts. [default: the run's, else the model's]",
+        help="Folder of trained parts. [default: the run's, else the model's]",
     ),
     worker_option(
         "--kv-offload",
         type=click.Path(),
         callback=filled,
         metavar="DIR",
-        help="Caches in files there (GPU: pinned). [default: the run's, else off]",
+        help="Keep caches in files (GPU: pinned). [default: the run's, else off]",
     ),
-    worker_option("--address", metavar="HOST:PORT", help="A running Ray cluster. [default: an embedded Ray]"),
+    worker_option("--address", metavar="HOST:PORT", help="Join a running Ray cluster. [default: start one]"),
     worker_option(
         "--max-attempts",
         type=COUNT,
         metavar="N",
         default=Settings.max_attempts,
-        help="In a row without progress, until a job is given up.",
+        help="Attempts without progress until a job is given up.",
     ),
     worker_option(
         "--worker-timeout",
         type=SECONDS,
         metavar="S",
-        help=f"Silence that ends one. [default: {WORKER_TIMEOUT:g}, or store retries + {STORE_SLACK_SECONDS:g}]",
+        help=f"Replace a silent worker. [default: {WORKER_TIMEOUT:g}, or store retries + {STORE_SLACK_SECONDS:g}]",
     ),
 )
 CHECKPOINTS = (
@@ -109,7 +109,7 @@ CHECKPOINTS = (
         "--checkpoint",
         type=click.Choice(get_args(CheckpointKind)),
         default=CheckpointSettings.checkpoint,
-        help="`state` keeps caches, too, to resume in seconds.",
+        help="`state` also saves caches, to resume in seconds.",
     ),
     checkpoint_option(
         "--checkpoint-tokens",
@@ -123,14 +123,14 @@ CHECKPOINTS = (
         type=SECONDS,
         metavar="S",
         default=CheckpointSettings.checkpoint_seconds,
-        help="Work that a killed worker costs at most.",
+        help="Interval of token logs; a kill loses no more.",
     ),
     checkpoint_option(
         "--grace-seconds",
         type=Seconds(0),
         metavar="S",
         default=CheckpointSettings.grace_seconds,
-        help="For the last ones, at SIGTERM, Ctrl-C and limits.",
+        help="Time for checkpoints at SIGTERM, Ctrl-C or limits.",
     ),
     checkpoint_option(
         "--keep-state",
@@ -143,14 +143,14 @@ CHECKPOINTS = (
         type=Seconds(0),
         metavar="S",
         default=CheckpointSettings.store_retry_seconds,
-        help="How long a failing store is tried again.",
+        help="How long to retry a failing store.",
     ),
 )
 TAKEOVER = options_of("The run")(
     "--takeover",
     "may_take_over",
     is_flag=True,
-    help="Go on although a driver holds it that has long been silent.",
+    help="Take the run over from a driver that has long been silent.",
 )
 
 launch_options = all_of(TAKEOVER, *WORKERS, *LIMITS, *CHECKPOINTS, *OUTPUT)

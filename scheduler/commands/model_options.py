@@ -25,8 +25,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 MAX_THREADS = 1024  # more than cores are slower, and millions end the process
 DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
-ATTENTION_HELP = "GPU: what attends to prefixes."
-LINEAR_HELP = "GPU: what multiplies; `doctor` says which."
+ATTENTION_HELP = "GPU: kernel for prefix attention."
+LINEAR_HELP = "GPU: kernel for products; see `doctor`."
 THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
 
@@ -50,7 +50,7 @@ MODEL = click.option("--model", default=Computation.model, callback=filled, help
 DRAFT_MODEL = click.option(
     "--draft-model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder with the engine's trained parts. [default: `parts` in the model's]",
+    help="Folder of the engine's trained parts. [default: `parts` in the model's folder]",
 )
 DTYPE = click.option("--dtype", type=DTYPES, default=Computation.dtype)
 THREADS = click.option(

@@ -29,19 +29,19 @@ MARK = "job-file.json"
     "--if-busy",
     type=click.Choice(["refuse", "wait"]),
     default="refuse",
-    help="While another `nightly` is at work on them.",
+    help="If another `nightly` uses the folder.",
 )
 @click.pass_context
 def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
-    """Run all job files below a folder, one after the other, each as `submit` would. Skips what was run.
+    """Run all job files below a folder one by one, each as `submit` would. Files that were run are skipped.
 
-    INBOX is a path, s3:// or gs://; job files are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet. Its file
-    `a/b.jsonl` becomes the run `a/b.jsonl` in the folder of runs. A file is skipped while its bytes are those that were
-    run; of one that was changed, what is missing is run.
+    INBOX is a path, s3:// or gs://; job files are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet. The file `a/b.jsonl`
+    becomes the run `a/b.jsonl` in the folder of runs. A file is skipped as long as its bytes have not changed; for a
+    changed one, the missing jobs run.
 
     \b
-    Exit code: as of `submit`, over all files that were run; 1 too where a file or folder could not be read or run.
-    Limits but the deadline are for each run. A file whose run stopped at a limit is gone on with the next time.
+    Exit code: as for `submit`, over all files that were run; also 1 if a file or folder could not be read or run.
+    All limits but the deadline are per run. A file whose run stopped at a limit is continued the next time.
 
     \b
     Example:

@@ -7,10 +7,11 @@ import click
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
-@click.option("--state", is_flag=True, help="Only the caches that --keep-state has kept.")
-@click.option("--logs", is_flag=True, help="Only the token logs. [default: both]")
+@click.option("--state", is_flag=True, help="Only delete the caches that --keep-state kept.")
+@click.option("--logs", is_flag=True, help="Only delete the token logs. [default: both]")
 def prune(run_uri: str, state: bool, logs: bool) -> None:
-    """Drop what a run keeps of finished jobs. Results stay; without its token log a job can't be extended any more.
+    """Delete the checkpoints that a run keeps of finished jobs. Results stay. Without its token log a job can't be
+    extended.
 
     \b
     Example:

@@ -9,11 +9,11 @@ import click
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
-@click.option("--output", default="report.html", type=click.Path(dir_okay=False), help="Page to write.")
+@click.option("--output", default="report.html", type=click.Path(dir_okay=False), help="File to write.")
 def report(run_uri: str, output: str) -> None:
-    """Write a page about a run: speed, acceptance, workers, jobs, what failed and why.
+    """Write an HTML report of a run: speed, acceptance, workers, jobs, failures with reasons.
 
-    It is made from the run's folder alone, at any time, and opens in any browser without a network.
+    It only needs the run folder, works at any time, and opens in any browser without a network.
 
     \b
     Example:

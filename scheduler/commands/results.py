@@ -16,7 +16,7 @@ from swiftbatch.scheduler.commands.launching import SOME_FAILED
 def results(run_uri: str, kind: str, output: str | None) -> None:
     """Write the results so far, in the order of the job file: OpenAI Batch lines or a Parquet table.
 
-    Damaged ones are left out and named on stderr; the exit code is then 1.
+    Damaged results are omitted and named on stderr; the exit code is then 1.
 
     \b
     Example:

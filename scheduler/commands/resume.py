@@ -14,13 +14,13 @@ from swiftbatch.scheduler.commands.options.webhook import shown
 
 @click.command(cls=GroupedCommand)
 @click.argument("run_uri", metavar="RUN")
-@options_of("The run")("--retry-failed", is_flag=True, help="Also run the jobs again that failed or were cancelled.")
+@options_of("The run")("--retry-failed", is_flag=True, help="Also run failed and cancelled jobs again.")
 @ENGINE
 @launch_options
 def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any) -> None:
-    """Go on with an interrupted run: every unfinished job continues from its checkpoint.
+    """Continue an interrupted run: every unfinished job resumes from its checkpoint.
 
-    Workers, their number and the engine may differ from those before: the output is the same.
+    Other workers, another number of them or another engine give the same output.
 
     \b
     Example:

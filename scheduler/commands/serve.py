@@ -22,9 +22,12 @@ NEEDED = ("fastapi", "uvicorn", "multipart")
 
 
 @click.command(cls=GroupedCommand)
-@run_option("--runs", "runs_uri", metavar="RUNS", required=True, help="Folder of all it keeps: a path, s3:// or gs://.")
+@run_option("--runs", "runs_uri", metavar="RUNS", required=True, help="Folder of the server: a path, s3:// or gs://.")
 @run_option(
-    "--if-busy", type=click.Choice(["refuse", "wait"]), default="refuse", help="While another `serve` is at work there."
+    "--if-busy",
+    type=click.Choice(["refuse", "wait"]),
+    default="refuse",
+    help="If another `serve` uses the folder.",
 )
 @serving_options
 @click.pass_context
@@ -35,10 +38,10 @@ def serve(
     if_busy: str,
     **options: Any,
 ) -> None:
-    """Answer OpenAI's Batch API: each batch is a run, with the options below. Kill it at will: nothing is lost.
+    """Serve OpenAI's Batch API. Each batch is a run with the options below. A killed server loses nothing.
 
-    Programs use it as `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")`. What it was running when it ended
-    goes on when it is started again. Runs are in RUNS/batches, files in RUNS/files.
+    Programs use it as `OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")`. Batches continue after a restart.
+    Runs are in RUNS/batches, files in RUNS/files.
 
     \b
     Example:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_uri", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for programs; with --watch one a line.")
-@click.option("--watch", "is_watching", is_flag=True, help="Go on showing until no driver is at work.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object, or with --watch one per line.")
+@click.option("--watch", "is_watching", is_flag=True, help="Keep updating until no driver is running.")
 def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
-    """Show how far a run is, which worker has which job, and how many tokens each running job has.
+    """Show a run's progress, which worker has which job, and how many tokens each running job has.
 
     \b
     Example:

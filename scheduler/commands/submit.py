@@ -79,13 +79,13 @@ def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSett
         raise click.BadParameter(str(error)) from None
 
 
-run_option, token_option = map(options_of, ("The run", "What decides the tokens, kept in the run"))
+run_option, token_option = map(options_of, ("The run", "What decides the tokens; stored in the run"))
 
 
 @click.command(cls=GroupedCommand, epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
 @click.argument("jobs", type=click.Path(), nargs=-1, required=True)
 @run_option(
-    "--run", "run_uri", metavar="RUN", required=True, callback=_text, help="Its folder: a path, s3:// or gs://."
+    "--run", "run_uri", metavar="RUN", required=True, callback=_text, help="Folder of the run: a path, s3:// or gs://."
 )
 @run_option(
     "--column",
@@ -93,17 +93,17 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens,
     multiple=True,
     metavar="FIELD=COLUMN",
     callback=_columns,
-    help="The column that is a field, as in prompt=text. Repeatable.",
+    help="Read a field from this column, as in prompt=text. Repeatable.",
 )
 @run_option(
     "--output-shards",
     "shards",
     metavar="FORMAT",
     callback=_shards,
-    help="Rows for `datasets` while jobs end: parquet, or jsonl:500.",
+    help="Write rows for `datasets` as jobs end: parquet, or jsonl:500.",
 )
 @run_option(
-    "--endpoint", type=click.Choice(get_args(JobUrl)), metavar="URL", help="Refuse lines that are for another one."
+    "--endpoint", type=click.Choice(get_args(JobUrl)), metavar="URL", help="Reject lines that are for another endpoint."
 )
 @run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @token_option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
@@ -112,24 +112,28 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens,
 @token_option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
 @token_option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
 @token_option(
-    "--threads", "num_threads", type=THREAD_COUNT, metavar="N", help="Per worker, on CPUs. [default: cores / workers]"
+    "--threads",
+    "num_threads",
+    type=THREAD_COUNT,
+    metavar="N",
+    help="CPU threads per worker. [default: cores / workers]",
 )
 @token_option(
     "--seed",
     type=WholeNumber(0, 2**63 - 1),
     metavar="N",
-    help=f"Of lines without one. [default: {Computation.seed}]",
+    help=f"Seed for lines without one. [default: {Computation.seed}]",
 )
 @token_option(
     "--max-tokens",
     type=WholeNumber(1, 2**31 - 1),
     metavar="N",
-    help="Of lines without any. [default: what the model's positions leave]",
+    help="For lines without it. [default: as many as the model has room for]",
 )
 @token_option(
     "--loop-guard",
     type=click.Choice(get_args(LoopAction)),
-    help="At loops, of lines that say nothing of them. [default: go on]",
+    help="On loops, for lines without the field. [default: no detection]",
 )
 @token_option(
     "--logprobs-mode",
@@ -142,7 +146,7 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens,
     nargs=2,
     metavar="A B",
     callback=_markers,
-    help="Around thoughts, as '<think>' '</think>'. [default: the model's]",
+    help="Texts around thoughts: '<think>' '</think>'. [default: the model's]",
 )
 @ENGINE
 @launch_options
@@ -155,14 +159,14 @@ def submit(
     may_take_over: bool,
     **options: Any,
 ) -> None:
-    """Run the jobs of one file or several, and wait. The same files again run what is missing.
+    """Run the jobs of one or more files, and wait. The same files again run the missing jobs.
 
-    JOBS are files of JSON objects, one a line (short form or OpenAI Batch), or of Parquet: paths, patterns as
+    JOBS are files of JSON lines (short form or OpenAI Batch) or Parquet files: paths, patterns such as
     'part-*.jsonl.gz', `-` for standard input, s3://, gs://, file:// and hf://datasets/.
 
     \b
     Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted, 3 stopped at a limit,
-    2 wrong usage or input, or the run had to stop. After 2, 3 and 130 `swiftbatch resume` goes on.
+    2 wrong usage or input, or the run had to stop. After 2, 3 and 130 `swiftbatch resume` continues.
 
     \b
     Example:

@@ -13,8 +13,8 @@ from swiftbatch.scheduler.commands.options.numbers import WholeNumber
 @click.command()
 @click.argument("run_uri", metavar="RUN")
 @click.argument("custom_id")
-@click.option("--follow", is_flag=True, help="Go on printing until the job ends.")
-@click.option("--choice", type=WholeNumber(0), default=0, help="Of a line with several choices, counted from 0.")
+@click.option("--follow", is_flag=True, help="Keep printing until the job ends.")
+@click.option("--choice", type=WholeNumber(0), default=0, help="Which choice of the line, counted from 0.")
 def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     """Print what a job has written so far, up to its last checkpoint.
 

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 DATA = click.option(
-    "--data", type=click.Path(path_type=Path), required=True, help="JSONL files with `text`, or a folder."
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="JSONL file with a field `text`, or a folder of them.",
 )
 OUTPUT = click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
@@ -29,7 +32,7 @@ TOKENS = click.option(
     "num_tokens",
     type=WholeNumber(1),
     default=defaults.TARGET_TOKENS,
-    help="To train a target on, in windows; from 2 million on long texts follow.",
+    help="Training tokens of the target, in windows. From 2 million on, long texts follow.",
 )
 SEED = click.option("--seed", type=WholeNumber(0), default=defaults.SEED)
 
@@ -54,9 +57,9 @@ def train() -> None:
 @OUTPUT
 @TOKENS
 def everything(data: Path, output: Path, num_tokens: int) -> None:
-    """Train a small target model and all that engines draft with, and write its card, as for the embedded one.
+    """Train a small target model and all trained parts, and write its model card, as for the embedded model.
 
-    The same command goes on where it was killed.
+    After a kill, the same command continues.
 
     \b
     Example:
@@ -73,9 +76,9 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
 @OUTPUT
 @TOKENS
 def target(data: Path, output: Path, num_tokens: int) -> None:
-    """Train a small target model from scratch, as the embedded one was.
+    """Train a small target model from scratch, as the embedded one was trained.
 
-    The same command goes on where it was killed.
+    After a kill, the same command continues.
 
     \b
     Example:
@@ -98,14 +101,14 @@ def target(data: Path, output: Path, num_tokens: int) -> None:
     type=WholeNumber(0),
     default=defaults.HEADS_OWN_TEXTS,
     show_default=False,
-    help="Learn from so many texts of the model's own.",
+    help="Learn from this many texts that the model generates.",
 )
 @SEED
 def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_texts: int, seed: int) -> None:
-    """Train a model's decoding heads for the engine `tokenswift`; the model itself stays as it is.
+    """Train a model's decoding heads for the engine `tokenswift`. The model itself is not changed.
 
-    They learn from the beginnings of the books in *train*.jsonl, or with --own-texts from what the model itself says
-    behind parts of them; accuracy is measured on *test*.jsonl. The embedded model's were made with --own-texts 512.
+    They learn from the beginnings of the books in *train*.jsonl, or with --own-texts from the model's continuations of
+    parts of them. Accuracy is measured on *test*.jsonl. The embedded model's heads used --own-texts 512.
 
     \b
     Example:
@@ -125,11 +128,11 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
 @steps_option(defaults.DRAFT_STEPS)
 @SEED
 def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> None:
-    """Train a small draft model for the engine `triforce`; the model itself stays as it is.
+    """Train a small draft model for the engine `triforce`. The model itself is not changed.
 
-    It learns the model's distributions along the books in *train*.jsonl and along what the model itself says behind
-    parts of them; how often both draw the same token is measured on *test*.jsonl. Beside the model's weights, in a
-    folder `draft`, it is found without --draft-model.
+    It learns the model's distributions on the books in *train*.jsonl and on the model's continuations of parts of them.
+    *test*.jsonl measures how often both draw the same token. Engines find it without --draft-model in the folder
+    `parts/draft` of the model's.
 
     \b
     Example:
@@ -151,36 +154,35 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     "num_own_texts",
     type=WholeNumber(0),
     default=defaults.GRIFFIN_OWN_TEXTS,
-    help="Learn from so many texts of the model's own, beside the books.",
+    help="Also learn from this many texts that the model generates.",
 )
 @click.option(
     "--passes",
     "num_passes",
     type=WholeNumber(1),
-    help=f"Forwards of a draft to train on. [default: {defaults.GRIFFIN_PASSES}]",
+    help=f"Forward passes of a draft to train on. [default: {defaults.GRIFFIN_PASSES}]",
 )
 @click.option(
     "--top-k",
     "align_top_k",
     type=WholeNumber(0),
-    help=f"Tokens of an earlier pass that count as aligned; 0: no mask. [default: {defaults.GRIFFIN_ALIGN_TOP_K}]",
+    help=f"Top tokens of an earlier pass that count as aligned; 0: no mask. [default: {defaults.GRIFFIN_ALIGN_TOP_K}]",
 )
-@click.option("--no-token-alignment", is_flag=True, help="One pass and no mask, as EAGLE-2.")
-@click.option("--no-token-guided-fusion", is_flag=True, help="Features and tokens are fused once, as in EAGLE.")
-@click.option("--no-token-enhanced-head", is_flag=True, help="One feature for tokens and for the next forward.")
+@click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")
+@click.option("--no-token-guided-fusion", is_flag=True, help="Fuse features and tokens once, as in EAGLE.")
+@click.option("--no-token-enhanced-head", is_flag=True, help="Use one feature for tokens and for the next forward.")
 @click.option(
     "--features",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder with the model's features, which several trainings may share. [default: `features` in the output]",
+    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
 )
 @SEED
 def griffin(model: str, data: Path, output: Path, features: Path | None, **options: Any) -> None:
-    """Train a model's draft model for the engine `griffin`; the model itself stays as it is.
+    """Train a model's draft model for the engine `griffin`. The model itself is not changed.
 
-    It learns from the beginnings of the books in *train*.jsonl and from what the model itself says behind parts of
-    them; the accuracy of each forward of a draft is measured on *test*.jsonl. The same command goes on where it was
-    killed. Without alignment, fusion and head the recipe is EAGLE-2's; with --top-k 0 and without fusion and head,
-    HASS's.
+    It learns from the beginnings of the books in *train*.jsonl and from the model's continuations of parts of them. The
+    accuracy of each forward pass of a draft is measured on *test*.jsonl. After a kill, the same command continues.
+    Without alignment, fusion and head the recipe is EAGLE-2's; with --top-k 0 and without fusion and head, HASS's.
 
     \b
     Example:

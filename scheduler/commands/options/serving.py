@@ -32,37 +32,41 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
 
 
 OPTIONS = (
-    server_option("--host", default=ServeOptions.host, help="Without keys a loopback address."),
+    server_option("--host", default=ServeOptions.host, help="Where to listen; loopback only without keys."),
     server_option(
-        "--port", type=WholeNumber(0, 65535), metavar="PORT", default=ServeOptions.port, help="0: any free one."
+        "--port",
+        type=WholeNumber(0, 65535),
+        metavar="PORT",
+        default=ServeOptions.port,
+        help="Port to listen on; 0 for any free one.",
     ),
     server_option(
         "--max-running",
         type=WholeNumber(1),
         metavar="N",
         default=ServeOptions.max_running,
-        help="Batches at a time.",
+        help="Number of batches that run at a time.",
     ),
     server_option(
         "--max-file-bytes",
         type=WholeNumber(1),
         metavar="N",
         default=ServeOptions.max_file_bytes,
-        help="Of a file that is uploaded.",
+        help="Largest file that may be uploaded.",
     ),
-    server_option("--api-keys", metavar="FILE", help="A line for each key: see docs/serve.md."),
+    server_option("--api-keys", metavar="FILE", help="File with a line for each key: see docs/serve.md."),
     server_option(
-        "--webhook", metavar="URL", callback=receiver_of, help="Post the end of every batch there: see docs/serve.md."
+        "--webhook", metavar="URL", callback=receiver_of, help="Post a message when a batch ends: see docs/serve.md."
     ),
-    server_option("--webhook-hosts", metavar="HOST,...", help="To which batches may have their ends posted."),
-    server_option("--no-keys", "is_open", is_flag=True, help="Everybody who reaches the address may use it."),
+    server_option("--webhook-hosts", metavar="HOST,...", help="Hosts that a batch may name as its webhook."),
+    server_option("--no-keys", "is_open", is_flag=True, help="Allow everybody who reaches the address."),
     server_option(
         "--make-key",
         metavar="NAME",
         callback=_make_key,
         is_eager=True,
         expose_value=False,
-        help="Print a new key and its line for the file, no more.",
+        help="Only print a new key and its line for the file.",
     ),
 )
 

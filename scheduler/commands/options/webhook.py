@@ -28,23 +28,23 @@ def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str
         raise click.BadParameter(str(error)) from None
 
 
-output_option = options_of("What is shown and told")
+output_option = options_of("Output and notifications")
 
 OUTPUT = (
-    output_option("--quiet", is_flag=True, help="Only errors, and at the end one line."),
+    output_option("--quiet", is_flag=True, help="Only print errors, and one line at the end."),
     output_option(
-        "--json", "as_json", is_flag=True, help="Events as JSON, one a line: see scheduler/display/EVENTS.md."
+        "--json", "as_json", is_flag=True, help="Print events as JSON lines: see scheduler/display/EVENTS.md."
     ),
     output_option(
         "--metrics-port",
         type=WholeNumber(0, 65535),
         metavar="PORT",
-        help="Serve metrics, and at /sd where the workers' are (0: any port).",
+        help="Serve metrics, and the workers' addresses at /sd (0: any port).",
     ),
     output_option(
-        "--webhook", metavar="URL", callback=receiver_of, help="Post the run's end there: see docs/watching.md."
+        "--webhook", metavar="URL", callback=receiver_of, help="Post a message when the run ends: see docs/watching.md."
     ),
-    output_option("--webhook-jobs", is_flag=True, help="Post each job's end, too."),
+    output_option("--webhook-jobs", is_flag=True, help="Post a message when each job ends, too."),
 )
 
 

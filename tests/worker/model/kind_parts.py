@@ -124,22 +124,23 @@ def _row(kind: str, asked: str, found: Agreement) -> str:
 HEAD = """\
 # Models that run here
 
-A model runs if its kind, the `model_type` of its `config.json`, stands in this table; any other is refused before a
-job is taken in. Each kind was held against transformers' own forward: a tiny model with random weights, float32, 300
-random tokens behind each other, windows and chunks of 100 positions, so that the rows lie on both sides of their edges.
-`swiftbatch doctor --model MODEL` does the same with your model's own weights.
+A model runs if the `model_type` of its `config.json` (its kind) is in the table below. Any other kind is refused before
+a job is accepted. Each kind was compared with transformers' own forward on a tiny model with random weights, in
+float32, on 300 consecutive random tokens. Windows and chunks have 100 positions, so the rows lie on both sides of their
+edges. `swiftbatch doctor --model MODEL` makes the same comparison with your model's own weights.
 
-What is asked for beside plain attention to all positions; the greatest difference between two logits (they spread over
-about 10); rows whose best token is the same. `python -m tests.worker.model.kind_parts > docs/models.md` writes this
-page; the figures are those of one machine with AVX-512, with attention in torch. On a CPU layers that ask for nothing
-beside experts or latent keys and values attend in the [kernels](kernels.md), which every kind is tested with, too.
+The columns: what the kind needs beside plain attention to all positions; the greatest difference between two logits
+(which spread over about 10); the rows with the same best token.
+`python -m tests.worker.model.kind_parts > docs/models.md` writes this page. The figures come from one machine with
+AVX-512, with attention in torch. On a CPU, layers that need nothing beside experts or latent keys and values use the
+attention of the [kernels](kernels.md), which is tested with every kind.
 
-Refused in every kind, since what a row sees would depend on the texts beside it: rotary positions of the types
-`dynamic` and `longrope`. Not supported so far: state-space and linear-attention layers, position biases, learned
-positions, models of text and images, quantized weights, adapters (merge them first). Weights that lack a tensor of the
-model, or hold one that it has no place for, are refused: `transformers` would fill gaps with random numbers.
+Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
+other texts in the batch. Not supported: state-space and linear-attention layers, position biases, learned positions,
+models of text and images, quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
+have one that the model has no place for, are refused, because `transformers` would fill gaps with random numbers.
 
-| kind | asks for | greatest difference | same choices |
+| kind | needs | greatest difference | same choices |
 |---|---|---|---|
 """
 
