@@ -8,9 +8,9 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.worker.model.text_view import text_view
 
 MEMORY = "the memory of this machine"
 GB = 1e9
@@ -51,7 +51,7 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
 
 def bytes_per_position(model: Path, dtype: str) -> int | None:
     """Count the bytes of one position in the cache of a model folder; None where its config does not say."""
-    config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = text_view(json.loads((model / "config.json").read_text(encoding="utf-8")))
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)

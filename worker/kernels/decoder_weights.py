@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.angles import Rotary, frequencies_of
+from swiftbatch.worker.kernels.angles import Rotary, rotary_of
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
@@ -139,7 +139,7 @@ def _is_plain(module: nn.Module) -> bool:
 def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
     """The angles of a module of `transformers`, without what this processor's powers round."""
     try:
-        return Rotary(frequencies_of(config.rope_parameters, head_dim))
+        return rotary_of(config.rope_parameters, head_dim)
     except (KeyError, TypeError, ValueError):  # a rotary type, or numbers, that only `transformers` takes
         return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
 

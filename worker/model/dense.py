@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from swiftbatch.worker.kernels.angles import ROPE_NUMBERS, Rotary, frequencies_of
+from swiftbatch.worker.kernels.angles import Rotary, rotary_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
 from swiftbatch.worker.model.tensors import read_tensors
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 SWITCHED_WINDOWS = ("qwen2", "qwen3")  # whose window is not in use unless `use_sliding_window` says so
@@ -40,32 +41,33 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, a
     "use_mrope": (False,),
     "is_causal": (True,),
 }
-NO_MATTER = {  # of training, of generation, or said by the weights themselves
-    "_name_or_path",
-    "architectures",
+GENERATING = {  # numbers that older versions of `transformers` wrote into every config
+    "diversity_penalty",
+    "encoder_no_repeat_ngram_size",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "repetition_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+}
+SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the text, or said by the weights themselves
     "attention_bias",
     "attention_dropout",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "id2label",
+    "chunk_size_feed_forward",
     "initializer_range",
-    "label2id",
     "layer_types",
     "max_position_embeddings",
     "max_window_layers",
     "mlp_bias",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "return_dict",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "chunk_size_feed_forward",
-    "is_encoder_decoder",
+    "num_nextn_predict_layers",
+    *GENERATING,
 }
 NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 LINEARS = {
@@ -95,12 +97,12 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
         sizes, rotary = _sizes(config, dtype), _rotary(config)
     except (KeyError, TypeError, ValueError):
         return None
-    if sizes.num_layers > len(names := _stored_names(files)) or names != _names(config):
+    if sizes.num_layers > len(names := _stored_names(files, config)) or names != _names(config):
         return None
     # in this order: fewer bytes pass where files are the narrower
     tensors = read_tensors(files, lambda tensor: tensor.to(device).to(dtype))
-    embedding = tensors["model.embed_tokens.weight"]
-    head = embedding if config.get("tie_word_embeddings", False) else tensors["lm_head.weight"]
+    embedding = tensors[EMBEDDING]
+    head = embedding if _is_tied(config) else tensors[HEAD]
     layers = [_layer(tensors, f"model.layers.{number}.") for number in range(sizes.num_layers)]
     return DecoderWeights(sizes, embedding, layers, tensors["model.norm.weight"], Linear(head), rotary)
 
@@ -112,7 +114,23 @@ def _is_understood(config: dict[str, Any]) -> bool:
     if any(value not in ONE_MEANING[key] for key, value in said.items()):
         return False
     said_by_default = config["model_type"] != "mistral" or "sliding_window" in config  # whose default is a window
-    return said_by_default and "hidden_act" in config and set(config) <= SIZES | set(ONE_MEANING) | NO_MATTER
+    return said_by_default and "hidden_act" in config and not any(_may_matter(*item) for item in config.items())
+
+
+def _may_matter(key: str, value: Any) -> bool:
+    """Tell whether a key may be a number of a layer that is not understood here; words and switches are none.
+
+    The classes of these kinds look at no other keys than those named above, so what is not a number is of somebody's
+    tools.
+    """
+    if key in SIZES | set(ONE_MEANING) | SAID_ELSEWHERE or key.endswith(("_token_id", "_token_ids")):
+        return False
+    numbers = value if isinstance(value, list) else [value]
+    return any(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings", False))
 
 
 def _is_unused(key: str, config: dict[str, Any]) -> bool:
@@ -154,9 +172,7 @@ def _rotary(config: dict[str, Any]) -> Rotary:
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
     if "rope_theta" in config:
         said = {"rope_theta": config["rope_theta"]} | said
-    if set(said) != {"rope_type", *ROPE_NUMBERS[said["rope_type"]]}:
-        raise ValueError("other angles")
-    return Rotary(frequencies_of(said, _head_dim(config)))
+    return rotary_of(said, _head_dim(config), is_strict=True)
 
 
 def _names(config: dict[str, Any]) -> set[str]:
@@ -165,8 +181,7 @@ def _names(config: dict[str, Any]) -> set[str]:
     parts += [f"{LINEARS[role]}.bias" for role in _biased(config)]
     parts += [f"{part}.weight" for part in HEAD_NORMS.values() if config["model_type"] == "qwen3"]
     names = {f"model.layers.{number}.{part}" for number in range(config["num_hidden_layers"]) for part in parts}
-    is_tied = config.get("tie_word_embeddings", False)
-    return names | {"model.embed_tokens.weight", "model.norm.weight", *(() if is_tied else ("lm_head.weight",))}
+    return names | {EMBEDDING, "model.norm.weight", *(() if _is_tied(config) else (HEAD,))}
 
 
 def _biased(config: dict[str, Any]) -> list[str]:
@@ -178,10 +193,11 @@ def _biased(config: dict[str, Any]) -> list[str]:
     return ["query", "key", "value", "output"] * bool(attention) + ["gate", "up", "down"] * bool(mlp)
 
 
-def _stored_names(files: ModelFiles) -> set[str]:
+def _stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
     """The names of the tensors in a model's files; none where one is there twice, as nobody says which of two it is."""
     opened: list[Any] = [safe_open(file, framework="pt") for file in weight_files(files.path)]
-    names = [name for file in opened for name in file.keys()]  # noqa: SIM118 (no mapping)
+    stored = (text_name(name, config) for file in opened for name in file.keys())  # noqa: SIM118 (no mapping)
+    names = [name for name in stored if name is not None and not (name == HEAD and _is_tied(config))]
     return set(names) if len(set(names)) == len(names) else set()
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
+QUANTIZATION_FILE = "hf_quant_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOATS = {"BF16", "F16", "F32", "F64"}
@@ -41,11 +42,32 @@ def config_fault(config: dict[str, Any]) -> str | None:
     return _eos_fault("config.json", config)
 
 
-def folder_fault(path: Path) -> str | None:
-    """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
+def adapter_fault(path: Path) -> str | None:
+    """Say that a folder holds an adapter, which has no config of its own most often; None for any other."""
     if (path / ADAPTER_FILE).exists():
         return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
-    return _generation_fault(path) or _index_fault(path)
+    return None
+
+
+def folder_fault(path: Path) -> str | None:
+    """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
+    return _quantization_fault(path) or _generation_fault(path) or _index_fault(path)
+
+
+def _quantization_fault(path: Path) -> str | None:
+    """NVIDIA's packages say in a file of their own how weights are packed."""
+    file = path / QUANTIZATION_FILE
+    if not file.exists():
+        return None
+    said, fault = _json_object(file)
+    return fault or format_fault(said)
+
+
+def format_fault(said: dict[str, Any]) -> str:
+    """Say which format the content of `hf_quant_config.json` describes."""
+    how = said.get("quantization")
+    method = how.get("quant_algo") if isinstance(how, dict) else how
+    return f"its weights are quantized ({QUANTIZATION_FILE} has {method!r}); expected {_floats()}"
 
 
 def weights_fault(file: Path) -> str | None:

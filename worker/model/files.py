@@ -12,8 +12,9 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
-from swiftbatch.worker.model.faults import GENERATION_FILE, config_fault, folder_fault, weights_fault
+from swiftbatch.worker.model.faults import GENERATION_FILE, adapter_fault, config_fault, folder_fault, weights_fault
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.worker.model.text_view import NESTING, nested_config, text_view
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights
@@ -72,10 +73,12 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
     Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
     """
     path = model_folder(model)
+    if fault := adapter_fault(path):
+        raise ModelError(f"model {model}: {fault}")
     config = read_config(model, path)
-    if lack := what_it_lacks(config):
-        raise ModelError(f"model {model}: {lack}; kinds that run here: {', '.join(SUPPORTED_KINDS)}")
-    if fault := config_fault(config) or folder_fault(path):
+    if refusal := what_refuses(read_whole_config(model, path)):
+        raise ModelError(f"model {model}: {refusal}")
+    if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
     weights = weight_files(path)
     if not weights:
@@ -93,8 +96,28 @@ def model_folder(model: str) -> Path:
     return path if path.is_dir() else _hub_snapshot(model)
 
 
+def what_refuses(config: dict[str, Any]) -> str | None:
+    """Say why a published config does not run here, by the layer or the format that is missing; None for one that does.
+
+    Both are said where both are missing.
+    """
+    view, whole = text_view(config), config.get("model_type")
+    lack = what_it_lacks(view)
+    if lack is None and nested_config(config) and whole not in NESTING:
+        lack = f"its kind {whole!r} was not compared with transformers' own forward"
+    fault = config_fault(view)
+    if lack is None:
+        return fault
+    return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_KINDS)}"
+
+
 def read_config(model: str, path: Path) -> dict[str, Any]:
-    """A model's `config.json`. Raises ModelError where there is none."""
+    """The text model's part of a `config.json`. Raises ModelError where there is none."""
+    return text_view(read_whole_config(model, path))
+
+
+def read_whole_config(model: str, path: Path) -> dict[str, Any]:
+    """A model's `config.json` as it was published. Raises ModelError where there is none."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

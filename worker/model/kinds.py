@@ -32,6 +32,7 @@ SUPPORTED_KINDS = (
     "gpt_oss",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "hunyuan_v1_dense",
     "llama",
     "llama4_text",
@@ -56,10 +57,32 @@ SUPPORTED_KINDS = (
     "starcoder2",
 )
 
-ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+OTHER_LAYERS = {  # in words, beside the name that configs have for them
+    "conv": "short convolutions",
+    "deepseek_sparse_attention": "attention to keys that an indexer chooses",
+    "linear_attention": "gated delta nets",
+    "mamba": "Mamba-2",
+}
+UNSAID_LAYERS = {"granitemoehybrid": ["mamba"]}  # of kinds whose config names none
 SHIFTING_ROTARY = {"dynamic", "longrope", "su"}  # their angles depend on the longest text of a forward
+MAMBA, DELTA = "Mamba-2 layers", "gated delta nets"
+INDEXED = "attention to keys that an indexer chooses"
+COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
 NEEDS = {  # what kinds that users ask for need beside attention to keys and values
+    "bamba": MAMBA,
     "bloom": "position biases (ALiBi)",
+    "deepseek_ref": COMPRESSED,
+    "deepseek_v32": INDEXED,
+    "deepseek_v4": COMPRESSED,
+    "falcon_h1": MAMBA,
+    "gemma4_text": "heads of two widths, and keys that serve as values",
+    "glm_moe_dsa": INDEXED,
+    "kimi_linear": "delta attention (KDA)",
+    "lfm2": "short convolutions",
+    "lfm2_moe": "short convolutions",
+    "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
+    "minimax_m3": "attention to blocks of keys that an indexer chooses",
     "mpt": "position biases (ALiBi)",
     "gpt2": "learned positions",
     "opt": "learned positions",
@@ -68,21 +91,29 @@ NEEDS = {  # what kinds that users ask for need beside attention to keys and val
     "mamba2": "state-space layers",
     "rwkv": "recurrent layers",
     "recurrent_gemma": "recurrent layers",
+    "nemotron-nas": "layers of different sizes, some of them without attention",
+    "nemotron_h": MAMBA,
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
+    "qwen3_vl_moe_text": "experts that are stored side by side in one tensor",
+    "step3p7": "windows beside experts whose router has biases of its own",
     "nemotron": "a way past its class, which hands nothing on to its attention",
     "stablelm": "a way past its class, which hands nothing on to its attention",
 }
 
 
 def what_it_lacks(config: dict[str, Any]) -> str | None:
-    """Say what a model would need that is not here; None for one that runs."""
+    """Say what a text model would need that is not here; None for one that runs."""
     kind = str(config.get("model_type"))
     if kind in NEEDS:
         return f"its kind {kind!r} needs {NEEDS[kind]}"
-    types = config.get("layer_types") or []
+    types = config.get("layer_types") or UNSAID_LAYERS.get(kind, [])
     if not isinstance(types, list):
         return f"its layer_types are {types!r}; expected a list"
     if layers := {str(layer) for layer in types} - ATTENDING_LAYERS:
-        return f"its kind {kind!r} has layers of the kinds {', '.join(sorted(layers))}"
+        named = (f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else layer for layer in sorted(layers))
+        return f"its kind {kind!r} has layers of the kinds {', '.join(named)}"
     if kind not in SUPPORTED_KINDS:
         return f"its kind {kind!r} was not compared with transformers' own forward"
     rotary = set(_rotary_types(config)) & SHIFTING_ROTARY

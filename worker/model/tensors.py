@@ -17,7 +17,8 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,24 +36,40 @@ LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 def read_tensors(files: ModelFiles, place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of a model's files by name, each as `place` gives it back: on its device, in its dtype.
+    """All tensors of a text model's files by their names in it, each as `place` gives it back: on its device, say.
+
+    Those that change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
 
     While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere.
     Raises ModelError for a damaged file, OtherModelError for one whose bytes are not those of `files.digests`.
     """
     tensors: dict[str, torch.Tensor] = {}
+    config = read_config(files.name, files.path)
     for file in weight_files(files.path):
         with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
             hashing = _Hashing(thread)
             try:
                 for name, tensor in _stored(cast(RawIOBase, stream), hashing):
-                    tensors[name] = place(tensor)
+                    if (known := text_name(name, config)) is not None:
+                        tensors[known] = place(tensor)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ModelError(
                     f"model {files.name}: {file} can't be read as safetensors ({error}); copy it again"
                 ) from None
             files.refuse_other_weights(file.name, hashing.digest())
+    if config.get("tie_word_embeddings") and EMBEDDING in tensors:
+        _drop_head_of(tensors, files)
     return tensors
+
+
+def _drop_head_of(tensors: dict[str, torch.Tensor], files: ModelFiles) -> None:
+    """Drop a head that is stored beside the embedding it is tied to. Raises ModelError for another one."""
+    head = tensors.pop(HEAD, None)
+    if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+        raise ModelError(
+            f"model {files.name}: config.json ties the head to the embedding, and its weights hold another {HEAD}; "
+            "copy all files again, or say tie_word_embeddings = false"
+        )
 
 
 class _Hashing:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of
+from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.tensors import read_tensors
+from swiftbatch.worker.model.text_view import is_another
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
@@ -27,7 +28,7 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     tensors = read_tensors(files, lambda tensor: tensor)
     try:
         with _quiet():
-            config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+            config = _config(files)
             model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
                 None,
                 config=config,
@@ -49,6 +50,14 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     model.config.return_dict = True  # a config may switch off what our forwards read
     model.config.output_hidden_states = model.config.output_router_logits = False
     return model
+
+
+def _config(files: ModelFiles) -> PreTrainedConfig:
+    """The config of the text model in `transformers`' own class."""
+    if is_another(read_whole_config(files.name, files.path)):
+        view = read_config(files.name, files.path)
+        return AutoConfig.for_model(view.pop("model_type"), **view)
+    return AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
 
 
 class _Once:

@@ -34,7 +34,8 @@ class NativeForwards:
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
         self.cache_shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, self.device)
-        self.numerics = f"cpu {numerics_of(variant, str(sizes.dtype).removeprefix('torch.'))}"
+        named = (numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), weights.rotary.numerics)
+        self.numerics = f"cpu {', '.join(filter(None, named))}"
 
     def new_drawing(self) -> Drawing:
         return create_drawing(self.vocab_size, self.device)

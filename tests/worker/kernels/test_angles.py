@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from swiftbatch.worker.kernels.angles import default_frequencies, frequencies_of
+from swiftbatch.worker.kernels.angles import default_frequencies, rotary_of
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 
 LLAMA31: dict[str, Any] = {
@@ -31,6 +31,20 @@ STRETCHES: dict[str, tuple[dict[str, Any], int]] = {
         80,
     ),
     "a short original": (LLAMA31 | {"original_max_position_embeddings": 64, "rope_theta": 10000.0}, 64),
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
+OTHERS: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3 above 40,960 positions": (YARN, 128),
+    "Kimi K2": (YARN | {"factor": 32.0, "beta_slow": 1.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 64),
+    "a factor of its own": (YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}, 96),
+    "two scales": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}, 64),
+    "a factor below 1": (YARN | {"factor": 0.5}, 64),
+    "linear": ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, 128),
 }
 MALFORMED: dict[str, dict[str, Any]] = {
     "no factor": {"factor": None},
@@ -64,9 +78,32 @@ def of_transformers(parameters: dict[str, Any], head_dim: int) -> NDArray[np.flo
 @pytest.mark.parametrize("stretch", STRETCHES)
 def test_llama3_frequencies_are_those_of_transformers(stretch: str) -> None:
     """To one unit in the last place, by which powers of processors differ."""
-    ours, theirs = frequencies_of(*STRETCHES[stretch]), of_transformers(*STRETCHES[stretch])
+    ours, theirs = rotary_of(*STRETCHES[stretch]).frequencies, of_transformers(*STRETCHES[stretch])
     assert ours.dtype == theirs.dtype == np.float32
     assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rotations_are_those_of_transformers_to_a_unit_in_the_last_place(name: str) -> None:
+    parameters, head_dim = OTHERS[name]
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config_of(parameters, head_dim))
+    ours, theirs = rotary_of(parameters, head_dim, is_strict=True), frequencies.numpy()
+    assert np.abs(ours.frequencies.view(np.int32) - theirs.view(np.int32)).max() <= 2
+    assert ours.scaling == scaling
+    assert ours.numerics
+
+
+@pytest.mark.parametrize(
+    "other", [{"truncate": False}, {"beta_fast": "32"}, {"attention_factor": 0}, {"type": "linear"}]
+)
+def test_forms_that_only_transformers_takes_are_left_to_it(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="found"):
+        rotary_of(YARN | other, 64)
+
+
+def test_the_older_word_for_a_type_is_taken() -> None:
+    older = {("type" if name == "rope_type" else name): value for name, value in YARN.items()}
+    assert (rotary_of(older, 64).frequencies == rotary_of(YARN, 64).frequencies).all()
 
 
 @pytest.mark.parametrize("stretch", STRETCHES)
@@ -78,7 +115,7 @@ def test_long_waves_are_stretched_short_ones_stay_and_others_are_blended(stretch
     share = np.clip((turns - low) / (high - low), 0, 1)
     assert 0 < ((share > 0) & (share < 1)).sum() < len(share)
     expected = plain * ((1 - share) / factor + share)
-    assert np.abs(frequencies_of(parameters, head_dim) / expected - 1).max() < 1e-6
+    assert np.abs(rotary_of(parameters, head_dim).frequencies / expected - 1).max() < 1e-6
 
 
 @pytest.mark.parametrize("stretch", STRETCHES)
@@ -86,7 +123,7 @@ def test_a_loaded_model_has_the_very_same(stretch: str) -> None:
     parameters, head_dim = STRETCHES[stretch]
     weights = decoder_weights(LlamaForCausalLM(config_of(parameters, head_dim)))
     assert weights is not None
-    assert (weights.rotary.frequencies == frequencies_of(parameters, head_dim)).all()
+    assert (weights.rotary.frequencies == rotary_of(parameters, head_dim).frequencies).all()
     assert weights.rotary.scaling == 1.0
 
 
@@ -94,7 +131,7 @@ def test_a_loaded_model_has_the_very_same(stretch: str) -> None:
 def test_numbers_that_make_no_sense_are_refused(fault: str) -> None:
     parameters = {name: value for name, value in (LLAMA31 | MALFORMED[fault]).items() if value is not None}
     with pytest.raises((KeyError, ValueError)):
-        frequencies_of(parameters, 64)
+        rotary_of(parameters, 64)
 
 
 @pytest.mark.parametrize("high", [1.0, 0.5])

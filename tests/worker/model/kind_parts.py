@@ -54,6 +54,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,
     "qwen3": ALL_WINDOWED,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, decoder_weights
 from swiftbatch.worker.model import tensors
 from swiftbatch.worker.model.dense import dense_weights
@@ -46,8 +47,8 @@ KINDS = {
 CHANGES: dict[str, dict[str, Any]] = {
     "another activation": {"hidden_act": "gelu"},
     "a window": {"sliding_window": 8},
-    "stretched positions": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    "older words for them": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "stretched positions": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    "older words for them": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "turns of a part of each head": {"partial_rotary_factor": 0.5},
     "a scale that is not known": {"logit_scale": 0.5},
     "layers with windows": {"layer_types": ["full_attention", "sliding_attention"]},
@@ -219,3 +220,40 @@ def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> N
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout in ("True False\n", "False True\n")  # the second where no compiler was found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_head_that_is_the_tied_embedding_once_more_changes_nothing(kind: str, tmp_path: Path) -> None:
+    """As Qwen3 0.6B is published: in the kernels' own reader and through transformers."""
+    config = config_of("llama") if kind == "llama" else AutoConfig.for_model(kind, **SIZES)
+    files = saved(tmp_path, config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    files = files_in(tmp_path)
+    assert (dense_weights(files, BF16) is not None) == (kind == "llama")
+    model = load_causal_lm(files, BF16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors["lm_head.weight"][5, 3] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for load in (dense_weights, load_causal_lm):
+        if load is load_causal_lm or kind == "llama":
+            with pytest.raises(ModelError, match="ties the head to the embedding, and its weights hold another"):
+                load(files_in(tmp_path), BF16)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over_where_the_config_counts_them(
+    llama: Path, tmp_path: Path
+) -> None:
+    tensors, config = load_file(llama / "model.safetensors"), json.loads((llama / "config.json").read_text())
+    behind = {
+        name.replace("layers.1.", "layers.2."): each.clone() for name, each in tensors.items() if "layers.1." in name
+    }
+    save_file(tensors | behind, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dense_weights(files_in(tmp_path), BF16) is None, "else a layer that is missing in the config would be lost"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    ours = dense_weights(files_in(tmp_path), BF16)
+    assert ours is not None
+    assert torch.equal(ours.layers[1].up.weight, tensors["model.layers.1.mlp.up_proj.weight"])

@@ -19,6 +19,7 @@ from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.text_view import text_view
 from swiftbatch.worker.model.weights import load_causal_lm
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import chain
@@ -33,6 +34,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 SMALL = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "vocab_size": 64}
 EVERYWHERE = {
@@ -88,6 +90,30 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Qwen2.5 7B Instruct": QWEN25,
     "Qwen2.5 7B": QWEN25 | {"eos_token_id": 151643, "max_position_embeddings": 131072, "use_mrope": False},
+    "Qwen2.5 7B Instruct above 32,768 positions": QWEN25 | {"rope_scaling": YARN},
+    "MiMo 7B, which is Qwen2 with a layer more": QWEN25
+    | {
+        "architectures": ["MiMoForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 64,
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 640000,
+        "use_mrope": False,
+    },
+    "Llama 3.1 8B with words of tools": LLAMA
+    | {
+        "_attn_implementation": "flash_attention_2",
+        "auto_map": {"AutoConfig": "configuration.Config"},
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "transformers.js_config": {"dtype": {"model": "q4"}},
+        "unsloth_fixed": True,
+        "task_specific_params": None,
+        "temperature": 1.0,
+        "top_k": 50,
+    },
     "Qwen3 8B": EVERYWHERE
     | {
         "architectures": ["Qwen3ForCausalLM"],
@@ -107,12 +133,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 LEFT: dict[str, tuple[str, dict[str, Any]]] = {  # to transformers, each from a model that is understood
+    "a number that is not known": ("Qwen3 8B", {"residual_multiplier": 0.22}),
+    "numbers that are not known": ("Qwen3 8B", {"layer_scales": [0.5, 0.5]}),
     "a window that is in use": ("Qwen2.5 7B Instruct", {"use_sliding_window": True}),
     "a window that is no number": ("Qwen2.5 7B Instruct", {"sliding_window": "none"}),
     "a window of Mistral": ("Mistral 7B v0.3", {"sliding_window": 131072, "use_sliding_window": False}),
-    "longer texts of Qwen2.5": (
+    "a ramp of its own": (
         "Qwen2.5 7B Instruct",
-        {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+        {"rope_scaling": YARN | {"truncate": False}},
     ),
     "no factor": ("Llama 3.1 8B Instruct", {"rope_scaling": {"rope_type": "llama3"}}),
     "a factor of 0": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"factor": 0}}),
@@ -127,7 +155,8 @@ NO_MODEL |= {"a window that is no number"}
 
 def folder_of(name: str, folder: Path) -> ModelFiles:
     """A random model of a published config, which lies beside the weights word by word."""
-    files = saved(folder, AutoConfig.for_model(**PUBLISHED[name]))
+    view = {key: value for key, value in text_view(PUBLISHED[name]).items() if key != "_attn_implementation"}
+    files = saved(folder, AutoConfig.for_model(**view))
     (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
     return files
 

@@ -1,0 +1,147 @@
+"""Models of text and images say as texts what their whole class says, by the names that their files have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.text_view import LEFT_OUT, text_name, text_view
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
+from tests.worker.model.kind_parts import NUM_POSITIONS, SIZES
+
+NUM_TOKENS = 40
+SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
+SMALL_TOWER |= {"num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "image_size": 28}
+SMALL_TOWER |= {"patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+TEXT = {
+    key: value for key, value in SIZES.items() if not (key.endswith("_token_id") or "expert" in key or "moe" in key)
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # by kind: the prefix of published text tensors, and the text's config
+    "gemma3": ("language_model.model.", {"model_type": "gemma3_text", "sliding_window": 16}),
+    "llama4": (
+        "language_model.model.",
+        {"model_type": "llama4_text", "attention_chunk_size": 16, "intermediate_size_mlp": 96, **EXPERTS},
+    ),
+    "mistral3": (
+        "language_model.model.",
+        {
+            "model_type": "mistral",
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e9,
+            "sliding_window": None,
+        },
+    ),
+    "qwen3_vl": (
+        "model.language_model.",
+        {
+            "model_type": "qwen3_vl_text",
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 5000000,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [16, 8, 8], "rope_type": "default"},
+        },
+    ),
+}
+
+
+def whole_model(kind: str) -> Any:
+    """A tiny random model of transformers' own class; its norms differ from their initial ones."""
+    config = AutoConfig.for_model(kind, text_config=TEXT | WHOLE[kind][1], vision_config=SMALL_TOWER)
+    config.text_config.initializer_range = 0.3
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).float().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
+    """Write a model as such models are published: the text's config nested, its tensors behind their prefix."""
+    prefix, text_config = WHOLE[kind]
+    config = {"model_type": kind, "text_config": TEXT | text_config, "vision_config": SMALL_TOWER}
+    config["tie_word_embeddings"] = model.config.tie_word_embeddings
+    (folder / "config.json").write_text(json.dumps(config))
+    model.save_pretrained(folder / "saved")
+    tensors = {}
+    for name, tensor in load_file(folder / "saved" / "model.safetensors").items():
+        known = text_name(name, text_view(config))
+        is_body = known is not None and known.startswith("model.")
+        head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
+        tensors[prefix + known.removeprefix("model.") if is_body and known else head if known else name] = tensor
+    assert any(name.startswith(prefix) for name in tensors)
+    assert any(text_name(name, text_view(config)) is None for name in tensors), "there is a tower for images"
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return locate_model(str(folder))
+
+
+def logits_of(files: ModelFiles, token_ids: list[int]) -> torch.Tensor:
+    target = TargetModel.load(files, "float32", "cpu")
+    cache = target.new_cache(len(token_ids) + 8)
+    return target.verify([tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))])[0].logits
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_text_has_the_logits_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    model = whole_model(kind)
+    files = publish(model, kind, tmp_path)
+    token_ids = [(7 * i + 3) % 90 for i in range(NUM_TOKENS)]
+    expected = model(input_ids=torch.tensor([token_ids])).logits[0]
+    found = logits_of(files, token_ids)
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert files.max_positions == NUM_POSITIONS
+    assert read_sizes(files, "float32") is not None, "a GPU's memory can be planned"
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl"])
+def test_dense_texts_are_read_for_our_kernels(kind: str, tmp_path: Path) -> None:
+    assert dense_weights(publish(whole_model(kind), kind, tmp_path), torch.float32) is not None
+
+
+def test_what_published_configs_leave_out_is_what_their_class_has() -> None:
+    for kind, numbers in LEFT_OUT.items():
+        defaults = AutoConfig.for_model(kind)
+        assert numbers == {name: getattr(defaults, name) for name in numbers}
+        assert text_view({"text_config": {"model_type": kind}}) == {"model_type": kind, **numbers}
+
+
+def test_a_config_that_nests_a_quantized_model_is_refused_by_its_format(tmp_path: Path) -> None:
+    config = {"model_type": "mistral3", "text_config": TEXT | WHOLE["mistral3"][1]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ModelError, match=r"its weights are quantized .*'fp8'"):
+        locate_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.4.enorm.weight", None),
+        ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"),
+        ("model.layers.5.mlp.up_proj.weight", "model.layers.5.mlp.up_proj.weight"),  # which then is one too many
+        ("mtp.fc.weight", None),
+        ("model.mtp_layers.0.input_layernorm.weight", None),
+        ("model.visual.blocks.0.attn.qkv.weight", None),
+        ("vision_tower.transformer.layers.0.attention.k_proj.weight", None),
+        ("multi_modal_projector.linear_1.weight", None),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("visual_words.weight", "visual_words.weight"),
+    ],
+)
+def test_tensors_that_change_no_text_are_passed_over_by_name(name: str, expected: str | None) -> None:
+    assert text_name(name, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}) == expected

@@ -1,0 +1,82 @@
+"""The text model of a published config: one view for everything that reads a config or a tensor's name.
+
+Models of text and images keep the text model's keys in `text_config`, and its tensors behind a prefix. Some kinds are
+another kind by a name of their own. Layers that predict further tokens (MTP) and towers for images change no text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+NESTING = {  # kinds of whole models that were held against transformers' own, and the kind of text that they default to
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_vl": "qwen3_vl_text",
+}
+SAME_AS = {  # kinds whose text model is that of another kind, in layers and names
+    "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+LEFT_OUT = {  # numbers that published configs leave to the class of their kind
+    "gemma3_text": {
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+    },
+}
+OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
+OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
+OTHER_TOWERS = re.compile(
+    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|audio_\w+|embed_(?:vision|audio))\."
+)
+PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
+WHOLE_DECODER, LAYER = re.compile(r"^model\.language_model\."), re.compile(r"^model\.layers\.(\d+)\.")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def text_view(config: Config) -> dict[str, Any]:
+    """The config of a model's text part, as if it were published alone, under the kind whose layers it has."""
+    view, kind = dict(config), config.get("model_type")
+    if nested := nested_config(config):
+        whole = {key: config[key] for key in OF_THE_WHOLE if key in config}
+        kind = nested.get("model_type") or NESTING.get(str(kind))
+        view = whole | nested | {key: value for key, value in whole.items() if key == "tie_word_embeddings"}
+    view["model_type"] = SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(said := view.get(key), dict):
+            view[key] = {name: value for name, value in said.items() if name not in OF_IMAGES}
+    return LEFT_OUT.get(str(view["model_type"]), {}) | view
+
+
+def nested_config(config: Config) -> dict[str, Any]:
+    """The config of the text model within that of a whole one; empty where there is none."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def is_another(config: Config) -> bool:
+    """Tell whether the text model is another one than the class of the whole config makes."""
+    return bool(nested_config(config)) or config.get("model_type") in SAME_AS
+
+
+def text_name(name: str, config: Config) -> str | None:
+    """The name of a stored tensor in the text model of this view; None for one that changes no text.
+
+    A layer behind the last one is passed over only where the config counts it among those that predict further tokens.
+    """
+    if OTHER_TOWERS.match(name) or PREDICTORS.match(name):
+        return None
+    name = WHOLE_DECODER.sub("model.", name).removeprefix("language_model.")
+    if number := LAYER.match(name):
+        num_layers = config.get("num_hidden_layers") or 0
+        num_predictors = config.get("num_nextn_predict_layers") or 0
+        return None if num_layers <= int(number[1]) < num_layers + num_predictors else name
+    return name
