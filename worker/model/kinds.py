@@ -96,7 +96,6 @@ NEEDS = {  # what kinds that users ask for need beside attention to keys and val
     "qwen3_5_moe_text": DELTA,
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA,
-    "qwen3_vl_moe_text": "experts that are stored side by side in one tensor",
     "step3p7": "windows beside experts whose router has biases of its own",
     "nemotron": "a way past its class, which hands nothing on to its attention",
     "stablelm": "a way past its class, which hands nothing on to its attention",

@@ -17,10 +17,12 @@ NESTING = {  # kinds of whole models that were held against transformers' own, a
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 SAME_AS = {  # kinds whose text model is that of another kind, in layers and names
     "kimi_k2": "deepseek_v3",
     "mimo": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
 LEFT_OUT = {  # numbers that published configs leave to the class of their kind
@@ -38,6 +40,7 @@ OTHER_TOWERS = re.compile(
     r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|audio_\w+|embed_(?:vision|audio))\."
 )
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
+TURNED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 WHOLE_DECODER, LAYER = re.compile(r"^model\.language_model\."), re.compile(r"^model\.layers\.(\d+)\.")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -80,3 +83,17 @@ def text_name(name: str, config: Config) -> str | None:
         num_predictors = config.get("num_nextn_predict_layers") or 0
         return None if num_layers <= int(number[1]) < num_layers + num_predictors else name
     return name
+
+
+def is_turned(name: str, shape: tuple[int, ...], config: Config) -> bool:
+    """Tell whether a model, by its whole config, stores this tensor of experts with rows for columns.
+
+    As it was published; newer versions of `transformers` write it as its layers have it. Where a width is the same in
+    both directions, it is taken as published.
+    """
+    nested = nested_config(config)
+    if nested.get("model_type") != "qwen3_vl_moe_text" or not (found := TURNED_EXPERTS.search(name)):
+        return False
+    hidden, width = nested.get("hidden_size"), nested.get("moe_intermediate_size")
+    stored = (hidden, 2 * width) if found[1] == "gate_up" and isinstance(width, int) else (width, hidden)
+    return shape[1:] == stored

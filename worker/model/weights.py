@@ -13,7 +13,7 @@ from transformers.utils import logging
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text_view import is_another
+from swiftbatch.worker.model.text_view import is_another, is_turned
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
@@ -25,7 +25,9 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong, and
     OtherModelError as `read_tensors` does.
     """
-    tensors = read_tensors(files, lambda tensor: tensor)
+    tensors, whole = read_tensors(files, lambda tensor: tensor), read_whole_config(files.name, files.path)
+    for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
     try:
         with _quiet():
             config = _config(files)

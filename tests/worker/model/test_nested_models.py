@@ -16,7 +16,7 @@ from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.model.text_view import LEFT_OUT, text_name, text_view
+from swiftbatch.worker.model.text_view import LEFT_OUT, TURNED_EXPERTS, text_name, text_view
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.model.kind_parts import NUM_POSITIONS, SIZES
@@ -60,6 +60,16 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # by kind: the prefix of publi
 }
 
 
+VL_EXPERTS = {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": True, "mlp_only_layers": []}
+VL_EXPERTS |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+WHOLE["qwen3_vl_moe"] = (
+    "model.language_model.",
+    WHOLE["qwen3_vl"][1]
+    | {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": True, "mlp_only_layers": []}
+    | VL_EXPERTS,
+)
+
+
 def whole_model(kind: str) -> Any:
     """A tiny random model of transformers' own class; its norms differ from their initial ones."""
     config = AutoConfig.for_model(kind, text_config=TEXT | WHOLE[kind][1], vision_config=SMALL_TOWER)
@@ -84,6 +94,8 @@ def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
         is_body = known is not None and known.startswith("model.")
         head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
         tensors[prefix + known.removeprefix("model.") if is_body and known else head if known else name] = tensor
+    turned = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if TURNED_EXPERTS.search(name)}
+    tensors |= turned if kind == "qwen3_vl_moe" else {}
     assert any(name.startswith(prefix) for name in tensors)
     assert any(text_name(name, text_view(config)) is None for name in tensors), "there is a tower for images"
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -145,3 +157,13 @@ def test_a_config_that_nests_a_quantized_model_is_refused_by_its_format(tmp_path
 )
 def test_tensors_that_change_no_text_are_passed_over_by_name(name: str, expected: str | None) -> None:
     assert text_name(name, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}) == expected
+
+
+def test_experts_are_taken_as_published_and_as_newer_versions_write_them(tmp_path: Path) -> None:
+    model, token_ids = whole_model("qwen3_vl_moe"), list(range(1, 30))
+    files = publish(model, "qwen3_vl_moe", tmp_path)
+    published = logits_of(files, token_ids)
+    tensors = load_file(tmp_path / "model.safetensors")
+    newer = {n: each.transpose(1, 2).contiguous() if TURNED_EXPERTS.search(n) else each for n, each in tensors.items()}
+    save_file(newer, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(locate_model(str(tmp_path)), token_ids), published)
