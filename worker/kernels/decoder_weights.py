@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.angles import Rotary, rotary_of
+from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
+from swiftbatch.worker.kernels.sizes import sizes_fault
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
-LANES = 16
-HEAD_DIMS = range(64, 257, LANES)
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,17 @@ class DecoderSizes:
         """Raises ValueError for sizes that the kernels do not take."""
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
-        if self.head_dim not in HEAD_DIMS:
-            raise ValueError(f"found head_dim {self.head_dim}, expected a multiple of {LANES} from 64 to 256")
-        if min(self.num_layers, self.hidden, self.num_kv_heads, self.intermediate, self.vocab) < 1:
-            raise ValueError("found a size below 1")
-        if self.hidden % LANES or self.intermediate % LANES:
-            raise ValueError(f"found widths {self.hidden} and {self.intermediate}, expected multiples of {LANES}")
-        if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"found {self.num_heads} heads for {self.num_kv_heads} of keys")
+        fault = sizes_fault(
+            num_layers=self.num_layers,
+            hidden=self.hidden,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
+        )
+        if fault:
+            raise ValueError(fault)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import AngleTable, Rotary
+from swiftbatch.worker.kernels.angles import AngleTable
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, Linear, shapes
+from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 

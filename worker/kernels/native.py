@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import HEAD_DIMS, DecoderWeights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
+from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
 
 EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h

@@ -8,3 +8,20 @@ MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in 
 NUM_ROWS = 64  # rows of every forward on a GPU, padding included
 MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
 RING_LAYERS = 2  # layers of offloaded caches that are on a GPU at a time: one is used while the next comes
+LANES = 16  # numbers that the kernels multiply at once: widths are multiples of it
+HEAD_DIMS = range(64, 257, LANES)
+
+
+def sizes_fault(
+    *, num_layers: int, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int, vocab: int
+) -> str | None:
+    """Say which size of a dense decoder the kernels do not take; None where they take all."""
+    if head_dim not in HEAD_DIMS:
+        return f"found head_dim {head_dim}, expected a multiple of {LANES} from 64 to 256"
+    if min(num_layers, hidden, num_kv_heads, intermediate, vocab) < 1:
+        return "found a size below 1"
+    if hidden % LANES or intermediate % LANES:
+        return f"found widths {hidden} and {intermediate}, expected multiples of {LANES}"
+    if num_heads < 1 or num_heads % num_kv_heads:
+        return f"found {num_heads} heads for {num_kv_heads} of keys"
+    return None

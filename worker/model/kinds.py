@@ -57,6 +57,39 @@ SUPPORTED_KINDS = (
     "starcoder2",
 )
 
+KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
+    "apertus": "its activation is xIELU",
+    "arcee": "its feed-forward layers have no gates",
+    "cohere": "its norms subtract means, and its layers attend and feed forward side by side",
+    "cohere2": "its norms subtract means, and its layers have windows",
+    "cwm": "its layers have windows",
+    "deepseek_v2": "its layers have experts, and latent keys and values",
+    "deepseek_v3": "its layers have experts, and latent keys and values",
+    "ernie4_5": "its rotary positions turn neighbours",
+    "exaone4": "its norms stand behind its layers",
+    "gemma": "its norms scale by one more, and its activation is GELU",
+    "gemma2": "its layers have windows, soft caps, and norms behind them",
+    "gemma3_text": "its layers have windows, and norms behind them",
+    "glm": "its rotary positions turn half of each head",
+    "glm4": "its rotary positions turn half of each head, and its layers have norms behind them",
+    "glm4_moe_lite": "its layers have experts, and latent keys and values",
+    "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
+    "gpt_oss": "its layers have experts, windows and sinks",
+    "granite": "its layers are scaled",
+    "granitemoehybrid": "its layers are scaled",
+    "hunyuan_v1_dense": "its queries and keys are normalised behind their rotation",
+    "llama4_text": "its layers have experts and chunks",
+    "ministral": "its layers have windows",
+    "ministral3": "its queries are scaled by their positions",
+    "olmo": "its norms have no weights, and subtract means",
+    "olmo2": "its norms stand behind its layers",
+    "olmo3": "its norms stand behind its layers, which have windows",
+    "phi": "its norms subtract means, and its layers attend and feed forward side by side",
+    "smollm3": "some of its layers have no rotary positions",
+    "starcoder2": "its norms subtract means",
+}
+EXPERTS = ("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe")
+KERNELS_LACK |= dict.fromkeys((*EXPERTS, "qwen2_moe", "qwen3_moe"), "its layers have experts")
 ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 OTHER_LAYERS = {  # in words, beside the name that configs have for them
     "conv": "short convolutions",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftbatch.worker.kernels.decoder_weights import HEAD_DIMS
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics, load_library
 from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
 from swiftbatch.worker.model.layer_needs import LayerNeeds
 from swiftbatch.worker.target.attention import Asked, Attend, ExactRows, attend_in_torch

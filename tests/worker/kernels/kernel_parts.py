@@ -15,8 +15,8 @@ from torch import Tensor
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan.keys import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.angles import Rotary, default_frequencies
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.frequencies import Rotary, default_frequencies
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK

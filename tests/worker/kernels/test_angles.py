@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from swiftbatch.worker.kernels.angles import default_frequencies, rotary_of
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
+from swiftbatch.worker.kernels.frequencies import default_frequencies, rotary_of
 
 LLAMA31: dict[str, Any] = {
     "rope_type": "llama3",

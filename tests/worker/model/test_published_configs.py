@@ -207,3 +207,59 @@ def test_what_says_more_is_left_to_transformers_and_ends_in_no_traceback(change:
             TargetModel.load(files, "bfloat16", "cpu")
     else:
         assert TargetModel.load(files, "bfloat16", "cpu").vocab_size == SMALL["vocab_size"]
+
+
+OTHER_FORMS = {
+    "Phi-4": EVERYWHERE
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 100257,
+        "embd_pdrop": 0.0,
+        "eos_token_id": 100265,
+        "max_position_embeddings": 16384,
+        "model_type": "phi3",
+        "original_max_position_embeddings": 16384,
+        "pad_token_id": 0,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "transformers_version": "4.47.0",
+    },
+    "Seed-OSS 36B": EVERYWHERE
+    | {
+        "architectures": ["SeedOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "attention_out_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "mlp_bias": False,
+        "model_type": "seed_oss",
+        "pad_token_id": 1,
+        "residual_dropout": 0.1,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 10000000.0,
+        "transformers_version": "4.55.0",
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says(name: str, tmp_path: Path) -> None:
+    config = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    files = saved(tmp_path, AutoConfig.for_model(**config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights, token_ids = dense_weights(files, torch.float32), [(7 * i + 3) % 64 for i in range(64)]
+    assert weights is not None
+    expected = load_causal_lm(files, torch.float32)(input_ids=torch.tensor([token_ids])).logits[0]
+    sizes = weights.sizes
+    cache = FullKVCache(CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, torch.float32, CPU), 128)
+    found = ReferenceDecoder(weights).forward([chain(cache, token_ids)])[1]
+    assert found is not None
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()

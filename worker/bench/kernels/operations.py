@@ -17,8 +17,9 @@ from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.decoder_weights import LANES, DecoderSizes
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.sizes import LANES
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import Rotary
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.frequencies import Rotary
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, GRIFFIN
 from swiftbatch.worker.drafters.trained_part import read_part
-from swiftbatch.worker.kernels.angles import Rotary, default_frequencies
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, layer_weights, linear_of
+from swiftbatch.worker.kernels.frequencies import Rotary, default_frequencies
 from swiftbatch.worker.model.files import let_others_read
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
