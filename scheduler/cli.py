@@ -15,6 +15,7 @@ from swiftbatch.scheduler.commands.cancel import cancel
 from swiftbatch.scheduler.commands.chaos import chaos
 from swiftbatch.scheduler.commands.doctor import doctor
 from swiftbatch.scheduler.commands.extend import extend
+from swiftbatch.scheduler.commands.inspect import inspect
 from swiftbatch.scheduler.commands.nightly import nightly
 from swiftbatch.scheduler.commands.prune import prune
 from swiftbatch.scheduler.commands.report import report
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 OF_RUNS = (submit, nightly, serve, status, tail, results, report, resume, extend, cancel, prune)
-for command in (*OF_RUNS, doctor, train, bench, chaos):
+for command in (*OF_RUNS, inspect, doctor, train, bench, chaos):
     main.add_command(command)
 
 

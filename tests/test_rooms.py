@@ -21,6 +21,7 @@ WORKER = {
     "worker.caches": "keys and values, full and partial, and how a GPU's memory is shared out for them",
     "worker.target": "row-exact forwards of the target model",
     "worker.drafters": "engines without trained parts, what all engines share, and the catalogue of them",
+    "worker.inspection": "what a model is and how it would run, before its weights are read",
     "worker.engine": "the decoding loop: reading, proposing, verifying, stopping",
     "worker.config": "what decides a run's bytes",
     "worker.exactness": "whether a machine keeps the promise",

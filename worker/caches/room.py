@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.worker.model.text_view import text_view
 
 MEMORY = "the memory of this machine"
 GB = 1e9
@@ -49,9 +49,8 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
     return MEMORY if kv_offload else None
 
 
-def bytes_per_position(model: Path, dtype: str) -> int | None:
-    """Count the bytes of one position in the cache of a model folder; None where its config does not say."""
-    config = text_view(json.loads((model / "config.json").read_text(encoding="utf-8")))
+def bytes_per_position(config: Mapping[str, Any], dtype: str) -> int | None:
+    """Count the bytes of one position in the cache of a text model; None where its config does not say."""
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)

@@ -51,23 +51,18 @@ def adapter_fault(path: Path) -> str | None:
 
 def folder_fault(path: Path) -> str | None:
     """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
-    return _quantization_fault(path) or _generation_fault(path) or _index_fault(path)
+    return _generation_fault(path) or _index_fault(path)
 
 
-def _quantization_fault(path: Path) -> str | None:
+def quantization_fault(path: Path) -> str | None:
     """NVIDIA's packages say in a file of their own how weights are packed."""
     file = path / QUANTIZATION_FILE
     if not file.exists():
         return None
     said, fault = _json_object(file)
-    return fault or format_fault(said)
-
-
-def format_fault(said: dict[str, Any]) -> str:
-    """Say which format the content of `hf_quant_config.json` describes."""
     how = said.get("quantization")
     method = how.get("quant_algo") if isinstance(how, dict) else how
-    return f"its weights are quantized ({QUANTIZATION_FILE} has {method!r}); expected {_floats()}"
+    return fault or f"its weights are quantized ({QUANTIZATION_FILE} has {method!r}); expected {_floats()}"
 
 
 def weights_fault(file: Path) -> str | None:

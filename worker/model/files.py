@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
-from swiftbatch.worker.model.faults import GENERATION_FILE, adapter_fault, config_fault, folder_fault, weights_fault
+from swiftbatch.worker.model.faults import (
+    ADAPTER_FILE,
+    GENERATION_FILE,
+    QUANTIZATION_FILE,
+    adapter_fault,
+    config_fault,
+    folder_fault,
+    quantization_fault,
+    weights_fault,
+)
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.text_view import NESTING, nested_config, text_view
 
+CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
+ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights
 HEADS_FILE = "tokenswift_heads.safetensors"
@@ -72,12 +83,15 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 
     Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
     """
-    path = model_folder(model)
-    if fault := adapter_fault(path):
+    small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
+    if fault := adapter_fault(small):
         raise ModelError(f"model {model}: {fault}")
-    config = read_config(model, path)
-    if refusal := what_refuses(read_whole_config(model, path)):
+    if refusal := what_refuses(read_whole_config(model, small)):
         raise ModelError(f"model {model}: {refusal}")
+    if fault := quantization_fault(small):
+        raise ModelError(f"model {model}: {fault}")
+    path = model_folder(model)
+    config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
     weights = weight_files(path)
@@ -90,10 +104,10 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
     return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
 
 
-def model_folder(model: str) -> Path:
-    """The folder of a model's files. Raises ModelError as `locate_model` does."""
+def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
+    """The folder of a model's files, of which the hub gives those that are `wanted`. Raises as `locate_model` does."""
     path = EMBEDDED if model == "embedded" else Path(model)
-    return path if path.is_dir() else _hub_snapshot(model)
+    return path if path.is_dir() else hub_snapshot(model, wanted)
 
 
 def what_refuses(config: dict[str, Any]) -> str | None:
@@ -127,15 +141,18 @@ def read_whole_config(model: str, path: Path) -> dict[str, Any]:
     return config
 
 
-def _hub_snapshot(model: str) -> Path:
-    """Resolve a hub id; a name that looks like a path is never asked for on the hub."""
+def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
+    """Resolve a hub id and get the files of these patterns; a name that looks like a path is not asked for there.
+
+    Raises ModelError for a model that is not to be had.
+    """
     problem = f"model {model}: neither `embedded`, nor a folder here, nor a model that the hub gives"
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ModelError(problem)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", *TEXT_FILES]))
+        return Path(snapshot_download(model, allow_patterns=list(wanted)))
     except Exception as error:  # the hub's client raises many kinds; each means: not to be had
         raise ModelError(f"{problem} ({type(error).__name__})") from error
 

@@ -85,6 +85,12 @@ def text_name(name: str, config: Config) -> str | None:
     return name
 
 
+def is_of_text(name: str, config: Config) -> bool:
+    """Tell whether a stored tensor takes memory in the text model of this view."""
+    known = text_name(name, config)
+    return known is not None and not (known == HEAD and bool(config.get("tie_word_embeddings")))
+
+
 def is_turned(name: str, shape: tuple[int, ...], config: Config) -> bool:
     """Tell whether a model, by its whole config, stores this tensor of experts with rows for columns.
 

@@ -25,7 +25,7 @@ from swiftbatch.worker.caches.room import (
     check_folder,
     place_of_caches,
 )
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.files import locate_model, read_config
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 
@@ -66,12 +66,11 @@ def test_the_driver_knows_what_a_position_takes_on_a_worker(tiny_model: Path, dt
     for model in ("embedded", str(tiny_model)):
         files = locate_model(model)
         target = TargetModel.load(files, dtype, "cpu")
-        assert bytes_per_position(files.path, dtype) == target.cache_shape.bytes_per_position()
+        assert bytes_per_position(read_config(model, files.path), dtype) == target.cache_shape.bytes_per_position()
 
 
-def test_a_config_that_does_not_say_it_refuses_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3}')
-    assert bytes_per_position(tmp_path, "bfloat16") is None
+def test_a_config_that_does_not_say_it_refuses_nothing() -> None:
+    assert bytes_per_position({"num_hidden_layers": 3}, "bfloat16") is None
 
 
 def test_where_caches_lie_follows_from_device_and_option() -> None:

@@ -9,9 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from swiftbatch.worker.exactness.row_agreement import Agreement, compare
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.dense_config import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
@@ -108,18 +111,28 @@ def asks_for(target: TargetModel) -> str:
     return ", ".join(dict.fromkeys(filter(None, words))) or "-"
 
 
+def where_it_runs(kind: str) -> tuple[str, str]:
+    """What computes a kind as it is published, on a CPU and on a GPU."""
+    if kind in DENSE_KINDS:
+        return "kernels", "kernels"
+    config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
+    return path_on("cpu", config).name, path_on("cuda", config).name
+
+
 def table() -> str:
     """The page of kinds: `docs/models.md`."""
     rows = []
     for kind in SUPPORTED_KINDS:
         target = tiny_target(kind)
-        found = compare(target)
-        rows.append(_row(kind, asks_for(target), found))
-    return HEAD + "\n".join(rows) + "\n"
+        rows.append(_row(kind, asks_for(target), compare(target)))
+    nested = ", ".join(f"`{kind}`" for kind in NESTING)
+    same = ", ".join(f"`{kind}` as `{other}`" for kind, other in SAME_AS.items())
+    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n"
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
-    return f"| `{kind}` | {asked} | {found.greatest_difference:.1e} | {found.num_same_choices} of {found.num_rows} |"
+    differ = f"{found.greatest_difference:.1e} | {found.num_same_choices} of {found.num_rows}"
+    return f"| `{kind}` | {' | '.join(where_it_runs(kind))} | {asked} | {differ} |"
 
 
 HEAD = """\
@@ -130,19 +143,29 @@ a job is accepted. Each kind was compared with transformers' own forward on a ti
 float32, on 300 consecutive random tokens. Windows and chunks have 100 positions, so the rows lie on both sides of their
 edges. `swiftbatch doctor --model MODEL` makes the same comparison with your model's own weights.
 
-The columns: what the kind needs beside plain attention to all positions; the greatest difference between two logits
-(which spread over about 10); the rows with the same best token.
+`swiftbatch inspect MODEL` shows all this for one model, before its weights are downloaded. What computes it, in the
+columns: `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers multiply;
+`transformers` are its layers alone, which on a GPU take thousands of launches a token: slow. Windows that are in use
+make `transformers` of `kernels`, also in the kinds `llama`, `mistral`, `phi3`, `qwen2`, `qwen3` and `seed_oss`.
+
+Models of text and images run as texts, and lines with images are rejected:
+NESTED.
+Some kinds are another one by name:
+SAME.
+
+The other columns: what the kind needs beside plain attention to all positions; the greatest difference between two
+logits (which spread over about 10); the rows with the same best token.
 `python -m tests.worker.model.kind_parts > docs/models.md` writes this page. The figures come from one machine with
 AVX-512, with attention in torch. On a CPU, layers that need nothing beside experts or latent keys and values use the
 attention of the [kernels](kernels.md), which is tested with every kind.
 
 Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
 other texts in the batch. Not supported: state-space and linear-attention layers, position biases, learned positions,
-models of text and images, quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
+quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
 have one that the model has no place for, are refused, because `transformers` would fill gaps with random numbers.
 
-| kind | needs | greatest difference | same choices |
-|---|---|---|---|
+| kind | on a CPU | on a GPU | needs | greatest difference | same choices |
+|---|---|---|---|---|---|
 """
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, UNSAID_LAYERS,
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
-from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
+from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target, where_it_runs
 
 PAGE = ROOT / "docs" / "models.md"
 FILES = ModelFiles("some-model", Path(), Digests({}, {}), 1024, 97)
@@ -42,7 +42,7 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     num_others = 3 if "experts" in asks_for(target) else 1  # of experts of nearly the same weight another may come
     assert found.num_same_choices >= found.num_rows - num_others
     [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{kind}` |")]
-    assert row.split(" | ")[1] == asks_for(target)
+    assert tuple(row.split(" | ")[1:4]) == (*where_it_runs(kind), asks_for(target))
 
 
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:

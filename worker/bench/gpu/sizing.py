@@ -13,10 +13,9 @@ from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
-GPU_BYTES = 84_000_000_000  # what programs see of 80 GiB, on the safe side
-CONTEXT_BYTES = 600_000_000  # CUDA's own, before anything is allocated: not measured yet
 GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
 MODELS = {
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.text_view import is_of_text
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,38 @@ class ModelSizes:
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
     config = read_config(files.name, files.path)
-    num_bytes = bytes_per_position(files.path, dtype)
+    return sizes_of(config, num_parameters(weight_files(files.path), config), dtype)
+
+
+def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | None:
+    """The sizes of a text model with so many parameters; None where its config hides some."""
+    num_bytes = bytes_per_position(config, dtype)
     num_heads, hidden, intermediate = (
         config.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size")
     )
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
     return ModelSizes(
-        num_parameters=num_parameters(weight_files(files.path)),
+        num_parameters=number,
         bytes_per_position=num_bytes,
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_dim=config.get("head_dim") or hidden // num_heads,
         hidden=hidden,
         intermediate=intermediate,
-        vocab=files.vocab_size,
+        vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
     )
 
 
-def num_parameters(files: list[Path]) -> int:
-    """Numbers in the tensors of these files; a tied head is in them once, as on the device."""
+def num_parameters(files: list[Path], config: dict[str, Any] | None = None) -> int:
+    """Numbers in the tensors of these files, those of a text model where its config is given.
+
+    A tied head is in them once, as on the device.
+    """
     total = 0
     for file in files:
         with safe_open(file, framework="numpy") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            stored = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        total += sum(math.prod(shape) for name, shape in stored.items() if is_of_text(name, config or {}))
     return total

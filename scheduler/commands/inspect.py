@@ -1,0 +1,86 @@
+"""The command `inspect`: what a model is, and how it would run, before its weights are downloaded."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from swiftbatch.scheduler.commands.launching import SOME_FAILED
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.inspection.inspection import DevicePath, Inspection
+
+
+@click.command()
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per model.")
+def inspect(models: tuple[str, ...], as_json: bool) -> None:
+    """Show what a model is, whether it runs here, and how fast its layers are computed.
+
+    Reads the config, the index and the headers of the weights alone: a model on the hub costs a few KB. The exit code
+    is 1 if a model does not run.
+
+    \b
+    Example:
+      swiftbatch inspect Qwen/Qwen3-0.6B ./my-model
+    """
+    from swiftbatch.jobs.errors import ModelError
+    from swiftbatch.worker.inspection.inspection import inspect_model
+
+    has_failed = False
+    for number, model in enumerate(models):
+        try:
+            found = inspect_model(model)
+        except ModelError as error:
+            has_failed = True
+            click.echo(json.dumps({"model": model, "refusal": str(error)}) if as_json else f"{model}\n  {error}")
+            continue
+        has_failed |= found.refusal is not None
+        if number and not as_json:
+            click.echo()
+        click.echo(found.model_dump_json() if as_json else page(found))
+    if has_failed:
+        click.get_current_context().exit(SOME_FAILED)
+
+
+def page(found: Inspection) -> str:
+    """The lines about one model."""
+    kind = found.kind if found.kind == found.text_kind else f"{found.kind}, its text as {found.text_kind}"
+    rows = [("kind", kind)]
+    if found.num_parameters:
+        formats = ", ".join(f"{number:,} in {dtype}" for dtype, number in found.formats.items())
+        rows.append(("parameters", f"{found.num_parameters:,} of the text model; stored: {formats}"))
+    if found.refusal:
+        rows.append(("runs here", f"no: {found.refusal}"))
+    else:
+        rows += _running(found)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([found.model, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _running(found: Inspection) -> list[tuple[str, str]]:
+    rows = [("runs here", "yes")]
+    if found.max_positions:
+        rows.append(("positions", f"{found.max_positions:,}"))
+    if found.bytes_per_position:
+        rows.append(("cache", f"{found.bytes_per_position:,} bytes per position in bfloat16"))
+    rows += [(name, _path(path)) for name, path in (("on a CPU", found.cpu), ("on a GPU", found.cuda)) if path]
+    for gpu, by_length in found.slots.items():
+        slots = ", ".join(f"{number} of {length:,}" for length, number in by_length.items())
+        rows.append((gpu, f"jobs at a time, by positions: {slots}"))
+    thinking = f"; thinks between {' and '.join(found.thinking_markers)}" if found.thinking_markers else ""
+    rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
+    rows.append(("engines", ", ".join(found.engines)))
+    return rows
+
+
+def _path(path: DevicePath) -> str:
+    """A path in words: what computes, and why it is not faster."""
+    words = {
+        "kernels": "swiftbatch's kernels",
+        "kernels attend": "swiftbatch's kernels attend, the layers of transformers multiply",
+        "transformers": "the layers of transformers, slowly",
+    }
+    return words[path.name] + (f": {path.reason}" if path.reason else "")

@@ -1,0 +1,92 @@
+"""A hub on localhost that keeps count of what it sends: as much of the real one's interface as its client asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0" * 39 + "1"
+
+
+@dataclass
+class Hub:
+    """Models by their ids, each a folder; `sent` has the bytes of every file that went out."""
+
+    models: dict[str, Path]
+    url: str = ""
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """Answers for files and lists of files."""
+
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, with_body: bool) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self._list("/".join(parts[2:4]), is_tree="tree" in parts)
+        else:
+            folder = self.hub.models.get("/".join(parts[:2]), Path("nowhere"))
+            file = folder / "/".join(parts[4:])
+            self._file(file, with_body) if file.is_file() else self._send(b"", {"X-Error-Code": "EntryNotFound"}, 404)
+
+    def _list(self, model: str, is_tree: bool) -> None:
+        files = sorted(file for file in self.hub.models[model].iterdir() if file.is_file())
+        tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _digest(f)[:40]} for f in files]
+        whole = {"id": model, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
+        self._send(json.dumps(tree if is_tree else whole).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, file: Path, with_body: bool) -> None:
+        body, status, headers = file.read_bytes(), 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(file)}"'}
+        if asked := self.headers.get("Range"):
+            first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
+            body, status = body[first : last + 1], 206
+        if with_body:
+            self.hub.sent[file.name] = self.hub.sent.get(file.name, 0) + len(body)
+        self._send(body, headers, status, with_body)
+
+    def _send(self, body: bytes, headers: dict[str, str], status: int = 200, with_body: bool = True) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@contextmanager
+def hub_of(models: dict[str, Path]) -> Iterator[Hub]:
+    """Serve these models until the block ends."""
+    hub = Hub(models)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_AnswersOfOne", (_Answers,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,141 @@
+"""What a model is and how it would run, from its config and the heads of its weights alone. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of
+from swiftbatch.worker.caches.room import bytes_per_position
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.inspection.sources import Source, source_of
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.faults import FLOATS, adapter_fault, folder_fault, quantization_fault
+from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
+from swiftbatch.worker.model.text_view import is_of_text, text_name, text_view
+from swiftbatch.worker.model.thought_markers import KNOWN
+
+DTYPE = "bfloat16"  # that bytes and slots are told for
+GPU_BYTES = 84_000_000_000  # what programs see of 80 GiB, on the safe side
+CONTEXT_BYTES = 600_000_000  # CUDA's own, before anything is allocated: not measured yet
+NUM_SPLITS = {"A100 80 GB": 54, "H100 80 GB": 66}  # half as many as multiprocessors: two rounds with 8 KV heads
+SLOT_LENGTHS = (8_192, 32_768, 100_000)  # positions of a job
+
+
+class DevicePath(Frozen):
+    """What runs a forward on a device, and why it is not faster there."""
+
+    name: str
+    reason: str | None
+
+
+class Inspection(Frozen):
+    """A model as `swiftbatch inspect` shows it. What the files do not say is None."""
+
+    model: str
+    kind: str
+    text_kind: str
+    refusal: str | None  # why it does not run here
+    num_parameters: int | None  # of the text model
+    formats: dict[str, int]  # numbers stored in each dtype, in safetensors' words
+    max_positions: int | None
+    bytes_per_position: int | None
+    cpu: DevicePath | None
+    cuda: DevicePath | None
+    slots: dict[str, dict[int, int]]  # by GPU and positions of a job: those that fit with plain decoding
+    has_chat_template: bool
+    thinking_markers: tuple[str, str] | None
+    engines: tuple[str, ...]  # whose parts are there, or that need none
+
+
+def inspect_model(model: str) -> Inspection:
+    """Look at `embedded`, a folder or a hub id. Raises ModelError where there is no config to look at."""
+    source = source_of(model)
+    if fault := adapter_fault(source.path):
+        raise ModelError(f"model {model}: {fault}")
+    whole = read_whole_config(model, source.path)
+    config = text_view(whole)
+    refusal = _refusal(source, whole)
+    tensors = {name: each for name, each in (source.tensors or {}).items() if is_of_text(name, config)}
+    number = sum(each.num_numbers for each in tensors.values()) or None
+    sizes = sizes_of(config, number, DTYPE) if number and refusal is None else None
+    stored = {text_name(name, config) or name for name in tensors} if source.tensors else None
+    template = _chat_template(source.path)
+    paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
+    shown = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
+    on_gpu = sizes is not None and paths["cuda"].name == "kernels"
+    return Inspection(
+        model=model,
+        kind=str(whole.get("model_type")),
+        text_kind=str(config.get("model_type")),
+        refusal=refusal,
+        num_parameters=number,
+        formats=_formats(source),
+        max_positions=config.get("max_position_embeddings"),
+        bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
+        cpu=shown.get("cpu"),
+        cuda=shown.get("cuda"),
+        slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and on_gpu else {},
+        has_chat_template=template is not None,
+        thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
+        engines=_engines(source.path),
+    )
+
+
+def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
+    """Say why a model does not run here, without the list of those that do."""
+    if said := what_refuses(whole):
+        return said.split("; kinds that run here")[0]
+    if fault := quantization_fault(source.path):
+        return fault
+    packed = sorted({each.dtype for name, each in (source.tensors or {}).items() if name.endswith("weight")} - FLOATS)
+    if packed:
+        return f"its weights are stored as {', '.join(packed)}; expected {', '.join(sorted(FLOATS))}"
+    return folder_fault(source.path) if source.tensors else None
+
+
+def _formats(source: Source) -> dict[str, int]:
+    numbers: Counter[str] = Counter()
+    for each in (source.tensors or {}).values():
+        numbers[each.dtype] += each.num_numbers
+    return dict(numbers.most_common())
+
+
+def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
+    found: dict[str, dict[int, int]] = {}
+    for name, num_splits in NUM_SPLITS.items():
+        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits)
+        fitting = {length: one_slot(sizes, gpu, length).num_fitting for length in SLOT_LENGTHS if length <= most_positions}
+        found[name] = {length: min(MOST_SLOTS, number) for length, number in fitting.items()}
+    return found
+
+
+def _chat_template(path: Path) -> str | None:
+    """The text of a model's chat template, where its small files have one."""
+    for file in sorted(path.glob("*.jinja")):
+        return file.read_text(encoding="utf-8", errors="replace")
+    for file in (*sorted(path.glob("chat_template*.json")), path / "tokenizer_config.json"):
+        if not file.is_file():
+            continue
+        try:
+            said = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(said, dict) and said.get("chat_template"):
+            return json.dumps(said["chat_template"], ensure_ascii=False)
+    return None
+
+
+def _engines(path: Path) -> tuple[str, ...]:
+    """The engines that could draft for this model: those without parts, and those whose parts lie in its folder."""
+    return tuple(
+        name
+        for name, entry in ENGINES.items()
+        if entry.part is None or (path / PARTS_FOLDER / entry.part.name).exists()
+    )
