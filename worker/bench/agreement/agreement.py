@@ -22,7 +22,7 @@ from swiftbatch.worker.bench.decode.decode import read_tokens
 from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache
-from swiftbatch.worker.caches.scan.cache import ScanKVCache
+from swiftbatch.worker.caches.scan_cache import ScanKVCache
 from swiftbatch.worker.drawing.drawing import Drawing, Sampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

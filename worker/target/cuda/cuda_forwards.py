@@ -9,10 +9,9 @@ from typing import cast
 import torch
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
-from swiftbatch.worker.caches.entries import NewEntries
+from swiftbatch.worker.caches.copies import computing_stream
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.partial import PartialCacheFactory
-from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CudaKernels

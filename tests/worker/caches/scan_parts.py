@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.native import native_attention

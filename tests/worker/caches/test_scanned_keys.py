@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.scan.keys import Layers, ScannedKeys
+from swiftbatch.worker.caches.scan_cache import Layers, ScannedKeys
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
-from tests.worker.caches.scan.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries
+from tests.worker.caches.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 pytestmark = needs_kernels

@@ -15,9 +15,8 @@ from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.partial import NUM_PINNED
-from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.caches.scan.keys import ScannedKeys
-from swiftbatch.worker.caches.scan.scan_room import scan_memory
+from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
+from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK

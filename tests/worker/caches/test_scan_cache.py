@@ -8,7 +8,7 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
-from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
+from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
