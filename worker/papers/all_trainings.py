@@ -15,8 +15,8 @@ from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe, draft
 from swiftbatch.worker.papers.triforce.training.training import train_draft
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.card import write_card
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from swiftbatch.worker.training.target.recipe import TargetRecipe
 from swiftbatch.worker.training.target.training import train_target
 

@@ -27,7 +27,7 @@ from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, Gri
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions
 from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
 

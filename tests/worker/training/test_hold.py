@@ -22,8 +22,8 @@ from swiftbatch.worker.papers.griffin.training.training import train_griffin
 from swiftbatch.worker.papers.tokenswift.training.training import train_heads
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
 from swiftbatch.worker.papers.triforce.training.training import train_draft
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from swiftbatch.worker.training.target.recipe import embedded_recipe
 from swiftbatch.worker.training.target.training import train_target
 from tests import ROOT

@@ -19,8 +19,7 @@ from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
-from swiftbatch.worker.target.health import check_model
-from swiftbatch.worker.target.target import RowOutputs, TargetModel
+from swiftbatch.worker.target.target import RowOutputs, TargetModel, check_model
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import random_tree
 from tests.worker.target.cuda.checked_graph import CheckedGraph

@@ -16,8 +16,8 @@ from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, read_books
 from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features
-from swiftbatch.worker.training.own_texts.recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts.texts import Text, book_texts, held_out_texts, learned_texts
+from swiftbatch.worker.training.head_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.own_texts import Text, book_texts, held_out_texts, learned_texts
 
 FOLDER = "features"  # in the output, where no other one is named
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"

@@ -24,10 +24,9 @@ from swiftbatch.worker.papers.griffin.training.loss import accumulate_gradients
 from swiftbatch.worker.papers.griffin.training.plot import plot_training
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.log import write_measured, write_record
-from swiftbatch.worker.training.own_texts.texts import load_target
+from swiftbatch.worker.training.own_texts import load_target
 from swiftbatch.worker.training.steps import check_loss
 
 FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)

@@ -8,7 +8,7 @@ import torch
 
 from swiftbatch.worker.papers.tokenswift.heads import head_states
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.own_texts.texts import TextStates
+from swiftbatch.worker.training.own_texts import TextStates
 
 NUM_LOGITS = 2**24  # held at once, whatever the vocabulary
 WIDTH = 3  # candidates that count

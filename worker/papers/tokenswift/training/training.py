@@ -21,11 +21,10 @@ from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
 from swiftbatch.worker.papers.tokenswift.training.head_accuracy import chunk_rows, head_accuracy
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_measured, write_record
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.log import write_measured, write_record
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
-from swiftbatch.worker.training.own_texts.texts import (
+from swiftbatch.worker.training.own_texts import (
     TextStates,
     held_out_texts,
     load_target,

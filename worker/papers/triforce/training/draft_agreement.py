@@ -15,7 +15,7 @@ from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sampling import draw
 from swiftbatch.worker.papers.triforce.draft_model import WINDOW, window_of
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.own_texts.texts import Text, hidden_states
+from swiftbatch.worker.training.own_texts import Text, hidden_states
 
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),

@@ -22,10 +22,9 @@ from swiftbatch.worker.papers.triforce.training.draft_agreement import measure_a
 from swiftbatch.worker.papers.triforce.training.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import jumping_positions
-from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.log import write_measured, write_record
-from swiftbatch.worker.training.own_texts.texts import Text, book_texts, held_out_texts, learned_texts, load_target
+from swiftbatch.worker.training.own_texts import Text, book_texts, held_out_texts, learned_texts, load_target
 from swiftbatch.worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
 from swiftbatch.worker.training.target.training import save_target
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.prefixes.sharing import SHORTEST
+from swiftbatch.worker.engine.prefixes import SHORTEST
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.engine.prefixes.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
+from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
 from tests.worker.model.kind_parts import tiny_target
 
 ENGINES = [name for name in BENCH_ENGINES if name not in VARIANTS]

@@ -8,11 +8,10 @@ import pytest
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.engine.prefixes.kept import MEMORY_SHARE, KeptPrefixes
-from swiftbatch.worker.engine.prefixes.sharing import SHORTEST
+from swiftbatch.worker.engine.prefixes import MEMORY_SHARE, SHORTEST, KeptPrefixes
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.engine.prefixes.prefix_parts import decode, new_engine, rows_of, sequence, text
+from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text
 
 LENGTH = 200  # of every prompt
 
