@@ -21,9 +21,9 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS
 from swiftbatch.worker.papers.triforce.training import recipe as recipes
 from swiftbatch.worker.papers.triforce.training import training as draft
-from swiftbatch.worker.papers.triforce.training.draft_agreement import SAMPLING
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe, draft_config, draft_recipe
 from swiftbatch.worker.papers.triforce.training.training import (
+    SAMPLING,
     DraftWindows,
     distil,
     target_distributions,

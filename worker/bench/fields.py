@@ -1,4 +1,6 @@
-"""`swiftbatch bench fields`: what every field of a job line costs on one stream, beside a line that says nothing."""
+"""`swiftbatch bench fields`: what every field of a job line costs on one stream, beside a line that says nothing.
+
+Each field has a value that has something to do at every token."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, field_validator
 from rich.table import Table
@@ -18,7 +21,6 @@ from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import EngineContestant
 from swiftbatch.worker.bench.decode.decode import read_tokens
-from swiftbatch.worker.bench.fields.compared_fields import NOTHING, fields
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Thinking
@@ -28,6 +30,45 @@ from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
+
+NOTHING = "nothing set"
+SCHEMA = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 40}, "born": {"type": "integer"}},
+        "required": ["name", "born"],
+        "additionalProperties": False,
+    },
+}
+GRAMMAR = 'start: line+ "§"\nline: NAME ": " NUMBER "\\n"\nNAME: /[A-Z][a-z]+( [A-Z][a-z]+)?/\nNUMBER: /[0-9]{1,4}/'
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "structured_outputs: json": {"json": SCHEMA},
+    "structured_outputs: regex": {"regex": "([A-Z]?[a-z]+[,.;]? )+§"},
+    "structured_outputs: grammar": {"grammar": GRAMMAR},
+}
+
+
+def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
+    """Return what lines of so many tokens say beside their prompt, by a name for people; the first says nothing."""
+    endless: dict[str, dict[str, Any]] = {
+        NOTHING: {},
+        "repetition_penalty": {"repetition_penalty": 1.2},
+        "frequency_penalty": {"frequency_penalty": 0.3},
+        "presence_penalty": {"presence_penalty": 0.3},
+        "logit_bias: 200 tokens": {"logit_bias": {str(token_id): -0.1 for token_id in range(100, 300)}},
+        "min_tokens": {"min_tokens": num_tokens},
+        "stop: 4 texts": {"stop": ["§1", "§2", "§3", "§4"]},
+        "bad_words: 6": {"bad_words": ["the miller", "the river", "the mill", "of the", "in the", "said he"]},
+        "repetition_detection": {"repetition_detection": {"max_pattern_size": 32, "min_count": 64}},
+        "logprobs": {"logprobs": 0},
+        "top_logprobs: 20": {"logprobs": 20},
+        "thinking_token_budget": {"thinking_token_budget": num_tokens},
+    }
+    structured = {name: {"structured_outputs": structure} for name, structure in STRUCTURES.items()}
+    return {name: said | {"ignore_eos": True} for name, said in endless.items()} | structured
+
 
 NEVER = Markers((0, 0, 0), (1, 1, 1))  # markers for a model without any: tokens that no text has in a row
 TOKENS_PER_ROUND = 16  # at least, since the clock and busy moments of other programs are in every round

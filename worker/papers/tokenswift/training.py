@@ -19,18 +19,11 @@ from torch.nn.functional import cross_entropy
 
 from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
-from swiftbatch.worker.papers.tokenswift.training.head_accuracy import chunk_rows, head_accuracy
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.head_recipe import HeadRecipe
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.own_texts import (
-    TextStates,
-    held_out_texts,
-    load_target,
-    text_states,
-    training_states,
-)
+from swiftbatch.worker.training.own_texts import TextStates, held_out_texts, load_target, text_states, training_states
 from swiftbatch.worker.training.steps import check_loss
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
@@ -149,3 +142,30 @@ def _labels(target: TargetModel, states: TextStates, rows: torch.Tensor, soft: b
     if not soft:
         return states.token_ids[rows].to(target.device)
     return target.logits(states.hidden[rows - 1].to(target.device)).softmax(dim=-1).clone()
+
+
+NUM_LOGITS = 2**24  # held at once, whatever the vocabulary
+WIDTH = 3  # candidates that count
+
+
+def chunk_rows(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
+    """Rows in parts whose logits fit in memory."""
+    yield from rows.split(max(1, NUM_LOGITS // vocab_size))
+
+
+@torch.inference_mode()
+def head_accuracy(target: TargetModel, weight: torch.Tensor, states: TextStates) -> list[list[float]]:
+    """Share of rows whose token is among the first 1, 2, 3 candidates of each head: `[num_heads][WIDTH]`.
+
+    Head i (from 0) predicts the token i + 2 places behind its row. `weight [num_heads, hidden, hidden]`.
+    """
+    weight = weight.to(target.device, target.dtype)
+    num_right = torch.zeros(len(weight), WIDTH)
+    for rows in chunk_rows(states.rows, target.vocab_size):
+        hidden = states.hidden[rows].to(target.device)
+        for head, state in enumerate(head_states(weight, hidden)):
+            candidates = target.logits(state).topk(WIDTH).indices.cpu()  # [num_rows, WIDTH]
+            right = candidates == states.token_ids[rows + head + 2, None]
+            num_right[head] += right.cumsum(dim=1).sum(dim=0)
+    shares: list[list[float]] = (num_right / len(states.rows)).tolist()
+    return [[round(share, 4) for share in head] for head in shares]
