@@ -48,6 +48,8 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "structured_outputs: regex": {"regex": "([A-Z]?[a-z]+[,.;]? )+§"},
     "structured_outputs: grammar": {"grammar": GRAMMAR},
 }
+NEVER = Markers((0, 0, 0), (1, 1, 1))  # markers for a model without any: tokens that no text has in a row
+TOKENS_PER_ROUND = 16  # at least, since the clock and busy moments of other programs are in every round
 
 
 def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
@@ -68,10 +70,6 @@ def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
     }
     structured = {name: {"structured_outputs": structure} for name, structure in STRUCTURES.items()}
     return {name: said | {"ignore_eos": True} for name, said in endless.items()} | structured
-
-
-NEVER = Markers((0, 0, 0), (1, 1, 1))  # markers for a model without any: tokens that no text has in a row
-TOKENS_PER_ROUND = 16  # at least, since the clock and busy moments of other programs are in every round
 
 
 class FieldBenchOptions(BenchOptions):

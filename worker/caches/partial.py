@@ -15,6 +15,11 @@ from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCach
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.sizes import BLOCK
 
+CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
+NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
+Queries = Callable[[int], torch.Tensor]
+"""Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
+
 
 class Keys(Protocol):
     """Keys of a sequence, to be scanned beside its entries."""
@@ -95,13 +100,6 @@ class Entries:
 
 NewEntries = Callable[[CacheShape, int], Entries]
 """Finds room for a number of entries. Raises KVRoomError."""
-
-
-CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
-NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
-
-Queries = Callable[[int], torch.Tensor]
-"""Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
 
 
 class Scanned(Protocol):

@@ -25,6 +25,8 @@ from swiftbatch.worker.kernels.team import ELEMENTS, shared_team
 
 NUM_RECENT = 256  # newest positions that are never scanned
 MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
+Layers = Items[tuple[Tensor, Tensor]]
+"""Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""
 
 
 class ScanKVCache(PartialCache):
@@ -70,10 +72,6 @@ class ScanKVCache(PartialCache):
         self.entries.copy(full, slice(self._num_fed, end), self._num_sequence_entries)
         self._num_sequence_entries += end - self._num_fed
         self._num_fed = end
-
-
-Layers = Items[tuple[Tensor, Tensor]]
-"""Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""
 
 
 class CScannedKeys(ctypes.Structure):

@@ -27,6 +27,8 @@ from swiftbatch.worker.kernels.scan_coding import (
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 
+NOWHERE = torch.device("meta")
+
 
 class SlotKeys:
     """Coded keys of one sequence's cache in an arena. Kernels read the slot and the cache itself, not this object."""
@@ -69,9 +71,6 @@ class SlotKeys:
         add_to_cloud(cloud, chunk, keys, values, torch.cat([mean_keys, mean_values], dim=1))
         codes = codes_of(keys, texts.spreads[layer, slot])
         texts.codes[layer, slot, :, chunk * codes.shape[1] : (chunk + 1) * codes.shape[1]] = codes
-
-
-NOWHERE = torch.device("meta")
 
 
 def scan_memory(sizes: ModelSizes, longest: int, num_best: int, num_splits: int) -> DraftMemory:

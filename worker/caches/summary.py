@@ -20,6 +20,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 CHUNK_SIZE = 32
 NUM_RECENT = 256  # newest positions, whole whatever their importance
 PERIOD = 256  # positions from one build to the next
+PARTS = {"keys": 0, "values": 1}
 
 
 class SummaryKVCache(PartialCache):
@@ -88,9 +89,6 @@ def _num_entries(budget: int, max_length: int) -> int:
     first_build = NUM_PINNED + NUM_RECENT + 2 * chosen
     num_whole = NUM_PINNED + chosen + NUM_RECENT + CHUNK_SIZE + PERIOD
     return min(max_length, max(first_build, num_whole + max_length // CHUNK_SIZE))
-
-
-PARTS = {"keys": 0, "values": 1}
 
 
 class ChunkMeans:

@@ -30,6 +30,10 @@ PLAIN_WORDS = (  # in place of what the library says of its own ways
     (re.compile(r"Expected f64 for"), "Expected a number for"),
 )
 CONVERTING = "Failed to convert the grammar from GBNF to Lark: "
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LEAST = -(2**63) + 1  # below it the library knows no range of whole numbers; of others it knows none so long
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # names, each with a schema
+DATA = ("default", "examples", "example")  # values that say nothing of the text
 
 
 class StructureError(ConstraintError):
@@ -117,12 +121,6 @@ def _unescaped(found: re.Match[str]) -> str:
     if number > 0x10FFFF or 0xD800 <= number <= 0xDFFF:
         raise ValueError(f"found {found[0]}, expected the number of a character")
     return f"\\x{number:02x}" if number < 0x80 else chr(number)
-
-
-LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-LEAST = -(2**63) + 1  # below it the library knows no range of whole numbers; of others it knows none so long
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # names, each with a schema
-DATA = ("default", "examples", "example")  # values that say nothing of the text
 
 
 def kept_schema(text: str) -> str:

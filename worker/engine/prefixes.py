@@ -18,6 +18,7 @@ from swiftbatch.worker.caches.room import MEMORY, KVRoom
 from swiftbatch.worker.engine.slot import Slot
 
 SHORTEST = 64  # tokens; fewer are read as soon as copied
+MEMORY_SHARE = 1 / 8  # for kept prefixes, of what would be free without them
 
 
 @dataclass
@@ -99,9 +100,6 @@ class Sharing:
         """Return whether another sequence has so many first tokens of one in its cache, and keeps them in its turn."""
         other = self._members[name].slot
         return min(own.num_alike[name], other.num_shared_tokens, other.cache.length) >= num_tokens
-
-
-MEMORY_SHARE = 1 / 8  # of what would be free without them
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from swiftbatch.worker.texts.output_text import OutputText
 from swiftbatch.worker.texts.stop_strings import first_stop
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
+ROOM = 4096  # tokens between two moves of a loop detector's window
 
 
 class StopRule:
@@ -87,9 +88,6 @@ def text_of(sequence: Sequence, output_text: OutputText) -> str:
         if found := first_stop(text, params.stop, len(before)):
             return text[: found[params.include_stop_str_in_output]]
     return output_text.decode(output_ids)
-
-
-ROOM = 4096  # tokens between two moves of the window
 
 
 class LoopDetector:

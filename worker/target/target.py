@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from swiftbatch.worker.target.partial_rows import PartialRows
     from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
+NUM_PROBED_TOKENS = 16
+
 
 @dataclass(frozen=True)
 class RowOutputs:
@@ -167,9 +169,6 @@ def _what_runs(device: torch.device) -> str:
 def _of_each(groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> list[RowOutputs]:
     sizes = [len(group) for group in groups]
     return [RowOutputs(*outputs) for outputs in zip(hidden.split(sizes), logits.split(sizes), strict=True)]
-
-
-NUM_PROBED_TOKENS = 16
 
 
 def check_model(target: TargetModel) -> None:

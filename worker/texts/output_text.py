@@ -11,6 +11,8 @@ from swiftbatch.worker.texts.byte_stream import ByteStream, continues, settled_c
 from swiftbatch.worker.texts.stop_strings import PrefixSearch, StreamSearch
 from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes
 
+BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
+
 
 class StopSearch(Protocol):
     """The search for stop strings behind some output tokens."""
@@ -86,9 +88,6 @@ class ByteText:
 
     def _stream(self) -> ByteStream:
         return ByteStream(self._tokens, self._steps)
-
-
-BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
 
 
 class LibraryText:

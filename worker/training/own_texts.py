@@ -29,6 +29,7 @@ from swiftbatch.worker.training.corpus import CorpusError, read_books
 from swiftbatch.worker.training.head_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
 
 CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
+NUM_AT_A_TIME = 32  # a forward's rows on a CPU, half of them on a GPU
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,6 @@ def hidden_states(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
     ids = torch.tensor([token_ids], device=target.device)
     hidden: torch.Tensor = target.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
     return hidden
-
-
-NUM_AT_A_TIME = 32  # a forward's rows on a CPU, half of them on a GPU
 
 
 def sampled_texts(

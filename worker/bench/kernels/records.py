@@ -17,6 +17,10 @@ from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.kernels.operations import Operation
 from swiftbatch.worker.bench.kernels.roof import Roof
 
+COLOURS, MARKERS = ("#0b5fa5", "#d9730d", "#3a923a", "#8c4fb0", "#7f7f7f"), ("o", "s", "^", "D", "v")
+ROOF = "#333333"
+WIDTH_INCHES, HEIGHT_INCHES, DPI = 12.0, 5.0, 150
+
 
 class KernelRecord(Frozen):
     """One operation over so many rows. `allowed_ms`: what this machine would need for its bytes and products alone."""
@@ -92,11 +96,6 @@ def _figures(record: KernelRecord) -> tuple[str, ...]:
         f"{record.allowed_ms:.3f}",
         f"{record.allowed_ms / record.ms:.0%}",
     )
-
-
-COLOURS, MARKERS = ("#0b5fa5", "#d9730d", "#3a923a", "#8c4fb0", "#7f7f7f"), ("o", "s", "^", "D", "v")
-ROOF = "#333333"
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 12.0, 5.0, 150
 
 
 def plot(result: KernelResult, path: Path) -> None:

@@ -21,6 +21,8 @@ from swiftbatch.worker.session.diversity import distinct
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
+METERED = dict.fromkeys(("tokenswift", "tokenswift-paper"), "papers.tokenswift.tables.reuse")
+
 
 class LongGeneration:
     """A prompt in the cache and what the engine says behind it. Marks and records are taken at pauses."""
@@ -106,9 +108,6 @@ class LongGeneration:
             step_seconds=dict(counters.step_seconds),
             draft_seconds=dict(draft.seconds),
         )
-
-
-METERED = dict.fromkeys(("tokenswift", "tokenswift-paper"), "papers.tokenswift.tables.reuse")
 
 
 @dataclass

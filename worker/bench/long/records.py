@@ -13,6 +13,7 @@ from swiftbatch.worker.bench.long.plain_windows import PlainWindow, PlainWindows
 
 SECONDS_DIGITS = 4
 RATE_DIGITS = 4
+RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
 
 
 class Mark(Frozen):
@@ -108,9 +109,6 @@ class LongResult(Frozen):
 def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
     """Milliseconds of each phase, between two counts of seconds."""
     return {name: round(1000 * (last[name] - first[name]) / num_steps, SECONDS_DIGITS) for name in last}
-
-
-RATES = ("speed-up", "alpha", "beta", "tokens\nper step")
 
 
 def render(result: LongResult) -> Group:

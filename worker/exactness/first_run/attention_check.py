@@ -22,6 +22,8 @@ from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_ro
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
 TIMED_ROWS = (1, 4, 16)  # of each slot
+Placed = tuple[SequenceRows, int]  # rows and their slot
+SHORTER = 37  # positions by which the cache of a slot is shorter than that of the slot before
 
 
 def check_attention(parts: Parts) -> Finding:
@@ -94,10 +96,6 @@ def _prefix_bytes(parts: Parts, placed: Placed) -> int:
     """Read once for all rows of a sequence."""
     rows, _ = placed
     return rows.boundary * parts.cache_shape(num_layers=1).bytes_per_position()
-
-
-Placed = tuple[SequenceRows, int]  # rows and their slot
-SHORTER = 37  # positions by which the cache of a slot is shorter than that of the slot before
 
 
 class OneLayer:

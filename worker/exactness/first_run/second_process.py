@@ -26,6 +26,7 @@ from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 NUM_STEPS = 3
 MOST_NODES = 12  # of each tree
 ROOM = (MOST_NODES + 1) * NUM_STEPS  # positions behind the prompts
+SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
 
 
 def work_digest(target: ArenaTarget, lengths: Sequence[int]) -> str:
@@ -53,9 +54,6 @@ def work_digest(target: ArenaTarget, lengths: Sequence[int]) -> str:
 
 def _add(digest: hashlib._Hash, numbers: torch.Tensor) -> None:
     digest.update(numbers.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-
-
-SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
 
 
 def digest_elsewhere(parts: Parts) -> str:

@@ -43,6 +43,8 @@ from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.forwards import Forwards
 
+NOWHERE = -1  # as a feature's place
+
 
 def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:
     """Make rows for a target in a GPU's arena. Raises ValueError for sizes that the kernels do not take."""
@@ -110,9 +112,6 @@ class CudaRows:
         scores = confidences.copy().view(np.float32)
         pairs = zip(scores.tolist(), ids.tolist(), strict=True)
         return [[pair for pair in zip(*row, strict=True) if pair[0] > -np.inf] for row in pairs]
-
-
-NOWHERE = -1  # as a feature's place
 
 
 @dataclass(frozen=True)

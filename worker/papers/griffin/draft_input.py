@@ -19,6 +19,8 @@ NOTHING = 0  # zeros: in front of the text's first token stands no feature
 RING = 1  # the target's features at the newest positions, one behind the other and round
 REGRESSED = RING + NUM_ENTRIES  # regressed features in their place: a draft tree's root, then its nodes
 NUM_PLACES = REGRESSED + 1 + MAX_TREE_NODES
+Candidates = list[tuple[float, int]]
+"""What may follow a row: (log-confidence, token), best first."""
 
 
 class Features:
@@ -63,10 +65,6 @@ class Features:
 def regressed_place(row: int) -> int:
     """Return the place of the feature regressed at a row of a tree; the root is row 0."""
     return REGRESSED + row
-
-
-Candidates = list[tuple[float, int]]
-"""What may follow a row: (log-confidence, token), best first."""
 
 
 @dataclass(frozen=True)

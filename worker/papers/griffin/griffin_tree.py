@@ -23,6 +23,11 @@ from swiftbatch.worker.papers.griffin.draft_forwards import Level
 from swiftbatch.worker.papers.griffin.draft_input import Candidates
 from swiftbatch.worker.target.step_costs import StepCosts
 
+PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
+MAX_TRUST = 4.0  # most that a probability is multiplied or divided by
+STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
+PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
+
 
 class GrowingTree:
     """The tree of one sequence while it grows: candidates of all levels, and those that were expanded."""
@@ -88,12 +93,6 @@ class GrowingTree:
             [ROOT if parent == ROOT else kept[parent] for parent in parents],
         )
         return tree, sum(math.exp(self._scores[node]) for node in paid)
-
-
-PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
-MAX_TRUST = 4.0  # most that a probability is multiplied or divided by
-STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
-PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
 
 @dataclass(frozen=True)

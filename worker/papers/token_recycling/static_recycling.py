@@ -20,6 +20,13 @@ from swiftbatch.worker.drawing.verification import TOP_K, Verification
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
+MAX_LAYERS = 6  # layers below and with the root: the paper's depth
+MAX_NODES = 79  # with the root the paper's 80
+NUM_RANKS = 8
+# Share of steps whose token was the matrix's candidate of this rank: the embedded model on six books, the mean of T = 0
+# and T = 1 with min-p 0.1, 2,000 steps.
+ACCEPTED_BY_RANK = (0.386, 0.076, 0.023, 0.013, 0.006, 0.005, 0.003, 0.002)
+
 
 class StaticTokenRecyclingDrafter(BudgetedDrafter):
     """Fills the static tree breadth-first from the matrix; each node's candidates are ranked with the noise.
@@ -68,15 +75,6 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
         matrix = state["recycling_ids"], state["recycling_logprobs"]
         self._matrix.check(*matrix, len(self._matrix.ids))
         self._matrix.load(*matrix)
-
-
-MAX_LAYERS = 6  # layers below and with the root: the paper's depth
-MAX_NODES = 79  # with the root the paper's 80
-NUM_RANKS = 8
-
-# Share of steps whose token was the matrix's candidate of this rank: the embedded model on six books, the mean of T = 0
-# and T = 1 with min-p 0.1, 2,000 steps.
-ACCEPTED_BY_RANK = (0.386, 0.076, 0.023, 0.013, 0.006, 0.005, 0.003, 0.002)
 
 
 @lru_cache

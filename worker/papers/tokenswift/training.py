@@ -27,6 +27,8 @@ from swiftbatch.worker.training.own_texts import TextStates, held_out_texts, loa
 from swiftbatch.worker.training.steps import check_loss
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
+NUM_LOGITS = 2**24  # held at once, whatever the vocabulary
+WIDTH = 3  # candidates that count
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,6 @@ def _labels(target: TargetModel, states: TextStates, rows: torch.Tensor, soft: b
     if not soft:
         return states.token_ids[rows].to(target.device)
     return target.logits(states.hidden[rows - 1].to(target.device)).softmax(dim=-1).clone()
-
-
-NUM_LOGITS = 2**24  # held at once, whatever the vocabulary
-WIDTH = 3  # candidates that count
 
 
 def chunk_rows(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:

@@ -16,8 +16,8 @@ from swiftbatch.worker.caches.partial import Entries, PartialCacheFactory
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.means import average_chunks
-from swiftbatch.worker.kernels.cuda.move_rows import gather_entries, gather_range
+from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
+from swiftbatch.worker.kernels.cuda.moving.move_rows import gather_entries, gather_range
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, TextSizes
 from swiftbatch.worker.kernels.scan_coding import most_chunks
 from swiftbatch.worker.target.cuda.row_mover import RowMover

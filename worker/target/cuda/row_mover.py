@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 import torch
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
-from swiftbatch.worker.kernels.cuda.move_rows import PADDING, move_rows, moves_of
+from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, move_rows, moves_of
 from swiftbatch.worker.kernels.cuda.upload import Upload
 
 

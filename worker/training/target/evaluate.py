@@ -25,6 +25,14 @@ STRETCH = 100_000  # tokens of concatenated books that one forward sees
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
 LOGIT_CHUNK = 4096  # positions whose logits are held at once
 NEAR = 2048  # tokens that are surely read in front of a token where the rest of the text is left out
+WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
+SCORED_FROM = 32_768  # tokens of its book in front of the first that is scored
+NUM_SCORED = 256  # tokens of one place
+NUM_PLACES = 24
+DISTANCES = (1024, 8192, 30_000)
+NUM_NEEDLES = 24  # for each distance
+NEEDLE = 16  # tokens of a passage that comes back
+CUE = 8  # tokens of the needle that are said again, so that the others may follow
 
 
 @dataclass(frozen=True)
@@ -89,16 +97,6 @@ def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch
         window = stretch[max(1, start - NEAR + 1) : end + 1]
         losses.append(position_losses(model, torch.cat([first, window]))[-(end - start) :])
     return torch.cat(losses)
-
-
-WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
-SCORED_FROM = 32_768  # tokens of its book in front of the first that is scored
-NUM_SCORED = 256  # tokens of one place
-NUM_PLACES = 24
-DISTANCES = (1024, 8192, 30_000)
-NUM_NEEDLES = 24  # for each distance
-NEEDLE = 16  # tokens of a passage that comes back
-CUE = 8  # tokens of the needle that are said again, so that the others may follow
 
 
 @dataclass(frozen=True)

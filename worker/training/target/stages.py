@@ -23,6 +23,7 @@ from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowSource
 
 NUM_STATE_STEPS = 100  # between two states of training in windows
+KIND = "long text"
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,6 @@ def device_words(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{torch.get_num_threads()} processor cores"
     return torch.cuda.get_device_name(device)
-
-
-KIND = "long text"
 
 
 class LongTexts:

@@ -34,6 +34,11 @@ from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4
+END_OF_TEXT = "<|endoftext|>"
+# Words keep their leading space, digits stand alone, and a run of newlines is one piece.
+WORD_PATTERN = r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
+# A plain-text model has no roles: a chat is its messages, a blank line between them.
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -119,15 +124,6 @@ def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, outp
     config["dtype"] = "bfloat16"
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(output)
-
-
-END_OF_TEXT = "<|endoftext|>"
-
-# Words keep their leading space, digits stand alone, and a run of newlines is one piece.
-WORD_PATTERN = r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
-
-# A plain-text model has no roles: a chat is its messages, a blank line between them.
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

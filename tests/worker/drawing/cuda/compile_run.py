@@ -22,7 +22,7 @@ from swiftbatch.worker.drawing.cuda import (
 )
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.cuda import means, move_rows
+from swiftbatch.worker.kernels.cuda.moving import means, move_rows
 from tests.worker.drawing.cuda.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
 
 FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"

@@ -28,6 +28,10 @@ FORMULA_NOTE = (
     "t: plain decoding's forward; t tree: over a tree; t draft: one of d draft levels. The formula is "
     "t / (t + d x t draft) x tau; with t tree, that stands in its denominator."
 )
+COLOURS, MARKERS = ("#7f7f7f", "#d9730d", "#0b5fa5"), ("s", "^", "o")  # of the rows, told apart without colours too
+LINES = ("-", ":")  # of the ways of drawing
+NUM_COLUMNS, WIDTH_INCHES, HEIGHT_INCHES, DPI = 2, 5.0, 3.8, 150  # sizes of a panel
+HEADROOM = 1.3  # above 100 %, where the legend is
 
 
 class ArmKey(NamedTuple):
@@ -167,12 +171,6 @@ def _spread(values: list[float], form: str) -> str:
     if not values:
         return "-"
     return f"{statistics.mean(values):{form}}\n{min(values):{form}} to {max(values):{form}}"
-
-
-COLOURS, MARKERS = ("#7f7f7f", "#d9730d", "#0b5fa5"), ("s", "^", "o")  # of the rows, told apart without colours too
-LINES = ("-", ":")  # of the ways of drawing
-NUM_COLUMNS, WIDTH_INCHES, HEIGHT_INCHES, DPI = 2, 5.0, 3.8, 150  # sizes of a panel
-HEADROOM = 1.3  # above 100 %, where the legend is
 
 
 def plot(table: GriffinTable, trainings: list[Training], path: Path) -> None:

@@ -19,6 +19,7 @@ from swiftbatch.worker.papers.griffin.training.recipe import FEATURE_WEIGHT, Gri
 from swiftbatch.worker.target.target import TargetModel
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
+NUM_LOGITS = 2**21  # held at once, whatever the vocabulary
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,6 @@ def _moved(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 AttentionInterface.register(PASSES_ATTENTION, attend_to_passes)
-
-
-NUM_LOGITS = 2**21  # held at once, whatever the vocabulary
 
 
 def accumulate_gradients(

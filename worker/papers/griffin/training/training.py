@@ -41,6 +41,9 @@ FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
 PLOT = "griffin_training.png"
 NUM_STATE_STEPS = 100  # between two states, and two points of the accuracy curve
 NUM_CURVE_TEXTS = 2  # that the curve is measured on, of the first name
+WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # of the passes and forwards: told apart without colours
+SMOOTHING = 0.9  # running mean of the losses: a step's windows differ much
 
 
 @dataclass(frozen=True)
@@ -145,11 +148,6 @@ def run_steps(
             optimizer.zero_grad(set_to_none=True)
             progress.update(task, advance=1, loss=losses[0])
             yield GriffinStepRecord(step + 1, losses, aligned, round(time.monotonic() - start, 2))
-
-
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # of the passes and forwards: told apart without colours
-SMOOTHING = 0.9  # running mean of the losses: a step's windows differ much
 
 
 def plot_training(records: list[dict[str, Any]], path: Path) -> None:

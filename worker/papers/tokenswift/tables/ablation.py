@@ -36,6 +36,7 @@ from swiftbatch.worker.target.step_costs import step_costs_of
 
 NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
 PLAIN_EVERY = 2500
+Measure = Callable[[LongRecord], float | None]
 
 
 class AblationOptions(BenchOptions):
@@ -93,9 +94,6 @@ def _documents(arms: tuple[AblationArm, ...], results: list[LongResult]) -> list
         | {"result": result.model_dump()}
         for arm, result in zip(arms, results, strict=False)
     ]
-
-
-Measure = Callable[[LongRecord], float | None]
 
 
 def _distinct(n: int, record: LongRecord) -> float:

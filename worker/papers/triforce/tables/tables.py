@@ -22,6 +22,9 @@ Key = tuple[int, str]  # row number and name of an arm
 Results = dict[Key, PromptFigures]
 
 RATE = ".3f"
+FULL, MIDDLE, SPEED = "#0b5fa5", "#6fa8d6", "#d9730d"  # also told apart without colours
+WIDTH_INCHES, HEIGHT_INCHES, DPI = 7.5, 4.4, 150
+HEADROOM = 1.3  # above the highest speed-up, where the legend is
 
 
 def _speedup(figures: PromptFigures) -> str:
@@ -102,11 +105,6 @@ def _compared(results: Results) -> str:
 
 def _either(counts: list[int]) -> str:
     return " or ".join(f"{count:,}" for count in counts)
-
-
-FULL, MIDDLE, SPEED = "#0b5fa5", "#6fa8d6", "#d9730d"  # also told apart without colours
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 7.5, 4.4, 150
-HEADROOM = 1.3  # above the highest speed-up, where the legend is
 
 
 def plot(table: PromptTable, results: Results, path: Path) -> None:

@@ -41,6 +41,12 @@ from swiftbatch.worker.training.target.training import save_target
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
 NUM_STATE_STEPS = 100  # between two states
 NUM_LOGITS = 2**21  # held at once, whatever the vocabulary; more than fits the processor's cache is slower
+SAMPLING = {
+    "T 0": SamplingParams(max_tokens=1, temperature=0.0),
+    "T 1": SamplingParams(max_tokens=1, temperature=1.0),
+    "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
+}
+"""How both models draw, by name."""
 
 
 class DraftWindows:
@@ -138,14 +144,6 @@ def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Te
     """The target's distributions behind every token of `windows [num_windows, length]`: `[..., vocab] float32`."""
     hidden = target.model.model(input_ids=windows, use_cache=False).last_hidden_state
     return target.logits(hidden).softmax(dim=-1)
-
-
-SAMPLING = {
-    "T 0": SamplingParams(max_tokens=1, temperature=0.0),
-    "T 1": SamplingParams(max_tokens=1, temperature=1.0),
-    "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
-}
-"""How both models draw, by name."""
 
 
 @dataclass(frozen=True)

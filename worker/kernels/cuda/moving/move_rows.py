@@ -16,6 +16,10 @@ import triton
 import triton.language as tl
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
+MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
+PADDING = (-1, -1, -1)
+NUM_ROWS = 32  # of one program
+COPY_WARPS = 4
 
 
 def expect_arena(arena: torch.Tensor) -> None:
@@ -30,10 +34,6 @@ def expect_arena(arena: torch.Tensor) -> None:
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
     """View the same memory as whole numbers: a copy then keeps every bit, those of NaN as well."""
     return rows.view(BITS[rows.element_size()])
-
-
-MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
-PADDING = (-1, -1, -1)
 
 
 @triton.jit
@@ -87,10 +87,6 @@ def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
         WIDTH=triton.next_power_of_2(head_dim),
         num_warps=MOVE_WARPS,
     )
-
-
-NUM_ROWS = 32  # of one program
-COPY_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["first", "count"])  # one kernel for all of them
