@@ -34,7 +34,7 @@ from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.target.tokenizer import train_tokenizer
+from swiftbatch.worker.training.target.training import train_tokenizer
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 

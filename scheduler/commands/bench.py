@@ -140,7 +140,7 @@ def fields(**options: Any) -> None:
     Example:
       swiftbatch bench fields --tokens 4000 --json fields.json
     """
-    from swiftbatch.worker.bench.fields.fields import FieldBenchOptions, render, run_field_bench
+    from swiftbatch.worker.bench.fields import FieldBenchOptions, render, run_field_bench
 
     show(render(run_field_bench(checked(FieldBenchOptions, options), say)))
 
@@ -192,7 +192,7 @@ def agreement(**options: Any) -> None:
     Example:
       swiftbatch bench agreement --caches scan:256,streaming:512 --positions 16384 --text book.txt --json agreement.json
     """
-    from swiftbatch.worker.bench.agreement.agreement import AgreementOptions, render, run_agreement_bench
+    from swiftbatch.worker.bench.agreement import AgreementOptions, render, run_agreement_bench
 
     show(render(run_agreement_bench(checked(AgreementOptions, options), say)))
 
@@ -259,7 +259,7 @@ def long(**options: Any) -> None:
     """
     from swiftbatch.jobs.sampling import SamplingParams
     from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
-    from swiftbatch.worker.bench.long.long_table import render
+    from swiftbatch.worker.bench.long.records import render
 
     sampling = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
     bench_options = checked(LongBenchOptions, options | {"sampling": sampling | {"ignore_eos": True}})

@@ -114,8 +114,8 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.papers.tokenswift.training.training import train_heads
-    from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
+    from swiftbatch.worker.papers.tokenswift.training import train_heads
+    from swiftbatch.worker.training.head_recipe import HeadRecipe
 
     recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
     train_heads(model, data, output, recipe, click.echo)

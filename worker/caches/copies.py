@@ -1,9 +1,12 @@
-"""Copies between a GPU and its host beside the computation: a stream of their own, and two pinned buffers in turn."""
+"""Copies between a GPU and its host beside the computation: a stream of their own, and two pinned buffers in turn.
+
+The stream that computes is here as well: whoever copies beside it asks, from any thread."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,3 +150,49 @@ def _take(copied: NDArray[Any], piece: slice, host: NDArray[Any], side: _Side) -
 
 def _numpy_dtype(rows: torch.Tensor) -> np.dtype[Any]:
     return np.dtype(np.int16 if rows.dtype == torch.int16 else np.float32)
+
+
+class ComputingStream:
+    """A `Computation`: the stream on which the newest forward was queued.
+
+    A thread's current stream is its own affair: one that writes checkpoints cannot look for that of another thread.
+    """
+
+    def __init__(self, current: Callable[[], Any]) -> None:
+        """`current` says which stream the calling thread computes on."""
+        self._current, self._stream = current, current()
+
+    def join(self) -> None:
+        """Let the calling thread compute on its current stream, behind all that was computed before."""
+        stream = self._current()
+        if stream != self._stream:
+            stream.wait_event(self._stream.record_event())
+            self._stream = stream
+
+    def record_event(self) -> Any:
+        return self._stream.record_event()
+
+    def wait_event(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+
+@dataclass(frozen=True)
+class HostStream:
+    """A computing stream elsewhere than on a GPU, its own event: what was queued is done."""
+
+    def record_event(self) -> HostStream:
+        return self
+
+    def wait_event(self, event: CopyEvent) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        """Do nothing: all is done."""
+
+
+@functools.cache
+def computing_stream(device: torch.device) -> ComputingStream:
+    """The one of this process on a device."""
+    if device.type == "cuda":
+        return ComputingStream(functools.partial(torch.cuda.current_stream, device))
+    return ComputingStream(HostStream)

@@ -15,8 +15,7 @@ from swiftbatch.worker.drawing.finite import NOT_FINITE, NotFiniteError, check_f
 from swiftbatch.worker.drawing.rules import ConstraintError
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import Verification, Walk
-from swiftbatch.worker.engine.prefixes.kept import KeptPrefixes
-from swiftbatch.worker.engine.prefixes.sharing import Sharing
+from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing
 from swiftbatch.worker.engine.reading import Reader, Rider
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule

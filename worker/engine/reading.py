@@ -1,6 +1,6 @@
 """Reads known tokens into caches: prompts, and outputs that a resume replays.
 
-One of several sequences reads what all of them begin with, see `prefixes/sharing.py`. Where a row takes time of
+One of several sequences reads what all of them begin with, see `prefixes.py`. Where a row takes time of
 its own, tiles of one sequence are read in front of a step, for a bounded time. Where every forward has the same rows
 anyway, on a GPU, known tokens ride in those that the step's trees leave unused.
 """
@@ -17,7 +17,7 @@ from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter, ReadRows
 from swiftbatch.worker.drawing.drawing import Drawing
-from swiftbatch.worker.engine.prefixes.sharing import Sharing
+from swiftbatch.worker.engine.prefixes import Sharing
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.target.forwards import MOST_READ
 from swiftbatch.worker.target.target import RowOutputs, TargetModel

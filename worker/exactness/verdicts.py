@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from swiftbatch.jobs.run.records import Exactness
@@ -45,3 +46,8 @@ def known_verdict(key: str) -> Exactness:
 def _path(key: str) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "swiftbatch" / "doctor" / key
+
+
+def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:
+    """The run's verdict for a job whose attempts all had the same numerics, else that it holds up to ties."""
+    return verdict if len(set(numerics)) <= 1 else "exact up to ties"

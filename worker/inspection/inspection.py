@@ -111,7 +111,9 @@ def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {}
     for name, num_splits in NUM_SPLITS.items():
         gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits)
-        fitting = {length: one_slot(sizes, gpu, length).num_fitting for length in SLOT_LENGTHS if length <= most_positions}
+        fitting = {
+            length: one_slot(sizes, gpu, length).num_fitting for length in SLOT_LENGTHS if length <= most_positions
+        }
         found[name] = {length: min(MOST_SLOTS, number) for length, number in fitting.items()}
     return found
 

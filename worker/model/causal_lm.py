@@ -1,12 +1,107 @@
-"""A causal language model of `transformers` in two: its layers, and its head as the model itself applies it."""
+"""Causal language models of `transformers`: loaded with all their weights, and in two, layers and head.
+
+`transformers` fills gaps in weights with random numbers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import logging
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
+from swiftbatch.worker.model.tensors import read_tensors
+from swiftbatch.worker.model.text_view import is_another, is_turned
+
+MAX_WORDS = 500  # characters of another program's error
+OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
+
+
+def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
+    """Load safetensors weights from a folder; nothing is unpickled and no remote code is run.
+
+    Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong, and
+    OtherModelError as `read_tensors` does.
+    """
+    tensors, whole = read_tensors(files, lambda tensor: tensor), read_whole_config(files.name, files.path)
+    for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    try:
+        with _quiet():
+            config = _config(files)
+            model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict={name: _Once(tensors, name) for name in tensors},
+                dtype=dtype,
+                attn_implementation="eager",  # not one that a config asks for and this machine lacks
+                ignore_mismatched_sizes=True,  # told below, by name
+                output_loading_info=True,
+            )
+    except Exception as error:  # of any kind: a config's values reach code that never looked at them
+        words = " ".join(str(error).split())[:MAX_WORDS]
+        raise ModelError(f"model {files.name}: cannot be loaded: {type(error).__name__}: {words}") from error
+    if problem := _problem(found):
+        raise ModelError(
+            f"model {files.name}: {problem}; its config.json and its weights do not belong together, or files are "
+            "missing: copy all of them again"
+        )
+    model.generation_config.eos_token_id = sorted(eos_token_ids_of(files)) or None
+    model.config.return_dict = True  # a config may switch off what our forwards read
+    model.config.output_hidden_states = model.config.output_router_logits = False
+    return model
+
+
+def _config(files: ModelFiles) -> PreTrainedConfig:
+    """The config of the text model in `transformers`' own class."""
+    if is_another(read_whole_config(files.name, files.path)):
+        view = read_config(files.name, files.path)
+        return AutoConfig.for_model(view.pop("model_type"), **view)
+    return AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+
+
+class _Once:
+    """A tensor that is given away when it is asked for, as `transformers` asks each slice of a file.
+
+    So experts that it joins are not held twice.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
+        self._tensors, self._name = tensors, name
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._tensors.pop(self._name)[key]
+
+
+def _problem(found: dict[str, Any]) -> str | None:
+    """Say what `transformers` would pass over; None where nothing is wrong."""
+    mismatched = sorted(found["mismatched_keys"])
+    if mismatched:
+        name, shape, expected = mismatched[0]
+        return f"its weights have {name} as {list(shape)}, expected {list(expected)}"
+    if missing := sorted(found["missing_keys"]):
+        return f"its weights lack {len(missing):,} of the model's tensors, {missing[0]} among them"
+    if unexpected := sorted(name for name in found["unexpected_keys"] if not name.endswith(OLD_BUFFERS)):
+        return f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {unexpected[0]}"
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the tables that say in many lines what we say in one."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def decoder_of(model: Any) -> Any:

@@ -21,11 +21,8 @@ from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.thought_markers import markers_of
 from swiftbatch.worker.model.token_length import max_chars_per_token
-from swiftbatch.worker.texts.byte_text import ByteText
-from swiftbatch.worker.texts.decoder_steps import DecoderSteps, steps_of
-from swiftbatch.worker.texts.library_text import LibraryText
-from swiftbatch.worker.texts.output_text import OutputText
-from swiftbatch.worker.texts.token_bytes import TokenBytes
+from swiftbatch.worker.texts.output_text import ByteText, LibraryText, OutputText
+from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes, steps_of
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says

@@ -24,6 +24,7 @@ from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import TOO_LONG, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.constraints.thought import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.finite import NOT_FINITE
@@ -31,11 +32,10 @@ from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import LENGTH, may_rewind, rewound, text_of
-from swiftbatch.worker.exactness.numerics import exactness_of
+from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
-from swiftbatch.worker.session.reasoning import reasoning_of
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from swiftbatch.worker.caches.entries import NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.target.chains import Drawn
 from swiftbatch.worker.target.partial_rows import PartialRows

@@ -71,7 +71,7 @@ def load_transformers(
     """
     from transformers.utils.logging import disable_progress_bar  # seconds, that most models do without
 
-    from swiftbatch.worker.model.weights import load_causal_lm
+    from swiftbatch.worker.model.causal_lm import load_causal_lm
     from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
     if not sys.stderr.isatty():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import MEMORY, KVRoom, place_of_caches
+from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers, resolve_device
-from swiftbatch.worker.target.tiles import SequenceRows
+from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
     from swiftbatch.worker.target.partial_rows import PartialRows
     from swiftbatch.worker.target.transformers_forwards import TransformersForwards
+
+NUM_PROBED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -165,3 +169,18 @@ def _what_runs(device: torch.device) -> str:
 def _of_each(groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> list[RowOutputs]:
     sizes = [len(group) for group in groups]
     return [RowOutputs(*outputs) for outputs in zip(hidden.split(sizes), logits.split(sizes), strict=True)]
+
+
+def check_model(target: TargetModel) -> None:
+    """Raise ModelError where logits are not finite behind any of some single tokens: then no job can run."""
+    step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
+    token_ids = range(0, target.vocab_size, step)
+    cache = target.new_cache(1)  # made as jobs' caches are: a GPU's rows lie in the slots of its arena
+    for token_id in token_ids:
+        [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
+        if math.isfinite(float(outputs.logits[0].max())):
+            return
+    raise ModelError(
+        f"model {target.files.name}: its logits are not finite, whichever token they follow; its weights are damaged, "
+        "or outgrow the dtype"
+    )

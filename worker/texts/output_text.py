@@ -1,9 +1,17 @@
-"""The contract of the text of output tokens, which all that shows, cuts, counts or stops a text goes by."""
+"""The text of output tokens, which all that shows, cuts, counts or stops a text goes by.
+
+It comes from the tokens' bytes; where single tokens have no bytes that are known, from a tokenizer's own `decode`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from swiftbatch.worker.texts.byte_stream import ByteStream, continues, settled_characters
+from swiftbatch.worker.texts.stop_strings import PrefixSearch, StreamSearch
+from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes
+
+BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
 
 
 class StopSearch(Protocol):
@@ -48,3 +56,55 @@ class OutputText(Protocol):
 
         Strings that do may be told of as well, with the token that they end with.
         """
+
+
+class ByteText:
+    """An `OutputText`."""
+
+    def __init__(self, tokens: TokenBytes, steps: DecoderSteps) -> None:
+        self._tokens, self._steps = tokens, steps
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self._stream().parts(token_ids)).decode(errors="replace")
+
+    def settled(self, token_ids: Sequence[int]) -> str:
+        return self._stream().feed(token_ids)
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        places: list[int] = []
+        num_empty, length, pending = 0, 0, b""  # tokens without bytes that were last, settled characters, bytes behind
+        for part in self._stream().parts(token_ids):
+            if not part:
+                num_empty += 1
+                continue
+            begins_anew = bool(pending) and not continues(pending, part[:1])
+            places += [length + begins_anew] * (num_empty + 1)
+            text, num_used = settled_characters(pending + part)
+            num_empty, length, pending = 0, length + len(text), (pending + part)[num_used:]
+        return places + [length + bool(pending)] * (num_empty + 1)
+
+    def search(self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int]) -> StreamSearch:
+        return StreamSearch(stop, self._stream(), token_ids)
+
+    def _stream(self) -> ByteStream:
+        return ByteStream(self._tokens, self._steps)
+
+
+class LibraryText:
+    """An `OutputText`. It decodes all of the text for each place: that is slow, and right whatever `decode` does."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode(list(token_ids))
+
+    def settled(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids).rstrip(BROKEN_CHARACTER)
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        places = [len(self.settled(token_ids[:end])) for end in range(len(token_ids))]
+        return [*places, len(self.decode(token_ids))]
+
+    def search(self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int]) -> PrefixSearch:
+        return PrefixSearch(stop, min_tokens, self.settled, token_ids)

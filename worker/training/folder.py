@@ -1,11 +1,12 @@
-"""A training on its way: which one a folder holds, what is done, and how it goes on after a kill."""
+"""A training on its way: which one a folder holds, what is done, how it goes on after a kill, and its log."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -112,3 +113,16 @@ def _is_whole(product: Path) -> bool:
             return True
     except (OSError, SafetensorError):
         return False
+
+
+def write_record(log: IO[str], record: Any) -> None:
+    """Append a dataclass to a training log, where it can be read at once."""
+    log.write(json.dumps(asdict(record)) + "\n")
+    log.flush()
+
+
+def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str], None]) -> None:
+    """Append what was measured to a training log, and tell of it."""
+    for record in records:
+        write_record(log, record)
+        report(record.in_words())

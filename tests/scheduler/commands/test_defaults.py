@@ -13,11 +13,11 @@ from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.scheduler.serve.options import ServeOptions
-from swiftbatch.worker.bench.agreement.agreement import AgreementOptions
+from swiftbatch.worker.bench.agreement import AgreementOptions
 from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions
 from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions
-from swiftbatch.worker.bench.fields.fields import FieldBenchOptions
+from swiftbatch.worker.bench.fields import FieldBenchOptions
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
 from swiftbatch.worker.bench.long.long import LongBenchOptions
@@ -27,7 +27,7 @@ from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, Gri
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions
 from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
 

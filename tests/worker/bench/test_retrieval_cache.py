@@ -47,7 +47,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryKind:
-    """The contract of worker/bench/caches/partial.py, whatever is chosen."""
+    """The contract of worker/caches/partial.py, whatever is chosen."""
 
     def test_entries_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
         cache = KINDS[kind]()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches.copies import Staging
-from swiftbatch.worker.caches.streams import ComputingStream, HostStream
+from swiftbatch.worker.caches.copies import ComputingStream, HostStream, Staging
 from tests.worker.caches.lazy_stream import LazyStream
 
 SIZE = (2, 2, 10, 8)

@@ -7,7 +7,7 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.partial import NUM_PINNED
-from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES, NUM_RECENT
+from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT
 from swiftbatch.worker.drafters.auto import auto as auto_module
 from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
 from swiftbatch.worker.drafters.auto.auto_plan import (

@@ -15,8 +15,8 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary as summary_cache
-from swiftbatch.worker.caches.entries import Entries
 from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.partial import Entries
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.catalogue import create_drafter

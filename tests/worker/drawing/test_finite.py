@@ -29,9 +29,8 @@ from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.target import TargetModel, check_model
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
-from swiftbatch.worker.engine import repetition
-from swiftbatch.worker.engine.repetition import LoopDetector
+from swiftbatch.worker.engine import stopping
+from swiftbatch.worker.engine.stopping import LoopDetector
 
 GUARD = loop_guard("stop") or RepetitionDetection()
 
@@ -50,7 +50,7 @@ def test_a_loop_is_found_where_the_plain_definition_has_it(
 
 
 def test_a_loop_is_found_wherever_the_window_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repetition, "ROOM", 5)
+    monkeypatch.setattr(stopping, "ROOM", 5)
     detection = RepetitionDetection(max_pattern_size=7, min_count=3)
     for num_before in range(30):
         text = [*range(100, 100 + num_before), *[1, 2, 3, 4] * 3]

@@ -11,7 +11,7 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import StopRule, text_of
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.texts.library_text import LibraryText
+from swiftbatch.worker.texts.output_text import LibraryText
 from tests.worker.drafters.drafter_parts import free_rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.frequencies import Rotary, default_frequencies

@@ -17,8 +17,8 @@ import torch
 
 from swiftbatch.jobs.run.dtypes import LogprobsMode
 from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
+from swiftbatch.worker.caches import scan_cache
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
-from swiftbatch.worker.caches.scan import keys
 from swiftbatch.worker.drawing import native_calls as sampling_calls
 from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -136,7 +136,7 @@ def fuzz_causal(numbers: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    keys.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
+    scan_cache.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
     causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
     for each in SHAPES:

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, decoder_weights
 from swiftbatch.worker.model import tensors
+from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.weights import load_causal_lm
 from tests import ROOT
 
 BF16 = torch.bfloat16

@@ -17,10 +17,10 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text_view import text_view
-from swiftbatch.worker.model.weights import load_causal_lm
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import chain
 from tests.worker.kernels.reference import ReferenceDecoder

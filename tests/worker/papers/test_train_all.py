@@ -17,8 +17,8 @@ from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers import all_trainings as everything
 from swiftbatch.worker.papers.all_trainings import train_all
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
-from swiftbatch.worker.training.target import evaluate, long_context
+from swiftbatch.worker.training.head_recipe import HeadRecipe
+from swiftbatch.worker.training.target import evaluate
 from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowKind
 from tests import ROOT
 from tests.worker.papers.griffin.griffin_training_parts import FAST as FAST_GRIFFIN
@@ -38,7 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "STRETCH", 500)
     monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
     for name, value in SHORT_CONTEXT.items():
-        monkeypatch.setattr(long_context, name, value)
+        monkeypatch.setattr(evaluate, name, value)
 
 
 def train(data: Path, output: Path) -> list[str]:

@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.stopping import StopRule, text_of
-from swiftbatch.worker.texts.decoder_steps import steps_of
-from swiftbatch.worker.texts.library_text import LibraryText
-from swiftbatch.worker.texts.output_text import OutputText
+from swiftbatch.worker.texts.output_text import LibraryText, OutputText
 from swiftbatch.worker.texts.stop_strings import first_stop
+from swiftbatch.worker.texts.token_bytes import steps_of
 from tests.worker.texts.text_parts import CHARACTERS, KINDS, Kind
 
 NAMES = st.sampled_from(sorted(KINDS))

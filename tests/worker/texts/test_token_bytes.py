@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.texts.decoder_steps import BYTE_OF, steps_of
-from swiftbatch.worker.texts.token_bytes import TokenBytes
+from swiftbatch.worker.texts.token_bytes import BYTE_OF, TokenBytes, steps_of
 from tests.worker.texts.text_parts import KINDS
 
 TEXTS = ["The quick", "na\u00efve \u2013 caf\u00e9", "\U0001f642\U0001f469\u200d\U0001f680", "\u4e2d\u6587\n\t x"]

@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.texts.byte_text import ByteText
-from swiftbatch.worker.texts.decoder_steps import BYTE_OF, steps_of
-from swiftbatch.worker.texts.token_bytes import TokenBytes
+from swiftbatch.worker.texts.output_text import ByteText
+from swiftbatch.worker.texts.token_bytes import BYTE_OF, TokenBytes, steps_of
 
 SPACE = "\u2581"
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}

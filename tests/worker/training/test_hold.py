@@ -19,11 +19,11 @@ from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
 from swiftbatch.worker.papers.all_trainings import train_all
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE
 from swiftbatch.worker.papers.griffin.training.training import train_griffin
-from swiftbatch.worker.papers.tokenswift.training.training import train_heads
+from swiftbatch.worker.papers.tokenswift.training import train_heads
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
 from swiftbatch.worker.papers.triforce.training.training import train_draft
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
 from swiftbatch.worker.training.target.recipe import embedded_recipe
 from swiftbatch.worker.training.target.training import train_target
 from tests import ROOT

@@ -21,9 +21,9 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, read_books
-from swiftbatch.worker.training.own_texts.texts import load_target
+from swiftbatch.worker.training.own_texts import load_target
 from swiftbatch.worker.training.steps import Recipe
-from swiftbatch.worker.training.target import evaluate, long_context, long_texts, stages
+from swiftbatch.worker.training.target import evaluate, stages
 from swiftbatch.worker.training.target import training as target
 from swiftbatch.worker.training.target.recipe import (
     KINDS,
@@ -74,7 +74,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "STRETCH", 500)
     monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
     for name, value in SHORT_CONTEXT.items():
-        monkeypatch.setattr(long_context, name, value)
+        monkeypatch.setattr(evaluate, name, value)
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
@@ -146,8 +146,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
             raise KeyboardInterrupt
         return original(*args)  # type: ignore[arg-type]
 
-    for module in (stages, long_texts):
-        monkeypatch.setattr(module, "add_batch_gradients", stopping)
+    monkeypatch.setattr(stages, "add_batch_gradients", stopping)
     if stopped_at == recipe.all_steps:
         monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
     with pytest.raises(KeyboardInterrupt):

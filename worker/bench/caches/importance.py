@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED, PartialCache, Queries
+from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, NewEntries, PartialCache, Queries
 from swiftbatch.worker.drawing.sequence import Sequence
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import PartialCache, Queries
+from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCache, Queries
 from swiftbatch.worker.drawing.sequence import Sequence
 
 GROUP = 64  # positions that are rounded together; the newest, which fill no group yet, are exact

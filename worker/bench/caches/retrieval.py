@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 
 from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
-from swiftbatch.worker.caches.chunk_means import ChunkMeans, chunk_scores
-from swiftbatch.worker.caches.entries import Entries, NewEntries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED, Queries
+from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, NewEntries, Queries
+from swiftbatch.worker.caches.summary import ChunkMeans, chunk_scores
 from swiftbatch.worker.drawing.sequence import Sequence
 
 CHUNK_SIZE = 8

@@ -1,23 +1,27 @@
-"""The benchmark of a GPU once there is one: stage after stage, each with the memory to itself."""
+"""The benchmark of a GPU once there is one: stage after stage, each with the memory to itself.
+
+It says which lengths have room in the memory, and how much was taken."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
 from swiftbatch.worker.bench.decode.records import DecodeRecord
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
-from swiftbatch.worker.bench.gpu.gpu_room_bench import MemoryMeter, fitting_lengths, free_bytes
 from swiftbatch.worker.bench.gpu.gpu_steps import step_records
 from swiftbatch.worker.bench.gpu.reading_bench import read_records, resume_record
 from swiftbatch.worker.bench.gpu.records import GPUBenchResult
 from swiftbatch.worker.bench.options import machine
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
-from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.caches.room import GB
+from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.room import GB, MEMORY, KVRoom
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth
 from swiftbatch.worker.exactness.first_run.parts import Parts
@@ -116,3 +120,43 @@ def _engine_records(
     warm_up = min(NUM_WARMUP_TOKENS, parts.files.max_positions // 2)
     target = parts.target(NUM_CACHES, max(lengths[-1] + options.num_tokens, warm_up))
     return decode_records(target, decode, report)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free bytes of the device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(KVRoom(MEMORY, 1).free_bytes())
+
+
+def fitting_lengths(
+    sizes: ModelSizes, gpu: GPUMemory, lengths: list[int], num_behind: int, num_slots: int
+) -> list[int]:
+    """Lengths of which so many slots have room, each with `num_behind` positions more."""
+    return [length for length in lengths if one_slot(sizes, gpu, length + num_behind).num_fitting >= num_slots]
+
+
+class MemoryMeter:
+    """The most bytes that were held, stage by stage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.noted: dict[str, int] = {}
+        self._reset()
+
+    def note(self, stage: str) -> None:
+        """Note the most that was held since the last stage; on a GPU with what it has for itself."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            outside = total - free - reserved  # the context, other libraries' buffers, other processes
+            self.noted[f"{stage}, at most"] = outside + torch.cuda.max_memory_reserved(self._device)
+        else:
+            self.noted[f"{stage}, at most"] = peak_bytes()
+        self._reset()
+
+    def _reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            reset_peak()

@@ -19,9 +19,8 @@ from swiftbatch.worker.bench.kernels.operations import (
     matrix_operations,
     sampling_operations,
 )
-from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult
+from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult, plot
 from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
-from swiftbatch.worker.bench.kernels.roof_plot import plot
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes

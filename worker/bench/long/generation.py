@@ -1,19 +1,27 @@
-"""One uninterrupted generation with a clock: pauses for plain decoding in between do not count."""
+"""One uninterrupted generation with a clock: pauses for plain decoding in between do not count.
+
+Its drafter counts what it reuses meanwhile."""
 
 from __future__ import annotations
 
+import importlib
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchEngine, digest
+from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.bench.decode.decode import read_tokens
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.long.records import LongFigures, LongRecord, LongResult, Mark
-from swiftbatch.worker.bench.long.tally import ReuseTally
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.session.diversity import distinct
+from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
+
+METERED = dict.fromkeys(("tokenswift", "tokenswift-paper"), "papers.tokenswift.tables.reuse")
 
 
 class LongGeneration:
@@ -100,3 +108,21 @@ class LongGeneration:
             step_seconds=dict(counters.step_seconds),
             draft_seconds=dict(draft.seconds),
         )
+
+
+@dataclass
+class ReuseTally:
+    """The gain of reused n-grams so far."""
+
+    num_accepted_tokens: int = 0  # that they alone proposed
+
+
+def metered_drafter(
+    engine: str, target: TargetModel, costs: Costs, parts_folder: Path | None
+) -> tuple[Drafter, ReuseTally | None]:
+    """An engine's drafter, and what its n-grams bring; None for one that reuses none. Raises ModelError."""
+    if engine not in METERED:
+        return create_bench_drafter(engine, target, costs, parts_folder), None
+    module = importlib.import_module(f"swiftbatch.worker.{METERED[engine]}")
+    drafter, tally = module.metered_drafter(engine, target, costs, parts_folder)
+    return drafter, tally

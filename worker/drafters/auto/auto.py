@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.scan.cache import SHORTEST_SCANNED, ScanKVCache
+from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.auto.auto_plan import (
     ON_A_CPU,
     RoundCosts,

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from swiftbatch.worker.caches.scan.cache import MOST_ENTRIES
+from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.step_clock import together
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan

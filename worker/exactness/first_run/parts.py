@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
-from swiftbatch.worker.caches.copies import CudaLane, Staging
+from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.caches.streams import computing_stream
 from swiftbatch.worker.exactness.probe import MOST_NODES
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work, capture

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
-from swiftbatch.worker.exactness.first_run.fixed_work import ROOM, work_digest
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import weight_shapes
-from swiftbatch.worker.exactness.first_run.second_process import digest_elsewhere
+from swiftbatch.worker.exactness.first_run.second_process import ROOM, digest_elsewhere, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work

@@ -14,10 +14,9 @@ from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
-from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, silu_mul
+from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, rope_store, silu_mul
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
-from swiftbatch.worker.kernels.cuda.rotary import rope_store
-from swiftbatch.worker.kernels.cuda.scan.scan_attention import ScanAttention
+from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.sizes import RING_LAYERS

@@ -19,9 +19,8 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.papers.griffin.draft_input import NOTHING, Candidates, DraftRows, Room, regressed_place
 from swiftbatch.worker.papers.griffin.draft_rows import GriffinRows
-from swiftbatch.worker.papers.griffin.features import NOTHING, regressed_place
-from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room
 from swiftbatch.worker.papers.griffin.window import NUM_SINKS, WINDOW, entry_of, position_of, window_start
 from swiftbatch.worker.target.step_costs import seconds_of
 from swiftbatch.worker.target.target import TargetModel

@@ -8,8 +8,8 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
-from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom, keep_and_rank

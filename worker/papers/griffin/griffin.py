@@ -17,9 +17,8 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards
 from swiftbatch.worker.papers.griffin.draft_rows import rows_of
-from swiftbatch.worker.papers.griffin.griffin_tree import GrowingTree
+from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree, PricePlanner
 from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
-from swiftbatch.worker.papers.griffin.tree_plan import EVERYTHING_PAYS, PricePlanner
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth

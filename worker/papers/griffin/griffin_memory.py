@@ -12,7 +12,7 @@ from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, num_paramete
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK
 from swiftbatch.worker.drawing.cuda.row_words import NUM_MASKED
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.papers.griffin.features import NUM_PLACES
+from swiftbatch.worker.papers.griffin.draft_input import NUM_PLACES
 from swiftbatch.worker.papers.griffin.griffin_weights import CONFIG
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES

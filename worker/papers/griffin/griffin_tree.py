@@ -2,17 +2,31 @@
 
 A node's score is the log-confidence of its whole path, with the coupled noise in it: the noise of the coming positions
 is known before anything is drafted.
-"""
+
+A tree is as large as pays. A node and a level are worth what they bring, at the rate at which tokens come. Where a step
+with a tree brings tokens more slowly than one without, nothing is drafted but a look now and then. The engine brings R
+tokens per second. A further row of the verification, or a further forward of the draft model, takes seconds in which R
+would have brought so many tokens: that is its price. A node brings its path's probability, as the draft model says,
+times how much more or less than it says was accepted so far."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import numpy as np
+
+from swiftbatch.worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.papers.griffin.draft_forwards import Level
-from swiftbatch.worker.papers.griffin.level import Candidates
-from swiftbatch.worker.papers.griffin.tree_plan import TreePrices
+from swiftbatch.worker.papers.griffin.draft_input import Candidates
+from swiftbatch.worker.target.step_costs import StepCosts
+
+PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
+MAX_TRUST = 4.0  # most that a probability is multiplied or divided by
+STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
+PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
 
 
 class GrowingTree:
@@ -79,3 +93,87 @@ class GrowingTree:
             [ROOT if parent == ROOT else kept[parent] for parent in parents],
         )
         return tree, sum(math.exp(self._scores[node]) for node in paid)
+
+
+@dataclass(frozen=True)
+class TreePrices:
+    """The prices of one step, in tokens, which say what pays."""
+
+    row: float
+    level: float
+    coverage: float  # how often one of a node's children is the token that comes
+    trust: float = 1.0  # factor on the draft model's probabilities
+
+    def pays_row(self, probability: float) -> bool:
+        """Tell whether a node of this probability is worth its row in the verification."""
+        return self.trust * probability > self.row
+
+    def pays_level(self, probabilities: list[float]) -> bool:
+        """Tell whether one more forward below nodes of these probabilities is worth its time."""
+        gains = (self.trust * p * self.coverage - self.row for p in probabilities)
+        return sum(max(0.0, gain) for gain in gains) > self.level
+
+
+EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
+"""Rows that cost less than nothing: trees are as large as their limits."""
+
+
+class PricePlanner:
+    """A planner that prices by measured costs and by the running means of what steps bring."""
+
+    def __init__(self, costs: StepCosts, level_seconds: float) -> None:
+        self._costs = costs
+        self._level_seconds = level_seconds
+        self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
+        self._num_steps = 0
+        self._drafting = 0.0  # seconds that drafting takes here for each sequence; 0 before it was done
+        self._told_drafting = 0.0  # the same on the machine that the state came from; used until this one has drafted
+
+    def pays(self, lengths: list[int], overhead: float) -> bool:
+        """Tell whether trees bring more than plain decoding to sequences that share a forward.
+
+        `lengths`: cached positions of each. `overhead`: seconds that a step takes beside forward and drafts.
+        """
+        if self._num_steps < PRIOR_STEPS:
+            return True
+        tokens, nodes, *_ = self._means.tolist()
+        mean = sum(lengths) // len(lengths)
+        plain, drafted = (self._costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
+        drafting = self._drafting or self._told_drafting
+        return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
+
+    def prices(self, length: int, num_sequences: int) -> TreePrices:
+        """Prices for a sequence of `length` cached positions that shares its forwards with others."""
+        tokens, nodes, levels, expected = self._means.tolist()
+        forward = self._costs.forward_seconds(round(nodes) + 1, length, num_sequences)
+        level = self._level_seconds / num_sequences  # sequences share the draft model's forwards
+        rate = tokens / (forward / num_sequences + levels * level + STEP_OVERHEAD)
+        few, many = (self._costs.forward_seconds(rows, length, num_sequences) for rows in PRICED_ROWS)
+        row = (many - few) / (PRICED_ROWS[1] - PRICED_ROWS[0]) / num_sequences
+        trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
+        return TreePrices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
+
+    def observe(
+        self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
+    ) -> None:
+        """Take in a step that committed so many tokens, with a tree of so many nodes from so many draft forwards.
+
+        `num_expected` nodes were to be accepted by their probabilities; drafting took `seconds`.
+        """
+        self._drafting += LEARNING_RATE * (seconds - self._drafting) if self._drafting else seconds
+        self._num_steps += 1
+        weight = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
+        self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what the plan has learned."""
+        drafting = self._drafting or self._told_drafting
+        return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        found = state.get("griffin_plan")
+        if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
+            raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
+        # a level's time was measured on this machine and is not learned again
+        self._means, self._told_drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])

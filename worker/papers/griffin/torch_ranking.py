@@ -11,8 +11,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.papers.griffin.features import NUM_PLACES, Features
-from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows, Room, of_each
+from swiftbatch.worker.papers.griffin.draft_input import NUM_PLACES, Candidates, DraftRows, Features, Room, of_each
 
 SPREAD = 0.4  # error of the draft model's logits, so that scores are about as likely as they say
 

@@ -16,11 +16,12 @@ from torch.nn.functional import linear
 
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, HEADS
 from swiftbatch.worker.drafters.trained_part import read_part
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.model.files import let_others_read
 from swiftbatch.worker.target.target import TargetModel
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.papers.tokenswift.cuda_heads import HeadsGraph
+    from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 
 TENSOR = "heads.weight"  # [num_heads, hidden, hidden]
 
@@ -52,7 +53,6 @@ class DecodingHeads:
         """Return the heads as a graph, for the target's kernels to run, where its caches lie in slots; else None."""
         if self._target.forwards.arena is None:
             return None
-        from swiftbatch.worker.papers.tokenswift.cuda_heads import HeadsGraph
         from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 
         forwards = self._target.forwards
@@ -75,3 +75,29 @@ def save_heads(folder: Path, weight: torch.Tensor, model_fingerprint: str) -> No
     tensors = {TENSOR: weight.detach().to("cpu", torch.bfloat16).contiguous()}
     save_file(tensors, folder / HEADS.name, metadata={FINGERPRINT: model_fingerprint})
     let_others_read(folder / HEADS.name)
+
+
+class HeadsGraph:
+    """Static buffers and what runs over them. The language model head is the target's product, at its one shape."""
+
+    def __init__(self, weight: torch.Tensor, forwards: CudaForwards) -> None:
+        """`weight [num_heads, hidden, hidden]`."""
+        self._weight, self._around = weight, forwards.surroundings
+        self._hidden = torch.zeros(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        self._states = torch.zeros(NUM_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        self._logits = torch.zeros(NUM_ROWS, forwards.vocab_size, device=weight.device)
+        self._graph = forwards.capture(self._work, forwards.device)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[num_heads, vocab] float32` from one row's final hidden state `[hidden]`, until the next call."""
+        self._hidden.copy_(hidden)
+        self._graph.replay()
+        return self._logits[: len(self._weight)]
+
+    def _work(self) -> None:
+        before = self._hidden
+        for matrix, state in zip(self._weight, self._states, strict=False):
+            torch.addmv(before, matrix, before, out=state)
+            before = state
+        head = self._around.head
+        self._around.linear(self._states, head.weight, head.bias, self._logits)

@@ -1,18 +1,21 @@
-"""Forwards of a dense decoder on a GPU: a table goes up, one graph is replayed, whatever rows share it."""
+"""Forwards of a dense decoder on a GPU: a table goes up, one graph is replayed, whatever rows share it.
+
+One row's queries come from the same forward as a graph of its own, which keeps them on its way."""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
-from swiftbatch.worker.caches.entries import NewEntries
+from swiftbatch.worker.caches.copies import computing_stream
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.partial import PartialCacheFactory
-from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CudaKernels
@@ -20,17 +23,25 @@ from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.kernels.decoder_weights import Linear
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
-from swiftbatch.worker.target.cuda.query_tap import CudaQueryTap
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
-from swiftbatch.worker.target.cuda.surroundings import Surroundings
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Embedding and head of the target, and the kernel that makes its products."""
+
+    embedding: Tensor  # [vocab, hidden]
+    head: Linear
+    linear: LinearKernel
 
 
 class CudaForwards:
@@ -149,3 +160,22 @@ class CudaForwards:
         slots = [(group, cast(ArenaKVCache, group.cache).slot) for group in groups]
         self._decoder.layout.fill(self._table.buffer(), slots)
         self._table.send()
+
+
+class CudaQueryTap:
+    """Runs the rows of the decoder's table and keeps the first one's queries."""
+
+    def __init__(self, decoder: CudaDecoder, device: torch.device, capture: Capture) -> None:
+        sizes = decoder.sizes
+        heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
+        self._queries = torch.zeros(sizes.num_layers, *heads, dtype=sizes.dtype, device=device)
+
+        def keep(layer: int, query: torch.Tensor) -> None:
+            self._queries[layer].copy_(query[0])
+
+        self._graph = capture(lambda: decoder.forward(keep), device)
+
+    def replay(self) -> torch.Tensor:
+        """Return the queries, `[num_layers, num_kv_heads, group, head_dim]`, until the next call."""
+        self._graph.replay()
+        return self._queries

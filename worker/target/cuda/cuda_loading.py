@@ -7,7 +7,7 @@ import os
 import torch
 
 from swiftbatch.worker.caches.arena import KVArena
-from swiftbatch.worker.caches.copies import CudaLane, Staging
+from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import (
@@ -24,8 +24,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
-from swiftbatch.worker.caches.scan.scan_room import scan_memory
-from swiftbatch.worker.caches.streams import computing_stream
+from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights

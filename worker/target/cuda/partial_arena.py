@@ -11,14 +11,13 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, SlotLease
-from swiftbatch.worker.caches.entries import Entries
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import PartialCacheFactory
+from swiftbatch.worker.caches.partial import Entries, PartialCacheFactory
 from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.caches.scan.slot_keys import SlotKeys
+from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.moving.gather import gather_entries, gather_range
 from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
+from swiftbatch.worker.kernels.cuda.moving.move_rows import gather_entries, gather_range
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, TextSizes
 from swiftbatch.worker.kernels.scan_coding import most_chunks
 from swiftbatch.worker.target.cuda.row_mover import RowMover

@@ -1,13 +1,14 @@
-"""Training of a small target model from scratch: `swiftbatch train target`."""
+"""Training of a small target model from scratch, with its tokenizer: `swiftbatch train target`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
@@ -16,19 +17,28 @@ from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.card import write_card
 from swiftbatch.worker.training.corpus import encode_books, read_books
-from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder
+from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_record
 from swiftbatch.worker.training.hold import held
-from swiftbatch.worker.training.log import write_record
 from swiftbatch.worker.training.target import evaluate
-from swiftbatch.worker.training.target.evaluate import Evaluation, evaluate_target
-from swiftbatch.worker.training.target.long_context import NUM_SCORED, SCORED_FROM, LongContext, measure_long_context
+from swiftbatch.worker.training.target.evaluate import (
+    NUM_SCORED,
+    SCORED_FROM,
+    Evaluation,
+    LongContext,
+    evaluate_target,
+    measure_long_context,
+)
 from swiftbatch.worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
 from swiftbatch.worker.training.target.stages import run_stages, stages_of
-from swiftbatch.worker.training.target.tokenizer import train_tokenizer
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4
+END_OF_TEXT = "<|endoftext|>"
+# Words keep their leading space, digits stand alone, and a run of newlines is one piece.
+WORD_PATTERN = r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
+# A plain-text model has no roles: a chat is its messages, a blank line between them.
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -114,3 +124,34 @@ def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, outp
     config["dtype"] = "bfloat16"
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(output)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a lossless byte-level BPE tokenizer with `vocab_size` entries, `<|endoftext|>` among them.
+
+    It puts that token in front of every text: what comes behind it is a new one.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    first = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[first])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -18,9 +18,8 @@ from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu import reading_bench as reading
 from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
-from swiftbatch.worker.bench.gpu.gpu_room_bench import fitting_lengths
 from swiftbatch.worker.bench.gpu.gpu_steps import Stopwatch, step_bytes, step_records
-from swiftbatch.worker.bench.gpu.measuring import measured
+from swiftbatch.worker.bench.gpu.measuring import fitting_lengths, measured
 from swiftbatch.worker.bench.gpu.reading_bench import read_records, resume_record
 from swiftbatch.worker.bench.gpu.records import GPUBenchResult, GPUResumeRecord, GPUStepRecord, render
 from swiftbatch.worker.bench.gpu.sizing import MODELS

@@ -22,7 +22,7 @@ from swiftbatch.worker.drawing.cuda import (
 )
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.cuda.moving import gather, means, move_rows
+from swiftbatch.worker.kernels.cuda.moving import means, move_rows
 from tests.worker.drawing.cuda.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
 
 FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
@@ -65,7 +65,7 @@ def every_launch() -> list[Launch]:
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
     sorted_block = {"BLOCK": draw.SORTED_BLOCK}
     moved = width | {"HEAD_DIM": 128}
-    gathered = moved | {"NUM_ROWS": gather.NUM_ROWS}
+    gathered = moved | {"NUM_ROWS": move_rows.NUM_ROWS}
     averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE}
     return [
         Launch(scores.penalise_blocks, TYPES, block, draw.NUM_WARPS),
@@ -79,11 +79,16 @@ def every_launch() -> list[Launch]:
         Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
         Launch(candidate_kernels.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
         Launch(counts.count_tokens, TYPES, {"BLOCK": counts.BLOCK}, counts.NUM_WARPS),
-        Launch(move_rows.move_slot_rows, MOVING_TYPES, moved, move_rows.NUM_WARPS),
-        Launch(move_rows.move_slot_rows, MOVING_TYPES | WIDE, moved, move_rows.NUM_WARPS),
-        Launch(gather.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": True}, gather.NUM_WARPS),
-        Launch(gather.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": False, "entries_ptr": None}, gather.NUM_WARPS),
-        Launch(gather.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, gather.NUM_WARPS),
+        Launch(move_rows.move_slot_rows, MOVING_TYPES, moved, move_rows.MOVE_WARPS),
+        Launch(move_rows.move_slot_rows, MOVING_TYPES | WIDE, moved, move_rows.MOVE_WARPS),
+        Launch(move_rows.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": True}, move_rows.COPY_WARPS),
+        Launch(
+            move_rows.copy_rows,
+            MOVING_TYPES,
+            gathered | {"IS_CHOSEN": False, "entries_ptr": None},
+            move_rows.COPY_WARPS,
+        ),
+        Launch(move_rows.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, move_rows.COPY_WARPS),
         Launch(means.average_chunk, {"source_ptr": BF16, "out_ptr": BF16}, averaged, means.NUM_WARPS),
         Launch(means.average_chunk, {"source_ptr": FLOATS, "out_ptr": FLOATS}, averaged, means.NUM_WARPS),
     ]

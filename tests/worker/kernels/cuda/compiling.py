@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
-from swiftbatch.worker.kernels.cuda import flash, linear, prefix, rotary, tail
+from swiftbatch.worker.kernels.cuda import flash, linear, prefix, tail
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
@@ -83,14 +83,14 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
 
 
 def kernels_besides_attention() -> dict[str, Made]:
-    rope = rotary.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
     in_order = without({}, "IS_PACKED", "packed_ptr")
     norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True}
     plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
     return {
-        "rope": (rotary.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
-        "rope with norms": (rotary.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
-        "rope, packed": (rotary.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
+        "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
+        "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
+        "rope, packed": (layers.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
         "embed": (layers.embed_row, {"HIDDEN": HIDDEN, "WIDTH": HIDDEN}),
         "norm": (layers.add_norm_row, without(norm, "HAS_DELTA", "delta_ptr")),
         "add and norm": (layers.add_norm_row, norm),

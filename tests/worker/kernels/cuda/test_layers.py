@@ -12,8 +12,7 @@ from torch.nn.functional import silu
 
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, silu_mul
-from swiftbatch.worker.kernels.cuda.rotary import rope_store
+from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, rope_store, silu_mul
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
 from tests.worker.kernels.reference import ReferenceDecoder

@@ -16,9 +16,8 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows, regressed_place
 from swiftbatch.worker.papers.griffin.draft_rows import GriffinRows, NativeRows, TiledRows
-from swiftbatch.worker.papers.griffin.features import regressed_place
-from swiftbatch.worker.papers.griffin.level import Candidates, DraftRows
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
 from swiftbatch.worker.target.native_forwards import NativeForwards

@@ -30,7 +30,7 @@ from swiftbatch.worker.papers.griffin.tables.catalogue import TEMPERATURES
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.papers.griffin.variants import PAPER as GRIFFIN_PAPER
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 from tests.worker.bench.bench_parts import words
 
 PREFILL, NUM_TOKENS = 70, 12

@@ -9,9 +9,8 @@ import torch
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.papers.griffin.griffin_tree import GrowingTree
+from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom
-from swiftbatch.worker.papers.griffin.tree_plan import EVERYTHING_PAYS
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
 
 # The draft model's guess of the target's logits: wrong by as much as they differ.

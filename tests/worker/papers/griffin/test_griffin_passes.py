@@ -16,19 +16,22 @@ from swiftbatch.worker.drawing.sampling import draw
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training import accuracy as griffin_accuracy
-from swiftbatch.worker.papers.griffin.training import loss as griffin_loss
+from swiftbatch.worker.papers.griffin.training import passes as griffin_passes
 from swiftbatch.worker.papers.griffin.training.accuracy import NUM_FORWARDS, WAYS, measure_accuracy
-from swiftbatch.worker.papers.griffin.training.feature_texts import griffin_features
-from swiftbatch.worker.papers.griffin.training.feature_windows import FeatureWindowSource, Windows, windows_in_use
-from swiftbatch.worker.papers.griffin.training.loss import accumulate_gradients, token_loss
-from swiftbatch.worker.papers.griffin.training.passes import forward_passes
+from swiftbatch.worker.papers.griffin.training.feature_texts import (
+    FeatureWindowSource,
+    Windows,
+    griffin_features,
+    windows_in_use,
+)
+from swiftbatch.worker.papers.griffin.training.passes import accumulate_gradients, forward_passes, token_loss
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES, window_start
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.feature_file import read_features, write_features
-from swiftbatch.worker.training.own_texts.recipe import OWN_SAMPLING
-from swiftbatch.worker.training.own_texts.texts import Text, hidden_states, load_target
+from swiftbatch.worker.training.head_recipe import OWN_SAMPLING
+from swiftbatch.worker.training.own_texts import Text, hidden_states, load_target
 from tests.worker.papers.griffin.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,
@@ -238,7 +241,7 @@ def test_the_loss_counts_aligned_rows_with_the_targets_distributions_as_labels(
     total.backward()
     frozen = {name: parameter.clone() for name, parameter in tiny_target.model.named_parameters()}
     for num_logits in (2**21, 1):  # whole, and a row at a time
-        monkeypatch.setattr(griffin_loss, "NUM_LOGITS", num_logits)
+        monkeypatch.setattr(griffin_passes, "NUM_LOGITS", num_logits)
         model.zero_grad()
         found, aligned = accumulate_gradients(model, tiny_target, windows, recipe)
         assert found == pytest.approx(losses, rel=0.005)

@@ -13,8 +13,8 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.papers.griffin.draft_input import NUM_PLACES, Features
 from swiftbatch.worker.papers.griffin.draft_rows import NativeRows, TiledRows, rows_of
-from swiftbatch.worker.papers.griffin.features import NUM_PLACES, Features
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig
 from swiftbatch.worker.target.loading import load_transformers
 from swiftbatch.worker.target.target import TargetModel

@@ -13,9 +13,8 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.papers.griffin.griffin_tree import GrowingTree
+from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree, PricePlanner, TreePrices
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom
-from swiftbatch.worker.papers.griffin.tree_plan import EVERYTHING_PAYS, PricePlanner, TreePrices
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
 VOCAB = 8

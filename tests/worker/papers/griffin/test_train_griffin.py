@@ -21,8 +21,8 @@ from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, Gri
 from swiftbatch.worker.papers.griffin.training.training import FILES, train_griffin
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
-from swiftbatch.worker.training.own_texts.recipe import OWN_SAMPLING
-from swiftbatch.worker.training.own_texts.texts import load_target
+from swiftbatch.worker.training.head_recipe import OWN_SAMPLING
+from swiftbatch.worker.training.own_texts import load_target
 from tests.worker.papers.griffin.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,

@@ -18,9 +18,8 @@ from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
 from swiftbatch.worker.bench.long.records import LongFigures, LongRecord, LongResult
 from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions, run_ablation
+from swiftbatch.worker.papers.tokenswift.tables.ablation import LAYOUTS, MEASURES, AblationOptions, render, run_ablation
 from swiftbatch.worker.papers.tokenswift.tables.catalogue import ABLATIONS
-from swiftbatch.worker.papers.tokenswift.tables.tables import LAYOUTS, MEASURES, render
 
 LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
 

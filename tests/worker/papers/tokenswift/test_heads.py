@@ -25,14 +25,13 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.papers.tokenswift import training as tokenswift
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads, head_states, save_heads
-from swiftbatch.worker.papers.tokenswift.training import head_accuracy as head_accuracy
-from swiftbatch.worker.papers.tokenswift.training import training as tokenswift
-from swiftbatch.worker.papers.tokenswift.training.training import accumulate_gradients, run_steps, train_heads
+from swiftbatch.worker.papers.tokenswift.training import accumulate_gradients, run_steps, train_heads
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
-from swiftbatch.worker.training.own_texts.recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts.texts import Text, load_target, own_texts, text_states, training_states
+from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.own_texts import Text, load_target, own_texts, text_states, training_states
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 FAST = HeadRecipe(num_steps=90, num_step_rows=256, num_warmup_steps=5, num_book_tokens=120, num_own_tokens=20)
@@ -183,7 +182,7 @@ def test_a_step_is_the_same_in_parts(
     states = training_states(target, books, FAST)
     gradients = []
     for num_logits in (2**24, 7 * target.vocab_size):
-        monkeypatch.setattr(head_accuracy, "NUM_LOGITS", num_logits)
+        monkeypatch.setattr(tokenswift, "NUM_LOGITS", num_logits)
         weight = random_weight(64).requires_grad_()
         losses = accumulate_gradients(target, weight, states, states.rows[:50], soft_labels)
         assert weight.grad is not None
@@ -271,7 +270,7 @@ def test_the_embedded_models_heads_predict_its_own_text(embedded_files: ModelFil
     sampling = SamplingParams(max_tokens=100, temperature=1.0, min_p=0.1, seed=3)
     states = text_states(target, own_texts(target, [prompt] * 8, sampling), 3)
     shipped = load_file(embedded_files.path / PARTS_FOLDER / HEADS_FILE)["heads.weight"]
-    top = head_accuracy.head_accuracy(target, shipped, states)
-    untrained = head_accuracy.head_accuracy(target, torch.zeros_like(shipped), states)
+    top = tokenswift.head_accuracy(target, shipped, states)
+    untrained = tokenswift.head_accuracy(target, torch.zeros_like(shipped), states)
     assert DecodingHeads.load(None, target).num_heads == len(top) == 3
     assert all(after[2] > 2 * before[2] for after, before in zip(top, untrained, strict=True))

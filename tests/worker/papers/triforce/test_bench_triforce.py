@@ -21,8 +21,11 @@ from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts
 from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, make_prompts
 from swiftbatch.worker.caches.summary import SummaryKVCache
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions, run_prompt_ablation
-from swiftbatch.worker.papers.triforce.tables.arm_drafters import triforce_options
+from swiftbatch.worker.papers.triforce.tables.ablation import (
+    PromptAblationOptions,
+    run_prompt_ablation,
+    triforce_options,
+)
 from swiftbatch.worker.papers.triforce.tables.catalogue import PROMPT_TABLES, PromptTable
 from swiftbatch.worker.papers.triforce.tables.tables import MEASURES, Results, arm_name, render
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions

@@ -20,7 +20,7 @@ from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
-from swiftbatch.worker.papers.triforce.proposer import DraftModelProposer
+from swiftbatch.worker.papers.triforce.triforce import DraftModelProposer
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock
 

@@ -28,7 +28,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.papers.triforce.tables.arm_drafters import new_drafter
+from swiftbatch.worker.papers.triforce.tables.ablation import new_drafter
 from swiftbatch.worker.papers.triforce.tables.catalogue import TOP_P, Plan, PromptArm
 from swiftbatch.worker.papers.triforce.triforce import hierarchy
 from swiftbatch.worker.target.target import TargetModel

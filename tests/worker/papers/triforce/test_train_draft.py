@@ -21,9 +21,9 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS
 from swiftbatch.worker.papers.triforce.training import recipe as recipes
 from swiftbatch.worker.papers.triforce.training import training as draft
-from swiftbatch.worker.papers.triforce.training.draft_agreement import SAMPLING
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe, draft_config, draft_recipe
 from swiftbatch.worker.papers.triforce.training.training import (
+    SAMPLING,
     DraftWindows,
     distil,
     target_distributions,
@@ -32,8 +32,8 @@ from swiftbatch.worker.papers.triforce.training.training import (
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import chain_rows
 from swiftbatch.worker.training.corpus import CorpusError
-from swiftbatch.worker.training.own_texts.recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts.texts import Text, load_target
+from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.training.own_texts import Text, load_target
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)

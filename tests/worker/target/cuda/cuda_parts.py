@@ -6,10 +6,10 @@ import torch
 
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
 from swiftbatch.worker.caches.arena import KVArena, SlotLease
+from swiftbatch.worker.caches.copies import HostStream
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
-from swiftbatch.worker.caches.streams import HostStream
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.model.dense import dense_weights

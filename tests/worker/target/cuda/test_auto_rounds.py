@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.scan import cache as scan_cache
-from swiftbatch.worker.caches.scan import slot_keys
-from swiftbatch.worker.caches.scan.cache import ScanKVCache
+from swiftbatch.worker.caches import scan_cache, scan_slots
+from swiftbatch.worker.caches.scan_cache import ScanKVCache
 from swiftbatch.worker.drafters.auto import auto as auto_module
 from swiftbatch.worker.drafters.auto import auto_plan as plan
 from swiftbatch.worker.drafters.auto import auto_plan as plan_module
@@ -47,7 +46,7 @@ PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short texts are scanned."""
-    for module in (coding, slot_keys, scan_cache, texts_module):
+    for module in (coding, scan_slots, scan_cache, texts_module):
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
     monkeypatch.setattr(scan_cache, "MOST_ENTRIES", SHORTEST)

@@ -22,9 +22,8 @@ from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.cuda_loading import drafts_of
-from swiftbatch.worker.target.health import check_model
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.target import TargetModel, check_model
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.engine.test_rewinds import Outcome, run
 from tests.worker.target.cuda.checked_graph import CheckedGraph

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swiftbatch.worker.caches.copies import computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.room import KVRoom
-from swiftbatch.worker.caches.streams import computing_stream
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda import cuda_loading as loading

@@ -13,14 +13,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES
+from swiftbatch.worker.caches.copies import ComputingStream, computing_stream
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.streams import ComputingStream, computing_stream
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
-from swiftbatch.worker.target.health import check_model
-from swiftbatch.worker.target.target import RowOutputs, TargetModel
+from swiftbatch.worker.target.target import RowOutputs, TargetModel, check_model
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import random_tree
 from tests.worker.target.cuda.checked_graph import CheckedGraph

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.entries import NewEntries
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.caches.partial import NewEntries, PartialCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.dense import dense_weights

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.prefix import load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.cuda.scan.scan_rows import group_of, tile_of
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
 
 
 @triton.jit

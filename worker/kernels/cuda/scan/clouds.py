@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.prefix import load_rows
-from swiftbatch.worker.kernels.cuda.scan.scan_rows import group_of, tile_of
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_VARIANCE = tl.constexpr(1e-4)  # of scores

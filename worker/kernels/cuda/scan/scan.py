@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
+from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.scan.best import attend_best
@@ -104,3 +105,38 @@ def scan_attend(
     scan.choose(layer, query, table)
     scan.read_best(layer, query, table)
     scan.merge(layer, query, keys, values, prefixes, table, mixed)
+
+
+class ScanAttention:
+    """An `Attention` that takes turns with another one, whose queries and partial sums it uses."""
+
+    def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor) -> None:
+        """The best keys are read where `texts` has them, laid out as in `full [:, 2, :, num_kv_heads, :, head_dim]`."""
+        shape, num_heads = other.shape, other.query.shape[1]
+        scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device)
+        self._other = other
+        strides = full.stride(1), full.stride(3), full.stride(4)
+        self._scan = Scan(shape, texts, scratch, other.scale, strides)
+        self.query = other.query
+
+    @property
+    def numerics(self) -> str:
+        return self._other.numerics
+
+    def places(self, table: CudaRowTable[Tensor]) -> None:
+        return None
+
+    def attend(
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
+    ) -> None:
+        """Raises ValueError without biases."""
+        if bias is None:
+            raise ValueError("found no biases, which entries of partial caches have")
+        scratch = self._other.scratch
+        scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)
+
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
+        self._other.put(query, table)
+
+    def heads(self) -> Tensor:
+        return self._other.heads()

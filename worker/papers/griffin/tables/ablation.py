@@ -29,8 +29,7 @@ from swiftbatch.worker.papers.griffin.tables.catalogue import (
     Plan,
 )
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures
-from swiftbatch.worker.papers.griffin.tables.plot import plot
-from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, render, summary
+from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, plot, render, summary
 from swiftbatch.worker.papers.griffin.tables.tree_variants import Training, train_variants
 from swiftbatch.worker.papers.griffin.training.feature_texts import TEST
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe

@@ -10,9 +10,8 @@ import torch
 
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.papers.griffin.model import GriffinModel
-from swiftbatch.worker.papers.griffin.training.feature_windows import Windows, windows_in_use
-from swiftbatch.worker.papers.griffin.training.loss import NUM_LOGITS
-from swiftbatch.worker.papers.griffin.training.passes import Pass, forward_passes
+from swiftbatch.worker.papers.griffin.training.feature_texts import Windows, windows_in_use
+from swiftbatch.worker.papers.griffin.training.passes import NUM_LOGITS, Pass, forward_passes
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.feature_file import TextFeatures
 

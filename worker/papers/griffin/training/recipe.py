@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from swiftbatch.worker.papers.griffin.model import Fusion, GriffinConfig
 from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.own_texts.recipe import HeadRecipe
+from swiftbatch.worker.training.head_recipe import HeadRecipe
 
 FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance beside the tokens' cross entropy (appendix C.1)
 

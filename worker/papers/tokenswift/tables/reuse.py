@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.worker.bench.long.tally import ReuseTally
+from swiftbatch.worker.bench.long.generation import ReuseTally
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.two_level.chain import Chain
 from swiftbatch.worker.drawing.sequence import Sequence

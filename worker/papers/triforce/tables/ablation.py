@@ -1,9 +1,11 @@
-"""`swiftbatch bench ablation triforce`: a table of the paper; its arms all go on from prompts that are read once."""
+"""`swiftbatch bench ablation triforce`: a table of the paper; its arms all go on from prompts that are read once.
+
+An arm's drafter is TriForce as the arm wants it, or the naive policy that the paper compares it with (5.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from rich.console import Group
 
 from swiftbatch.worker.bench.bench_text import encode, text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots
+from swiftbatch.worker.bench.caches.compared_caches import with_cache
+from swiftbatch.worker.bench.caches.retrieval import StreamingKVCache
 from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
 from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
 from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts, length_of
@@ -19,11 +23,15 @@ from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, Prompt, make_pro
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.drafters.two_level.chain import RoundPlan
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.round_plan import MeasuredPlanner
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.papers.triforce.tables.arm_drafters import new_drafter
+from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.papers.triforce.tables.catalogue import (
     FIGURES,
     OFFLOADED,
@@ -32,9 +40,10 @@ from swiftbatch.worker.papers.triforce.tables.catalogue import (
     PromptArm,
     PromptTable,
 )
-from swiftbatch.worker.papers.triforce.tables.plot import plot
-from swiftbatch.worker.papers.triforce.tables.tables import Results, render, summary
-from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.papers.triforce.tables.tables import Results, plot, render, summary
+from swiftbatch.worker.papers.triforce.triforce import DraftModelProposer, TriForceOptions, triforce
+from swiftbatch.worker.papers.triforce.variants import PAPER
+from swiftbatch.worker.target.step_costs import Costs, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 
 MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
@@ -147,3 +156,28 @@ def _documents(table: PromptTable, results: Results) -> list[dict[str, Any]]:
         | {"figures": figures.model_dump()}
         for (number, name), figures in results.items()
     ]
+
+
+def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> TwoLevelDrafter:
+    """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
+    if arm.plan == "naive":
+        return _naive_policy(target, costs, parts_folder)
+    return triforce(target, costs, parts_folder, triforce_options(arm))
+
+
+def triforce_options(arm: PromptArm) -> TriForceOptions:
+    return replace(PAPER if arm.plan == "paper" else TriForceOptions(), **with_cache(arm.options))
+
+
+class NaivePlanner(MeasuredPlanner):
+    """Never plans a round, so that the naive policy is as fast as it can be."""
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
+        return RoundPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
+
+
+def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> TwoLevelDrafter:
+    """Make a drafter whose draft model's tokens go straight to the full verification."""
+    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_drawing())
+    planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
+    return TwoLevelDrafter(target, proposer, planner, StreamingKVCache, NUM_PINNED)  # no round ever asks for the cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.partial import PartialCache
-from swiftbatch.worker.caches.scan.slot_keys import SlotKeys
+from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout

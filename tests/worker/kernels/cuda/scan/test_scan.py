@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.scan.keys import ScannedKeys
+from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan
 from swiftbatch.worker.kernels.instruction_sets import load_library

@@ -1,0 +1,111 @@
+"""Scanned texts in slots of a GPU: what the kernels on a CPU have of them, whoever was there before, as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import tests.worker.interpreter  # noqa: F401
+from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
+from swiftbatch.worker.caches.scan_slots import scan_memory
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
+from tests.worker.kernels.kernel_parts import needs_kernels
+
+SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
+SIZES = ModelSizes(1000, SHAPE.bytes_per_position(), 4, 2, 16, 64, 128, 300, 4)
+LONGEST, NUM_BEST = 3000, 64
+
+
+@pytest.fixture
+def arena() -> PartialArena:
+    return arena_for(ScanKVCache, NUM_BEST, SHAPE, 2, LONGEST)
+
+
+def full_cache(seed: int) -> ArenaKVCache:
+    """The second slot of an arena, with noise."""
+    slots = KVArena(SHAPE, 2, LONGEST)
+    slots.buffer.copy_(torch.randn(slots.buffer.shape, generator=torch.Generator().manual_seed(seed)))
+    first, second = slots.new_cache(LONGEST), slots.new_cache(LONGEST)
+    assert (first.slot, second.slot) == (0, 1)
+    return second
+
+
+def followed(arena: PartialArena, full: ArenaKVCache, *lengths: int) -> ScanKVCache:
+    sequence = Sequence("a", [0], SamplingParams(max_tokens=LONGEST - 1), 1)
+    cache = ScanKVCache(SHAPE, NUM_BEST, sequence, arena.new_entries)
+    for length in lengths:
+        full.roll_back(0)
+        full.advance(length)
+        cache.catch_up(full, 8)
+        cache.follow(full, lambda position: torch.empty(0))
+    return cache
+
+
+def texts_of(arena: PartialArena) -> ScannedTexts:
+    assert arena.texts is not None
+    return arena.texts
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [(2900,), (10, 1400, 2300, 2301, 2900)], ids=str)
+def test_a_slot_has_what_is_scanned_on_a_cpu(arena: PartialArena, lengths: tuple[int, ...]) -> None:
+    texts = texts_of(arena)
+    followed(arena, full_cache(1), 2900)  # and is gone: the next one has its slot
+    full = full_cache(0)
+    cache = followed(arena, full, *lengths)
+    keys = ScannedKeys([full.stored(layer) for layer in range(2)], NUM_PINNED, LONGEST, NUM_BEST)
+    keys.extend(NUM_PINNED + 2 * SCAN_CHUNK)
+    slot = cache.entries.slot  # type: ignore[attr-defined]
+    assert texts.num_chunks[slot] == 2
+    assert texts.addresses[:, slot].tolist() == [full.stored(layer)[0].data_ptr() for layer in range(2)]
+    assert cache.num_entries == 2900 - 2 * SCAN_CHUNK
+    num_bytes = 2 * SCAN_CHUNK * 16 // 4
+    is_same = texts.codes[:, slot, :, :num_bytes] == keys._codes[..., :num_bytes]
+    assert is_same.float().mean() > 0.999  # but for keys that lie on the border of a level
+    for name in ("means", "spreads", "moments"):
+        found, expected = getattr(texts, name)[:, slot], getattr(keys, f"_{name}")
+        if name == "means":
+            found, expected = found[:, :, :2], expected[:, :, :2]
+        torch.testing.assert_close(found, expected)
+    assert texts.flat_deviations[slot] == keys._struct.flat_deviation
+
+
+def test_a_short_text_in_a_slot_of_a_long_one_has_no_chunks(arena: PartialArena) -> None:
+    followed(arena, full_cache(1), 2900)
+    cache = followed(arena, full_cache(0), 500)
+    slot = cache.entries.slot  # type: ignore[attr-defined]
+    assert texts_of(arena).num_chunks[slot] == 0
+    assert cache.num_entries == 500
+
+
+def test_slots_take_what_was_planned_for_them(arena: PartialArena) -> None:
+    planned = scan_memory(SIZES, LONGEST, NUM_BEST, 5)
+    texts = texts_of(arena)
+    assert planned.slot_bytes == (arena.buffer.nbytes + sum(each.nbytes for each in texts.tensors())) // 2
+    scratch = ScanScratch.empty(texts.sizes, 4, 5, SHAPE.device)
+    assert planned.part_bytes == sum(each.nbytes for each in scratch.tensors())
+
+
+@pytest.mark.parametrize(("attention", "own"), [("triton", 0), ("flash", 1)])
+def test_a_plan_counts_scans_only_where_texts_are_scanned(attention: AttentionName, own: int) -> None:
+    gpu = GPUMemory(10**9, 5, attention)
+    wanted = SlotsWanted(LONGEST, scanned_best=NUM_BEST)
+    planned, scan = with_rounds(NO_DRAFTS, wanted, SIZES, gpu), scan_memory(SIZES, 3008, NUM_BEST, 5)
+    assert planned.slot_bytes == scan.slot_bytes > 0
+    assert planned.part_bytes == scan.part_bytes + own * gpu.scratch_bytes(SIZES)  # of Triton's beside flash-attn's
+    assert with_rounds(NO_DRAFTS, dataclasses.replace(wanted, host_bytes=10**9), SIZES, gpu) == planned
+    for other in (SlotsWanted(LONGEST), SlotsWanted(SHORTEST_SCANNED - 100, scanned_best=NUM_BEST)):
+        assert with_rounds(NO_DRAFTS, other, SIZES, gpu) == NO_DRAFTS

@@ -1,0 +1,135 @@
+"""The input of a draft model's forward: rows of sequences, what stands in front of them, where they lead.
+
+The features in front of the rows lie in one buffer for each sequence: rows name them by their places."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.target.tiles import SequenceRows
+
+NOTHING = 0  # zeros: in front of the text's first token stands no feature
+RING = 1  # the target's features at the newest positions, one behind the other and round
+REGRESSED = RING + NUM_ENTRIES  # regressed features in their place: a draft tree's root, then its nodes
+NUM_PLACES = REGRESSED + 1 + MAX_TREE_NODES
+Candidates = list[tuple[float, int]]
+"""What may follow a row: (log-confidence, token), best first."""
+
+
+class Features:
+    """The target's final hidden states at consecutive positions of one sequence, and those regressed for its tree."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        """`buffer [NUM_PLACES, hidden]`; of what lies in it, nothing is read before it was written."""
+        self._buffer = buffer
+        self._buffer[NOTHING] = 0
+        self._first = self._end = 0  # positions that are known
+
+    def put(self, position: int, hidden: torch.Tensor) -> None:
+        """Keep `hidden [num_rows, hidden]` of `position` and those behind it; what is not next to it is forgotten."""
+        if position != self._end:
+            self._first = position
+        self._end = position + len(hidden)
+        self._first = max(self._first, self._end - NUM_ENTRIES)
+        kept = hidden[-NUM_ENTRIES:]
+        start = (self._end - len(kept)) % NUM_ENTRIES
+        num_left = min(len(kept), NUM_ENTRIES - start)  # up to the ring's end
+        self._buffer[RING + start : RING + start + num_left] = kept[:num_left]
+        if num_left < len(kept):
+            self._buffer[RING : RING + len(kept) - num_left] = kept[num_left:]
+
+    def holds(self, start: int, end: int) -> bool:
+        """Tell whether all of the target's features at positions `[start, end)` are there."""
+        return self._first <= start and end <= self._end
+
+    def places(self, start: int, end: int) -> list[int]:
+        """Return the places of the target's features at positions `[start, end)`."""
+        return [RING + position % NUM_ENTRIES for position in range(start, end)]
+
+    def keep(self, first: int, regressed: torch.Tensor) -> None:
+        """Keep what was regressed at rows of a tree `[num_rows, hidden]` from row `first` on; the root is row 0."""
+        self._buffer[REGRESSED + first : REGRESSED + first + len(regressed)] = regressed
+
+    def rows(self, places: list[int]) -> torch.Tensor:
+        """Return the features at these places, `[num_places, hidden]`."""
+        return self._buffer[torch.tensor(places, device=self._buffer.device)]
+
+
+def regressed_place(row: int) -> int:
+    """Return the place of the feature regressed at a row of a tree; the root is row 0."""
+    return REGRESSED + row
+
+
+@dataclass(frozen=True)
+class Room:
+    """The cache and features that the draft model keeps of one sequence."""
+
+    sequence: Sequence
+    cache: FullKVCache  # rows of the window but the newest token's, which every draft runs anew
+    features: Features
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Consecutive rows of one sequence; the last ones belong to a draft's tree: what may follow them is wanted."""
+
+    room: Room
+    rows: SequenceRows
+    places: list[int]  # [num_rows] of the features in front of them
+    paths: list[list[int]]  # tokens from the tree's root, which is not among them, down to each of the tree's rows
+    first: int = 0  # of these rows in their tree, whose root is row 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_known(self) -> int:
+        """Rows of the text, in front of the tree's."""
+        return len(self) - len(self.paths)
+
+    def part(self, start: int, end: int) -> DraftRows:
+        """Rows `start` to `end`."""
+        first, stop = (max(0, row - self.num_known) for row in (start, end))
+        rows, places = self.rows.part(start, end), self.places[start:end]
+        return DraftRows(self.room, rows, places, self.paths[first:stop], self.first + first)
+
+
+def wanted_rows(parts: list[DraftRows]) -> list[int]:
+    """Numbers of the trees' rows among all rows of some parts."""
+    wanted: list[int] = []
+    start = 0
+    for part in parts:
+        wanted += range(start + part.num_known, start + len(part))
+        start += len(part)
+    return wanted
+
+
+def of_each(parts: list[DraftRows], found: list[Candidates]) -> list[list[Candidates]]:
+    """Candidates of all wanted rows, by the parts that wanted them."""
+    remaining = iter(found)
+    return [list(itertools.islice(remaining, len(part.paths))) for part in parts]
+
+
+def tables(parts: list[DraftRows], num_rows: int) -> Iterator[list[DraftRows]]:
+    """Yield all rows in order, at most `num_rows` at a time."""
+    table: list[DraftRows] = []
+    num_free = num_rows
+    for part in parts:
+        start = 0
+        while start < len(part):
+            end = min(len(part), start + num_free)
+            table.append(part.part(start, end))
+            num_free -= end - start
+            start = end
+            if num_free == 0:
+                yield table
+                table, num_free = [], num_rows
+    if table:
+        yield table
