@@ -94,7 +94,8 @@ def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = Fa
         raise ValueError("other angles")
     theta, *others = (_positive(said[name]) for name in ROPE_NUMBERS[kind])
     if kind == "yarn":
-        return _yarn(theta, head_dim, *others, {name: said.get(name) for name in OPTIONS["yarn"]})
+        factor, original = others
+        return _yarn(theta, head_dim, factor, original, {name: said.get(name) for name in OPTIONS["yarn"]})
     if kind == "linear":
         return Rotary(default_frequencies(theta, head_dim) / np.float32(others[0]), numerics="linear angles")
     if not others:

@@ -74,12 +74,12 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 
 
 def _layer(tensors: dict[str, torch.Tensor], prefix: str, dense: DenseConfig) -> LayerWeights:
-    stored = {part: tensors.get(f"{prefix}{part}.weight") for part in LINEARS.values()}
+    weights: dict[str, torch.Tensor] = {}
     for part, roles in FUSED.items():
         if (fused := tensors.get(f"{prefix}{part}.weight")) is not None:
-            rows = fused.split([dense.widths[role] for role in roles])
-            stored |= {LINEARS[role]: each for role, each in zip(roles, rows, strict=True)}
-    linears = {role: Linear(stored[part], tensors.get(f"{prefix}{part}.bias")) for role, part in LINEARS.items()}
+            weights |= dict(zip(roles, fused.split([dense.widths[role] for role in roles]), strict=True))
+    weights |= {role: tensors[f"{prefix}{part}.weight"] for role, part in LINEARS.items() if role not in weights}
+    linears = {role: Linear(weights[role], tensors.get(f"{prefix}{part}.bias")) for role, part in LINEARS.items()}
     norms = {role: tensors[f"{prefix}{part}.weight"] for role, part in NORMS.items()}
     head_norms = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
     return LayerWeights(**linears, **norms, **head_norms)  # type: ignore[arg-type]
