@@ -101,6 +101,17 @@ class MetricsServed(Event):
 
 
 @dataclass(frozen=True)
+class SlowOnGpu(Event):
+    """No kernels of ours compute the model on a GPU, for a `reason`: its forwards take thousands of launches."""
+
+    text: ClassVar[str] = (
+        "the model runs through the layers of transformers on a GPU, which is slow: {reason}; "
+        "`swiftbatch inspect` shows it beforehand"
+    )
+    reason: str
+
+
+@dataclass(frozen=True)
 class DriverStarted(Event):
     """The driver holds the run by the claim number `epoch`, and starts workers."""
 

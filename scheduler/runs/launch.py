@@ -18,6 +18,7 @@ from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
+from swiftbatch.scheduler.display.events import SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
@@ -34,6 +35,8 @@ from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.files import CONFIG_FILES, model_folder, read_config
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def _drive(
     """Drive the run; return the state in which it ends, and the limit that it has reached, if any."""
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
+    if slow := slow_on_gpu(config.model, cluster.num_gpus_per_worker(config.device)):
+        display.note(slow)
     spec = WorkerSpec(
         config=config,
         run_uri=run.store.uri,
@@ -121,6 +126,14 @@ def _drive(
         driver = Driver(context, hold)
         stack.enter_context(held(driver.request_stop))
         return driver.run(), driver.reached_limit
+
+
+def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
+    """Tell of a model that no kernels of ours compute on the workers' GPUs; None for any other, and on CPUs."""
+    if not num_gpus_per_worker:
+        return None
+    path = path_on("cuda", read_config(model, model_folder(model, CONFIG_FILES)))
+    return None if path.reason is None else SlowOnGpu(path.reason)
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:

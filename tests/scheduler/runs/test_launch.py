@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -83,3 +84,15 @@ def test_an_interruption_before_the_driver_is_at_work_tells_how_to_go_on(
     assert code == 130
     hint = f"interrupted; nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
     assert hint in text.splitlines()
+
+
+def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_start(tmp_path: Path) -> None:
+    sizes = {"max_position_embeddings": 1024, "vocab_size": 97, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+    told = launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
+    assert str(told) == (
+        "the model runs through the layers of transformers on a GPU, which is slow: its layers have experts; "
+        "`swiftbatch inspect` shows it beforehand"
+    )
+    assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None, "on CPUs nothing is said"
+    assert launch.slow_on_gpu("embedded", num_gpus_per_worker=1) is None
