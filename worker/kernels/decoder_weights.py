@@ -18,7 +18,10 @@ STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend o
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a dense decoder; `scale` multiplies the scores of its attention."""
+    """Sizes of a dense decoder; `scale` multiplies the scores of its attention.
+
+    The other scales multiply embeddings, what a layer adds to a row, and logits.
+    """
 
     num_layers: int
     hidden: int
@@ -30,6 +33,9 @@ class DecoderSizes:
     epsilon: float
     scale: float
     dtype: torch.dtype
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -58,7 +64,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models."""
+    """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models.
+
+    The heads of a layer that `is_still` are not turned by their positions.
+    """
 
     input_norm: Tensor
     query: Linear
@@ -71,6 +80,7 @@ class LayerWeights:
     down: Linear
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
+    is_still: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,17 @@ LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
         ("input_norm", "query", "key", "value", "query_norm", "key_norm", "output", "mlp_norm", "gate", "up", "down")
     )
 }
+STILL = 3 + len(LAYER_ROLES)
 
 
 class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
+    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS)),
-        ("epsilon", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in SCALES),
     )
 
 
@@ -62,8 +63,8 @@ class NativeLayers:
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
         self._angles = AngleTable(rotary, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        counts = {name: getattr(sizes, name) for name in CDecoderSizes.COUNTS}
-        c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], epsilon=sizes.epsilon, scale=sizes.scale, **counts)
+        numbers = {name: getattr(sizes, name) for name in (*CDecoderSizes.COUNTS, *CDecoderSizes.SCALES)}
+        c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         for number in range(sizes.num_layers):
@@ -151,6 +152,8 @@ class NativeLayers:
                 self._load(number, role, part.weight, part.bias)
             elif part is not None:
                 self._load(number, role, part)
+        if layer.is_still:
+            self._library.decoder_load(self.handle, number, STILL, None, None)
 
     def _load(self, layer: int, role: int, weight: Tensor, bias: Tensor | None = None) -> None:
         weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from safetensors import safe_open
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.model.dense_config import (
     FINAL_NORM,
-    FUSED,
     HEAD_NORMS,
     LINEARS,
     NORMS,
@@ -41,7 +41,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     # in this order: fewer bytes pass where files are the narrower
     tensors = read_tensors(files, lambda tensor: tensor.to(device).to(dtype))
     embedding = tensors[EMBEDDING]
-    layers = [_layer(tensors, f"model.layers.{number}.", dense) for number in range(dense.num_layers)]
+    layers = [_layer(tensors, number, dense) for number in range(dense.num_layers)]
     head = embedding if dense.is_tied else tensors[HEAD]
     return DecoderWeights(_sizes(dense, dtype), embedding, layers, tensors[FINAL_NORM], Linear(head), dense.rotary)
 
@@ -56,8 +56,11 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         intermediate=dense.intermediate,
         vocab=dense.vocab,
         epsilon=dense.epsilon,
-        scale=dense.head_dim**-0.5,
+        scale=dense.scales.get("scores", dense.head_dim**-0.5),
         dtype=dtype,
+        embedding_scale=dense.scales.get("embedding", 1.0),
+        residual_scale=dense.scales.get("residual", 1.0),
+        logit_scale=1 / dense.scales.get("logits", 1.0),
     )
 
 
@@ -73,13 +76,43 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
     return set(names) if len(set(names)) == len(names) else set()
 
 
-def _layer(tensors: dict[str, torch.Tensor], prefix: str, dense: DenseConfig) -> LayerWeights:
-    weights: dict[str, torch.Tensor] = {}
-    for part, roles in FUSED.items():
-        if (fused := tensors.get(f"{prefix}{part}.weight")) is not None:
-            weights |= dict(zip(roles, fused.split([dense.widths[role] for role in roles]), strict=True))
-    weights |= {role: tensors[f"{prefix}{part}.weight"] for role, part in LINEARS.items() if role not in weights}
-    linears = {role: Linear(weights[role], tensors.get(f"{prefix}{part}.bias")) for role, part in LINEARS.items()}
+def _layer(tensors: dict[str, torch.Tensor], number: int, dense: DenseConfig) -> LayerWeights:
+    prefix = f"model.layers.{number}."
+    linears = {role: linear for part in _parts(dense) for role, linear in _linears(tensors, prefix, part, dense)}
     norms = {role: tensors[f"{prefix}{part}.weight"] for role, part in NORMS.items()}
     head_norms = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
-    return LayerWeights(**linears, **norms, **head_norms)  # type: ignore[arg-type]
+    if (order := dense.head_order) is not None:
+        linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
+        head_norms = {role: None if norm is None else norm[order] for role, norm in head_norms.items()}
+    return LayerWeights(**linears, **norms, **head_norms, is_still=number in dense.still_layers)  # type: ignore[arg-type]
+
+
+def _parts(dense: DenseConfig) -> dict[str, list[str]]:
+    """The stored linear layers, and the roles whose rows each holds one behind the other."""
+    parts: dict[str, list[str]] = {}
+    for role, part in LINEARS.items():
+        parts.setdefault(dense.form.names.get(role, part), []).append(role)
+    return parts
+
+
+def _linears(
+    tensors: dict[str, torch.Tensor], prefix: str, part: str, dense: DenseConfig
+) -> Iterator[tuple[str, Linear]]:
+    """The roles of a stored linear layer, each with its rows."""
+    roles, weight, bias = _parts(dense)[part], tensors[f"{prefix}{part}.weight"], tensors.get(f"{prefix}{part}.bias")
+    if len(roles) == 1:
+        yield roles[0], Linear(weight, bias)
+        return
+    widths = [dense.widths[role] for role in roles]
+    biases = [None] * len(roles) if bias is None else bias.split(widths)
+    yield from zip(roles, map(Linear, weight.split(widths), biases), strict=True)
+
+
+def _reordered(linear: Linear, order: list[int]) -> Linear:
+    """The same heads with their dimensions in another order."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+        return found
+
+    return Linear(rows(linear.weight), None if linear.bias is None else rows(linear.bias))

@@ -6,8 +6,12 @@ driver asks, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.sizes import sizes_fault
@@ -15,7 +19,54 @@ from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 FINAL_NORM = "model.norm.weight"
-KINDS = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
+ALWAYS = "always"  # in place of a key that says whether there are biases
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a kind writes what all dense decoders have. Biases are there where the key that is named here says so."""
+
+    query_key_value_bias: str | None = None
+    output_bias: str | None = None
+    mlp_bias: str | None = None
+    has_head_norms: bool = False
+    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
+    turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
+    names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
+    scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
+    has_still_layers: bool = False
+    intermediate_key: str = "intermediate_size"
+    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
+    unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
+
+
+FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
+FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
+SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
+GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
+GRANITE |= {"logits": "logits_scaling"}
+IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
+KINDS = {
+    "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
+    "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
+    "granite": Form(*IN_ALL, scales=GRANITE),
+    "granitemoehybrid": Form(
+        "attention_bias",
+        "attention_bias",
+        names=SHARED_GATES,
+        scales=GRANITE,
+        intermediate_key="shared_intermediate_size",
+        one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope",)},
+        unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
+    ),
+    "llama": Form(*IN_ALL),
+    "mistral": Form(),
+    "phi3": Form(turned_share=1.0, names=FUSED_QUERIES | FUSED_GATES),
+    "qwen2": Form(ALWAYS),
+    "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True),
+    "seed_oss": Form("attention_bias", "attention_out_bias", "mlp_bias"),
+    "smollm3": Form(*IN_ALL, has_still_layers=True),
+}
 SWITCHED_WINDOWS = ("qwen2", "qwen3")  # whose window is not in use unless `use_sliding_window` says so
 SIZES = {
     "num_hidden_layers",
@@ -26,6 +77,7 @@ SIZES = {
     "intermediate_size",
     "vocab_size",
     "rms_norm_eps",
+    "partial_rotary_factor",
     "rope_theta",
     "rope_parameters",
     "rope_scaling",
@@ -38,8 +90,8 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, a
     "use_sliding_window": (False,),
     "use_mrope": (False,),
     "is_causal": (True,),
-    "partial_rotary_factor": (1, 1.0),
 }
+STILL_KEYS = {"no_rope_layers", "no_rope_layer_interval"}  # the latter is used where the former is not said
 GENERATING = {  # numbers that older versions of `transformers` wrote into every config
     "diversity_penalty",
     "encoder_no_repeat_ngram_size",
@@ -83,10 +135,6 @@ LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-FUSED = {  # of Phi-3: linear layers that are stored as one, rows of one behind those of the other
-    "self_attn.qkv_proj": ("query", "key", "value"),
-    "mlp.gate_up_proj": ("gate", "up"),
-}
 HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # of Qwen3
 
 
@@ -104,7 +152,26 @@ class DenseConfig:
     epsilon: float
     rotary: Rotary
     is_tied: bool
+    form: Form
     parts: tuple[str, ...]  # the tensors of a layer, no more and no less
+    num_turned: int  # dimensions of a head that are turned
+    still_layers: frozenset[int]  # that turn no heads
+    scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
+
+    @property
+    def head_order(self) -> list[int] | None:
+        """Where the kernels' dimensions of a head stand in the stored one; None where they stand there themselves.
+
+        They turn pairs half a head apart, so other pairs are brought there. What is not turned stands in pairs, too,
+        whose angle is 0.
+        """
+        turned, rest = self.num_turned, self.head_dim - self.num_turned
+        if not self.form.is_interleaved and not rest:
+            return None
+        firsts = list(range(0, turned, 2)) if self.form.is_interleaved else list(range(turned // 2))
+        seconds = [each + (1 if self.form.is_interleaved else turned // 2) for each in firsts]
+        still = list(range(turned, self.head_dim))
+        return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
     @property
     def widths(self) -> dict[str, int]:
@@ -144,7 +211,8 @@ def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
 
 def _read(config: dict[str, Any]) -> DenseConfig:
     """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
-    head_dim = _head_dim(config)
+    head_dim, form = _head_dim(config), KINDS[config["model_type"]]
+    num_turned = _num_turned(config, form, head_dim)
     if not isinstance(config["rms_norm_eps"], float):
         raise ValueError(f"its rms_norm_eps is {config['rms_norm_eps']!r}")
     sizes = {
@@ -153,7 +221,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         "num_heads": config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],
         "head_dim": head_dim,
-        "intermediate": config["intermediate_size"],
+        "intermediate": config[form.intermediate_key],
         "vocab": config["vocab_size"],
     }
     if fault := sizes_fault(**sizes):
@@ -161,9 +229,13 @@ def _read(config: dict[str, Any]) -> DenseConfig:
     return DenseConfig(
         **sizes,
         epsilon=config["rms_norm_eps"],
-        rotary=_rotary(config),
+        rotary=_rotary(config, head_dim, num_turned),
         is_tied=_is_tied(config),
-        parts=tuple(_parts(config)),
+        form=form,
+        parts=tuple(_parts(config, form)),
+        num_turned=num_turned,
+        still_layers=_still_layers(config) if form.has_still_layers else frozenset(),
+        scales={what: _number(config, key) for what, key in form.scales.items()},
     )
 
 
@@ -172,27 +244,35 @@ def _other_form(config: dict[str, Any]) -> str | None:
     kind = config.get("model_type")
     if kind not in KINDS:
         return KERNELS_LACK.get(str(kind), "its layers are of another form")
-    if windows := set(map(str, config.get("layer_types") or ())) - {"full_attention"}:
+    if windows := set(map(str, config.get("layer_types") or ())) - {"full_attention", "attention"}:
         return f"its layers have {', '.join(sorted(windows))}"
-    said = {key: value for key, value in config.items() if key in ONE_MEANING and not _is_unused(key, config)}
+    form = KINDS[str(kind)]
+    one_meaning = ONE_MEANING | dict(form.one_meaning)
+    said = {key: value for key, value in config.items() if key in one_meaning and not _is_unused(key, config)}
     for key, value in said.items():
-        if value not in ONE_MEANING[key]:
+        if value not in one_meaning[key]:
             return f"its {key} is {value!r}"
+    if unsaid := sorted(key for key in form.one_meaning if key not in config):
+        return f"its {unsaid[0]} is left to a default"
     if kind == "mistral" and "sliding_window" not in config:
         return "its sliding_window is left to a default"
     if "hidden_act" not in config:
         return "its hidden_act is left to a default"
-    unknown = sorted(key for key, value in config.items() if _may_matter(key, value))
+    unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
     return f"its config has {unknown[0]}, which may change a layer" if unknown else None
 
 
-def _may_matter(key: str, value: Any) -> bool:
+def _may_matter(key: str, value: Any, form: Form) -> bool:
     """Tell whether a key may be a number of a layer that is not understood here; words and switches are none.
 
     The classes of these kinds look at no other keys than those named above, so what is not a number is of somebody's
     tools.
     """
-    if key in SIZES | set(ONE_MEANING) | SAID_ELSEWHERE or key.endswith(("_token_id", "_token_ids")):
+    known = (
+        SIZES | set(ONE_MEANING) | SAID_ELSEWHERE | {form.intermediate_key, *form.one_meaning, *form.scales.values()}
+    )
+    known |= STILL_KEYS if form.has_still_layers else set()
+    if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
     numbers = value if isinstance(value, list) else [value]
     return any(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
@@ -217,29 +297,63 @@ def _head_dim(config: dict[str, Any]) -> int:
     return head_dim
 
 
-def _rotary(config: dict[str, Any]) -> Rotary:
-    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
+def _num_turned(config: dict[str, Any], form: Form, head_dim: int) -> int:
+    """The dimensions of a head that are turned by its position. Raises ValueError for an odd number."""
+    default = 1.0 if form.turned_share is None else form.turned_share
+    said = _angles(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    turned = int(head_dim * float(said))
+    if not 0 < turned <= head_dim or turned % 2 or (form.turned_share is None and turned < head_dim):
+        raise ValueError(f"its partial_rotary_factor is {said!r}")
+    return turned
+
+
+def _angles(config: dict[str, Any]) -> dict[str, Any]:
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
-    if "rope_theta" in config:
-        said = {"rope_theta": config["rope_theta"]} | said
-    return rotary_of(said, _head_dim(config), is_strict=True)
+    return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
 
 
-def _parts(config: dict[str, Any]) -> list[str]:
+def _rotary(config: dict[str, Any], head_dim: int, num_turned: int) -> Rotary:
+    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
+    said = {name: value for name, value in _angles(config).items() if name != "partial_rotary_factor"}
+    rotary = rotary_of(said, num_turned, is_strict=True)
+    if num_turned == head_dim:
+        return rotary
+    if rotary.scaling != 1:
+        raise ValueError("its rotary positions scale a part of each head")
+    frequencies = np.zeros(head_dim // 2, dtype=np.float32)
+    frequencies[: num_turned // 2] = rotary.frequencies
+    return Rotary(frequencies, numerics=rotary.numerics)
+
+
+def _still_layers(config: dict[str, Any]) -> frozenset[int]:
+    """The layers that turn no heads. Raises KeyError or ValueError where the config does not tell them one by one."""
+    turns = config["no_rope_layers"]
+    if not isinstance(turns, list) or len(turns) != config["num_hidden_layers"] or set(turns) - {0, 1}:
+        raise ValueError("its no_rope_layers do not tell of each layer")
+    return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
+
+
+def _number(config: dict[str, Any], key: str) -> float:
+    """Raises KeyError or ValueError for a number that is missing or is none."""
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"its {key} is {value!r}")
+    return float(value)
+
+
+def _parts(config: dict[str, Any], form: Form) -> list[str]:
     """The tensors of a layer."""
-    fused = {role: part for part, roles in FUSED.items() for role in roles} if config["model_type"] == "phi3" else {}
-    linears = dict.fromkeys(fused.get(role, part) for role, part in LINEARS.items())
-    parts = [f"{part}.weight" for part in (*NORMS.values(), *linears)]
-    parts += [f"{LINEARS[role]}.bias" for role in _biased(config)]
-    return parts + [f"{part}.weight" for part in HEAD_NORMS.values() if config["model_type"] == "qwen3"]
+    names = {role: form.names.get(role, part) for role, part in LINEARS.items()}
+    parts = [f"{part}.weight" for part in (*NORMS.values(), *dict.fromkeys(names.values()))]
+    parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form))
+    return parts + [f"{part}.weight" for part in HEAD_NORMS.values() if form.has_head_norms]
 
 
-def _biased(config: dict[str, Any]) -> list[str]:
+def _biased(config: dict[str, Any], form: Form) -> list[str]:
     """The linear layers that have a bias."""
-    kind = config["model_type"]
-    if kind == "qwen2":
-        return ["query", "key", "value"]
-    in_attention = kind in ("llama", "qwen3", "seed_oss") and bool(config.get("attention_bias", False))
-    at_its_end = bool(config.get("attention_out_bias", False)) if kind == "seed_oss" else in_attention
-    in_mlp = kind in ("llama", "seed_oss") and bool(config.get("mlp_bias", False))
-    return ["query", "key", "value"] * in_attention + ["output"] * at_its_end + ["gate", "up", "down"] * in_mlp
+
+    def has(key: str | None) -> bool:
+        return key == ALWAYS or (key is not None and bool(config.get(key, False)))
+
+    roles = ["query", "key", "value"] * has(form.query_key_value_bias) + ["output"] * has(form.output_bias)
+    return roles + ["gate", "up", "down"] * has(form.mlp_bias)

@@ -46,6 +46,7 @@ class Shape:
     has_head_norm: bool = False
     is_tied: bool = True
     dtype: torch.dtype = BF16
+    is_scaled: bool = False  # embeddings, what layers add, logits; and its second layer turns no heads
 
 
 SHAPES = (
@@ -54,6 +55,8 @@ SHAPES = (
     Shape(head_dim=96, group=3, has_head_norm=True, dtype=FLOAT32),
     Shape(head_dim=128, num_kv_heads=2, group=4, hidden=64, vocab=64, is_tied=False),
     Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True),
+    Shape(is_scaled=True),
+    Shape(num_kv_heads=2, is_scaled=True, has_head_norm=True, dtype=FLOAT32),
 )
 
 
@@ -73,7 +76,7 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     def linear(columns: int, depth: int) -> Linear:
         return Linear(normal(columns, depth, scale=depth**-0.5), normal(columns) if shape.has_bias else None)
 
-    def layer() -> LayerWeights:
+    def layer(number: int) -> LayerWeights:
         query, key = shape.num_kv_heads * shape.group * shape.head_dim, shape.num_kv_heads * shape.head_dim
         return LayerWeights(
             input_norm=normal(shape.hidden),
@@ -87,15 +90,17 @@ def _random_weights(shape: Shape) -> DecoderWeights:
             down=linear(shape.hidden, shape.intermediate),
             query_norm=normal(shape.head_dim) if shape.has_head_norm else None,
             key_norm=normal(shape.head_dim) if shape.has_head_norm else None,
+            is_still=shape.is_scaled and number == 1,
         )
 
     num_heads = shape.num_kv_heads * shape.group
     counts = (2, shape.hidden, num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
-    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype)
+    scales = (12.0, 0.22, 1 / 16) if shape.is_scaled else ()
+    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales)
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
     rotary = Rotary(default_frequencies(10000.0, shape.head_dim))
-    return DecoderWeights(sizes, embedding, [layer() for _ in range(2)], normal(shape.hidden), head, rotary)
+    return DecoderWeights(sizes, embedding, [layer(number) for number in range(2)], normal(shape.hidden), head, rotary)
 
 
 def random_griffin(shape: Shape, num_parts: int, expansion: int) -> GriffinWeights:

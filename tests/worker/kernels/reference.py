@@ -36,7 +36,7 @@ class ReferenceDecoder:
         if state is None:
             state = torch.empty(len(rows), self.sizes.hidden, device=device)
         if layers.start == 0:
-            state.copy_(self._weights.embedding[rows])
+            state.copy_(self._rounded(self._weights.embedding[rows].float() * self.sizes.embedding_scale))
         for layer in layers:
             self._layer(layer, groups, state)
         if layers.stop < self.sizes.num_layers:
@@ -46,22 +46,26 @@ class ReferenceDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
-        return _product(hidden.float(), self._weights.head)
+        return _product(hidden.float(), self._weights.head) * self.sizes.logit_scale
 
     def _layer(self, number: int, groups: Sequence[Rows], state: Tensor) -> None:
         weights = self._weights.layers[number]
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale)
-        state.copy_(self._rounded(state + self._linear(mixed.flatten(1).float(), weights.output)))
+        self._add(state, self._linear(mixed.flatten(1).float(), weights.output))
         normed = self._norm(state, weights.mlp_norm)
         gate = self._rounded(silu(self._linear(normed, weights.gate)))
         gated = self._rounded(gate * self._linear(normed, weights.up))
-        state.copy_(self._rounded(state + self._linear(gated, weights.down)))
+        self._add(state, self._linear(gated, weights.down))
+
+    def _add(self, state: Tensor, part: Tensor) -> None:
+        state.copy_(self._rounded(state + self._rounded(part * self.sizes.residual_scale)))
 
     def _heads(self, normed: Tensor, weights: LayerWeights, groups: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
         positions = np.array([position for group in groups for position in group.positions])
+        positions = positions * (not weights.is_still)
         table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
         query, key, value = (

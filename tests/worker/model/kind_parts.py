@@ -146,7 +146,7 @@ edges. `swiftbatch doctor --model MODEL` makes the same comparison with your mod
 `swiftbatch inspect MODEL` shows all this for one model, before its weights are downloaded. What computes it, in the
 columns: `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers multiply;
 `transformers` are its layers alone, which on a GPU take thousands of launches a token: slow. Windows that are in use
-make `transformers` of `kernels`, also in the kinds `llama`, `mistral`, `phi3`, `qwen2`, `qwen3` and `seed_oss`.
+make `transformers` of `kernels`, also in the kinds that have kernels here.
 
 Models of text and images run as texts, and lines with images are rejected:
 NESTED.

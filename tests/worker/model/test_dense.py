@@ -84,6 +84,9 @@ def tensors_of(weights: DecoderWeights) -> dict[str, torch.Tensor | None]:
     for number, layer in enumerate(weights.layers):
         for field in fields(layer):
             part = getattr(layer, field.name)
+            if field.name == "is_still":
+                assert not part
+                continue
             pair = (part.weight, part.bias) if isinstance(part, Linear) else (part, None)
             found |= {f"{number} {field.name} {which}": each for which, each in zip("wb", pair, strict=True)}
     return found

@@ -250,6 +250,89 @@ OTHER_FORMS = {
 }
 
 
+OTHER_FORMS |= {
+    "GLM-4 9B": EVERYWHERE
+    | {
+        "architectures": ["GlmForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "model_type": "glm",
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+        "rope_theta": 10000.0,
+    },
+    "ERNIE 4.5 0.3B": EVERYWHERE
+    | {
+        "architectures": ["Ernie4_5ForCausalLM"],
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "model_type": "ernie4_5",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+    },
+    "Granite 3.3 8B": EVERYWHERE
+    | {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": False,
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 16.0,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "granite",
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+    },
+    "Granite 4.0 micro, whose layers all attend": EVERYWHERE
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12,
+        "layer_types": ["attention", "attention"],
+        "logits_scaling": 10,
+        "mamba_d_conv": 4,
+        "mamba_n_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_expand": 1,
+        "max_position_embeddings": 131072,
+        "model_type": "granitemoehybrid",
+        "num_experts_per_tok": 0,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000000,
+        "shared_intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "SmolLM3 3B": EVERYWHERE
+    | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "layer_types": ["full_attention", "full_attention"],
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "no_rope_layers": [1, 0],
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+}
+
+
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says(name: str, tmp_path: Path) -> None:
     config = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import angles
@@ -55,7 +56,10 @@ class CudaDecoder:
         self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_positions, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
         self._linear, self._reduce = linear, reduce
-        self._angles = angles(weights.rotary, np.arange(num_positions), sizes.dtype).to(sizes.dtype).to(arena.device)
+        self._angles = self._angles_of(np.arange(num_positions), arena.device)
+        self._still = self._angles  # of layers that turn no heads
+        if any(layer.is_still for layer in weights.layers):
+            self._still = self._angles_of(np.zeros(num_positions, dtype=np.int64), arena.device)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
 
@@ -88,31 +92,41 @@ class CudaDecoder:
 
     def begin(self) -> None:
         """Launch what comes before the layers: the embedding."""
-        embed(self._table.rows, self._table.token_ids, self._weights.embedding, self._state)
+        table, weights = self._table, self._weights
+        embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
 
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run one layer, behind those before it."""
-        layer, epsilon = self._weights.layers[number], self.sizes.epsilon
+        layer, epsilon, scale = self._weights.layers[number], self.sizes.epsilon, self.sizes.residual_scale
         keys, values = self._arena[number % len(self._arena)]
         delta = self._delta if number else None
-        add_norm(self._table.rows, self._state, delta, layer.input_norm, epsilon, self._normed)
+        add_norm(self._table.rows, self._state, delta, layer.input_norm, epsilon, self._normed, scale)
         self._mix(number, keys, values)
         if tap is not None:
             tap(number, self.attention.heads())
-        add_norm(self._table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
+        add_norm(self._table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed, scale)
         self._run_mlp(layer)
 
     def end(self) -> None:
         """Launch what comes behind the layers: the final norm and the head."""
-        weights = self._weights
-        add_norm(self._table.rows, self._state, self._delta, weights.final_norm, self.sizes.epsilon, self.hidden)
+        weights, sizes = self._weights, self.sizes
+        final = weights.final_norm
+        add_norm(self._table.rows, self._state, self._delta, final, sizes.epsilon, self.hidden, sizes.residual_scale)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
+        if sizes.logit_scale != 1.0:
+            self.logits.mul_(sizes.logit_scale)
+
+    def _angles_of(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
+        """Turns of these positions, in the model's dtype: `[num_positions, head_dim]`."""
+        dtype = self.sizes.dtype
+        return angles(self._weights.rotary, positions, dtype).to(dtype).to(device)
 
     def _mix(self, number: int, keys: Tensor, values: Tensor) -> None:
         table, attention, layer = self._table, self.attention, self._weights.layers[number]
+        turns = self._still if layer.is_still else self._angles
         self._linear(self._normed, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
         rope_store(
-            self._qkv, self._angles, layer.head_norms, self.sizes.epsilon, table.rows,
+            self._qkv, turns, layer.head_norms, self.sizes.epsilon, table.rows,
             attention.query, keys, values, attention.places(table),
         )  # fmt: skip
         attention.attend(number, keys, values, self._bias, table, self._mixed)

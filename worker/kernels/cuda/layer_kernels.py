@@ -22,7 +22,9 @@ def is_padding(rows_ptr, row):
 
 
 @triton.jit
-def embed_row(rows_ptr, token_ids_ptr, embedding_ptr, state_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
+def embed_row(
+    rows_ptr, token_ids_ptr, embedding_ptr, state_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr
+):  # fmt: skip
     """Program (row)."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
@@ -31,6 +33,8 @@ def embed_row(rows_ptr, token_ids_ptr, embedding_ptr, state_ptr, HIDDEN: tl.cons
     columns = tl.arange(0, WIDTH)
     is_real = columns < HIDDEN
     embedded = tl.load(embedding_ptr + token_id * HIDDEN + columns, mask=is_real)
+    if SCALE != 1.0:
+        embedded = (embedded.to(tl.float32) * SCALE).to(state_ptr.dtype.element_ty)
     tl.store(state_ptr + row * HIDDEN + columns, embedded, mask=is_real)
 
 
@@ -43,7 +47,7 @@ def weighted(scaled, weight, dtype: tl.constexpr):
 @triton.jit
 def add_norm_row(
     rows_ptr, state_ptr, delta_ptr, weight_ptr, normed_ptr, epsilon,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, DELTA_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Program (row)."""
     if is_padding(rows_ptr, tl.program_id(0)):
@@ -55,6 +59,8 @@ def add_norm_row(
     state = tl.load(state_ptr + places, mask=is_real, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + places, mask=is_real, other=0.0).to(tl.float32)
+        if DELTA_SCALE != 1.0:
+            delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
         tl.store(state_ptr + places, state, mask=is_real)
     scale = tl.rsqrt(tl.sum(state * state, 0) / HIDDEN + epsilon)
@@ -77,18 +83,29 @@ def silu_mul_row(rows_ptr, gate_up_ptr, gated_ptr, INTERMEDIATE: tl.constexpr, C
     tl.store(gated_ptr + row * INTERMEDIATE + columns, rounded(gate * up, dtype), mask=is_real)
 
 
-def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor) -> None:
-    """Rows of `embedding [vocab, hidden]` for `token_ids [NUM_ROWS]`, into `state [NUM_ROWS, hidden]`."""
+def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor, scale: float = 1.0) -> None:
+    """Write rows of `embedding [vocab, hidden]` for `token_ids [NUM_ROWS]`, scaled, to `state [NUM_ROWS, hidden]`."""
     hidden = state.shape[1]
-    embed_row[(NUM_ROWS,)](rows, token_ids, embedding, state, HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden))
+    embed_row[(NUM_ROWS,)](
+        rows, token_ids, embedding, state, HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=scale
+    )
 
 
-def add_norm(rows: Tensor, state: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, normed: Tensor) -> None:
-    """Add `delta [NUM_ROWS, hidden]` to `state`, and write the state's RMS norm times `weight [hidden]`."""
+def add_norm(
+    rows: Tensor,
+    state: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    normed: Tensor,
+    delta_scale: float = 1.0,
+) -> None:
+    """Add `delta [NUM_ROWS, hidden]`, scaled, to `state`, and write the state's RMS norm times `weight [hidden]`."""
     hidden = state.shape[1]
     add_norm_row[(NUM_ROWS,)](
         rows, state, delta, weight, normed, epsilon,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
+        DELTA_SCALE=delta_scale,
     )  # fmt: skip
 
 

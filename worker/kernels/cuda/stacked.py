@@ -23,6 +23,7 @@ class StackedLayer:
     mlp_norm: Tensor  # [hidden]
     gate_up: Linear
     down: Linear
+    is_still: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
         _moved(layer.mlp_norm, device),
         _stacked([layer.gate, layer.up], device),
         _stacked([layer.down], device),
+        layer.is_still,
     )
 
 

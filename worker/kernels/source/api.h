@@ -76,11 +76,13 @@ EXPORT void attend(team *team, const attention_sizes *sizes, const row_group *gr
 typedef struct {
     int32_t element, num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
     float epsilon, scale;  // of the norms; of the scores
+    float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
 } decoder_sizes;
 
 typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
-    INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, MLP_NORM, GATE, UP, DOWN
+    INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, MLP_NORM, GATE, UP, DOWN,
+    STILL  // no weight: the layer turns no heads by their positions
 } weight_role;
 
 typedef struct decoder decoder;

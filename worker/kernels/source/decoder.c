@@ -10,6 +10,7 @@
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each
     float *input_norm, *mlp_norm, *query_norm, *key_norm;
+    bool is_still;  // its heads are not turned
 } layer_weights;
 
 struct decoder {
@@ -88,6 +89,7 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         case GATE: matrix_load(&to->gate_up, 0, 2, mlp, weight, bias); break;
         case UP: matrix_load(&to->gate_up, 1, 2, mlp, weight, bias); break;
         case DOWN: matrix_load(&to->down, 0, 1, hidden, weight, bias); break;
+        case STILL: to->is_still = true; break;
     }
 }
 
@@ -158,7 +160,7 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
             norm(qkv, head_norm, head_dim, sizes->epsilon, pass->rounds, normed);
             from = normed;
         }
-        if (!is_value) {
+        if (!is_value && !weights->is_still) {
             rotate(from, angles, head_dim, pass->rounds, turned);
             from = turned;
         }
@@ -186,6 +188,12 @@ static void keep_rows(const pass *pass, int layer) {
         }
 }
 
+static void add_part(const pass *pass, long count) {
+    float scale = pass->decoder->sizes.residual_scale;
+    if (scale != 1.0f) scale_numbers(pass->wide, count, scale, pass->rounds);
+    add(pass->call->state, pass->wide, count, pass->rounds);
+}
+
 static void run_layer(const pass *pass, int layer) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
@@ -197,12 +205,12 @@ static void run_layer(const pass *pass, int layer) {
     keep_rows(pass, layer);
     attention_run(pass->attention, pass->frame, layer - call->first_layer, pass->mixed);
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
-    add(call->state, pass->wide, count, pass->rounds);
+    add_part(pass, count);
     norm_rows(pass, weights->mlp_norm);
     linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, 2L * sizes->intermediate, pass->rounds);
     gate_rows(pass->wide, num_rows, sizes->intermediate, pass->rounds, pass->mixed);
     linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
-    add(call->state, pass->wide, count, pass->rounds);
+    add_part(pass, count);
 }
 
 // ---- a call
@@ -217,10 +225,12 @@ static void embed(const pass *pass) {
             vec_store(pass->call->state + row * sizes->hidden + i, a);
         }
     }
+    if (sizes->embedding_scale != 1.0f)
+        scale_numbers(pass->call->state, (long)pass->call->num_rows * sizes->hidden, sizes->embedding_scale, pass->rounds);
 }
 
-// Logits are not rounded. Columns that fill up the last block go through a place of their own.
-static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
+// Columns that fill up the last block go through a place of their own.
+static void multiply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
     int vocab = decoder->sizes.vocab, columns = decoder->head.columns;
     if (vocab == columns) {
         linear(frame, &decoder->head, num_rows, normed, logits, vocab, false);
@@ -229,6 +239,14 @@ static void apply_head(frame *frame, const decoder *decoder, int num_rows, const
     float *wide = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns);
     linear(frame, &decoder->head, num_rows, normed, wide, columns, false);
     for (long row = 0; row < num_rows; row++) memcpy(logits + row * vocab, wide + row * columns, sizeof(float) * (size_t)vocab);
+}
+
+// Logits are not rounded.
+static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
+    float scale = decoder->sizes.logit_scale;
+    multiply_head(frame, decoder, num_rows, normed, logits);
+    if (scale == 1.0f) return;
+    for (long i = 0; i < (long)num_rows * decoder->sizes.vocab; i++) logits[i] *= scale;
 }
 
 static int most(int a, int b) { return a > b ? a : b; }

@@ -17,6 +17,11 @@ INLINE void add(float *to, const float *rows, long count, bool rounds) {
     for (long i = 0; i < count; i += LANES) vec_store(to + i, rounded(rounds, vec_add(vec_load(to + i), vec_load(rows + i))));
 }
 
+INLINE void scale_numbers(float *numbers, long count, float scale, bool rounds) {
+    for (long i = 0; i < count; i += LANES)
+        vec_store(numbers + i, rounded(rounds, vec_mul(vec_load(numbers + i), vec_set(scale))));
+}
+
 INLINE void load(element element, const void *from, long count, float *to) {
     for (long i = 0; i < count; i += LANES)
         vec_store(to + i, element == BF16 ? vec_load_bf16((const bf16 *)from + i) : vec_load((const float *)from + i));

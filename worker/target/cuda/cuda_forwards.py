@@ -126,7 +126,7 @@ class CudaForwards:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._weights.head
-        return torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        return torch.nn.functional.linear(hidden, head.weight, head.bias).float() * self._weights.sizes.logit_scale
 
     @functools.cached_property
     def _tap(self) -> CudaQueryTap:

@@ -40,6 +40,8 @@ KINDS = {
     "qwen2, float32": (Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32), triton_linear),
     "qwen3, float32": (Shape(head_dim=96, group=3, has_head_norm=True, dtype=FLOAT32), cublas_linear),
     "llama, bfloat16": (Shape(group=4, is_tied=False), triton_linear),
+    "granite, bfloat16": (Shape(is_scaled=True), triton_linear),
+    "granite, float32": (Shape(is_scaled=True, dtype=FLOAT32), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
 }
 
