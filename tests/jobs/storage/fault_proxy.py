@@ -18,6 +18,7 @@ from typing import Literal
 Fault = Literal["unavailable", "denied", "refused", "lost", "cut"]
 HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "expect", "keep-alive"}
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+PIECE_BYTES = 2**16
 
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>As the test wants it.</Message></Error>"
 ERRORS = {"unavailable": (503, "ServiceUnavailable"), "denied": (403, "AccessDenied")}
@@ -37,6 +38,10 @@ class FaultProxy:
         self.num_faults: Counter[str] = Counter()
         self.requests: list[str] = []  # "METHOD path?query" of each that arrived
         self.num_without_length = 0  # requests whose body came in chunks
+        self.access_keys: set[str] = set()  # with which requests were signed; "" for none
+        self.hidden_headers: set[str] = set()  # in small letters, for a server that doesn't know them
+        self.delay: Callable[[str, str], float] = lambda method, path: 0.0  # seconds, while others are served
+        self.seconds_a_piece = 0.0  # for which a slow line takes each PIECE_BYTES of a body
         self._random = Random(seed)
         self._lock = threading.Lock()
         self._light = threading.Event()
@@ -99,6 +104,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], upstream: str, proxy: FaultProxy) -> None:
         super().__init__(address, _Handler)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)  # a slow line is seen at the other end
         self.upstream = upstream
         self.proxy = proxy
 
@@ -111,8 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def handle_any(self) -> None:
+        signature = self.headers.get("Authorization", "").partition("Credential=")[2]
+        self.server.proxy.access_keys.add(signature.partition("/")[0])
         body = self._body()
         fault = self.server.proxy.fault_for(self.command, self.path)
+        time.sleep(self.server.proxy.delay(self.command, self.path))
         if fault == "refused":
             return self._reset()
         if fault in ERRORS:
@@ -133,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            return b"".join(self._pieces(int(self.headers.get("Content-Length", 0))))
         self.server.proxy.num_without_length += 1
         body = b""
         while size := int(self.rfile.readline().partition(b";")[0], 16):
@@ -143,11 +152,17 @@ class _Handler(BaseHTTPRequestHandler):
             pass
         return body
 
+    def _pieces(self, size: int) -> Iterator[bytes]:
+        for start in range(0, size, PIECE_BYTES):
+            time.sleep(self.server.proxy.seconds_a_piece)
+            yield self.rfile.read(min(PIECE_BYTES, size - start))
+
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         host, port = self.server.upstream.split(":")
         connection = HTTPConnection(host, int(port), timeout=60)
         try:
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS}
+            left_out = HOP_HEADERS | self.server.proxy.hidden_headers
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
             connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
             answer = connection.getresponse()
             content = answer.read()

@@ -8,18 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from pyarrow import fs
 
+from swiftbatch.jobs.storage import object_stores
 from swiftbatch.jobs.storage.object_stores import CHECKSUMS, open_place
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests import ROOT
 from tests.jobs.storage.fault_proxy import Fault, FaultProxy
+from tests.jobs.storage.s3_server import S3Server
 
 
 def test_a_small_file_is_one_request_and_a_big_one_goes_up_in_parts(s3_store: Store, s3_proxy: FaultProxy) -> None:
@@ -158,6 +162,60 @@ def test_settings_of_tls_in_the_uri_stay(s3_uri: str, setting: str) -> None:
     place = open_place(uri)
     assert place.filesystem.equals(fs.FileSystem.from_uri(uri)[0])
     assert not place.filesystem.equals(fs.FileSystem.from_uri(s3_uri)[0])
+
+
+def test_keys_may_stand_in_a_profile_of_the_user(
+    s3_store: Store, s3_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = OFTHEFILE\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    Store(s3_store.uri, NO_RETRIES).write("file", b"x")
+    assert s3_proxy.access_keys == {"OFTHEFILE"}
+
+
+def test_a_profile_may_ask_a_program_for_its_keys(
+    s3_store: Store, s3_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = '{"Version": 1, "AccessKeyId": "OFTHEPROGRAM", "SecretAccessKey": "secret"}'
+    (tmp_path / "keys.json").write_text(keys)
+    (tmp_path / "config").write_text(f"[profile asking]\ncredential_process = cat {tmp_path}/keys.json\n")
+    program = "import sys; from swiftbatch.jobs.storage.store import Store; Store(sys.argv[1]).write('file', b'x')"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "asking")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    # files of this kind are read once a process
+    subprocess.run([sys.executable, "-c", program, s3_store.uri], cwd=ROOT, timeout=60, check=True)
+    assert s3_proxy.access_keys == {"OFTHEPROGRAM"}
+
+
+@pytest.mark.parametrize("size", [4_900_000, 12_000_000])
+def test_a_line_may_be_slow_while_it_takes_something(
+    s3_store: Store, s3_proxy: FaultProxy, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_stores, "ANSWER_SECONDS", 1.0)
+    s3_proxy.seconds_a_piece = 0.04
+    start = time.monotonic()
+    Store(s3_store.uri, NO_RETRIES).write("file", bytes(size))
+    assert time.monotonic() - start > 2
+    assert len(s3_store.read("file") or b"") == size
+
+
+def test_the_marks_of_empty_folders_are_no_files_and_go_with_their_folder(s3_store: Store, s3_server: S3Server) -> None:
+    for path in ("one/a", "one/inner/b"):
+        s3_store.write(f"folder/{path}", b"x")
+    bucket, _, prefix = s3_store.uri.removeprefix("s3://").partition("/")
+    for folder in ("folder", "folder/one", "folder/one/inner"):
+        mark = urllib.request.Request(f"{s3_server.url}/{bucket}/{prefix}/{folder}/", method="PUT", data=b"")
+        urllib.request.urlopen(mark, timeout=60).close()
+    assert s3_store.list("folder/one") == ["a", "inner"]
+    assert s3_store.sizes("folder/one") == {"a": 1, "inner": None}
+    assert not s3_store.exists("folder/one")
+    s3_store.delete_folder("folder/one")
+    assert s3_store.list("folder") == []
 
 
 def test_runs_side_by_side_in_one_bucket_do_not_see_each_other(s3_uri: str) -> None:

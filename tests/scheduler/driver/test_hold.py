@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.settings import Settings
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, failed_line, make_record
+from tests.jobs.storage.fault_proxy import FaultProxy
 
 NUM_COMMANDS = 6
 
@@ -33,7 +35,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_of_many_claims_at_once_one_holds_the_run(uri: str) -> None:
+def claims_at_once(uri: str) -> list[Epoch | str]:
+    """The hold or the refusal of each of many commands that want the same run."""
     barrier = threading.Barrier(NUM_COMMANDS)
 
     def claim(_: int) -> Epoch | str:
@@ -45,12 +48,29 @@ def test_of_many_claims_at_once_one_holds_the_run(uri: str) -> None:
             return str(error)
 
     with ThreadPoolExecutor(NUM_COMMANDS) as pool:
-        ends = list(pool.map(claim, range(NUM_COMMANDS)))
+        return list(pool.map(claim, range(NUM_COMMANDS)))
+
+
+def test_of_many_claims_at_once_one_holds_the_run(uri: str) -> None:
+    ends = claims_at_once(uri)
     held = [epoch for epoch in ends if isinstance(epoch, Epoch)]
     assert len(held) == 1
     assert all("held by another driver, process" in end for end in ends if isinstance(end, str))
     held[0].check()
     assert Run.planned(uri, MANIFEST).store.list("drivers") == [f"{held[0].number:04d}.json"]
+
+
+def test_one_holds_the_run_where_the_server_knows_no_conditions(s3_uri: str, s3_proxy: FaultProxy) -> None:
+    num_claims = itertools.count(1)
+    s3_proxy.hidden_headers = {"if-none-match", "if-match"}
+
+    def delay(method: str, path: str) -> float:
+        """The claims arrive one by one, each when the one before believes that it holds the run."""
+        return next(num_claims) / 2 if method == "PUT" and "/drivers/0001.json" in path else 0
+
+    s3_proxy.delay = delay
+    ends = claims_at_once(s3_uri)
+    assert sum(isinstance(end, Epoch) for end in ends) == 1
 
 
 def test_a_bid_for_a_run_that_a_killed_command_left_is_passed_over(s3_uri: str) -> None:
