@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.two_level.chain import Chain
-from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drawing.drawing import Drawing, penalised
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
