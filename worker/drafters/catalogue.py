@@ -135,7 +135,7 @@ def _function(place: str) -> Any:
 
 ENGINES = {
     "auto": EngineEntry(
-        ".drafters.auto.auto:auto",
+        ".drafters.two_level.auto:auto",
         "whatever brings most tokens: recycled candidates, or chains drawn with scanned keys",
         scanned_best=256,
     ),

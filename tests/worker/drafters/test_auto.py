@@ -8,21 +8,20 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT
-from swiftbatch.worker.drafters.auto import auto as auto_module
-from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
-from swiftbatch.worker.drafters.auto.auto_plan import (
-    NO_ROUNDS,
+from swiftbatch.worker.drafters.budget import NODE_CHOICES
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.two_level import auto as auto_module
+from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
+from swiftbatch.worker.drafters.two_level.auto_plan import (
     PRIOR_ALIKE,
     STEPS_TO_KNOW,
-    Rounds,
+    RoundsChoice,
     RoundsPlanner,
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
-from swiftbatch.worker.drafters.budget import NODE_CHOICES
-from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.two_level.chain import Round
-from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
+from swiftbatch.worker.drafters.two_level.round_plan import NO_ROUNDS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
@@ -98,7 +97,7 @@ def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: 
 
 
 def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(0, 9, rate=1e9))
+    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: RoundsChoice(0, 9, rate=1e9))
     made = [[new_sequence(target, "T=1, min-p 0.1, penalty", n, 60, f"{n}") for n in (1400, 2500)] for _ in "ab"]
     run(Engine(target, create_drafter("autoregressive", target, free_rows)), *made[0])
     drafter = drafter_with(target, rounds_always_pay())
@@ -112,7 +111,8 @@ def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch
 def test_a_resumed_job_drafts_the_same_chain(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
-    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: Rounds(num_nodes, 9, rate=1e9))  # plans follow measured times
+    choice = RoundsChoice(num_nodes, 9, rate=1e9)
+    monkeypatch.setattr(RoundsPlanner, "best", lambda *_: choice)  # plans follow measured times
     undisturbed, resumed = (drafter_with(target, rounds_always_pay()) for _ in range(2))
     sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
     engine = Engine(target, undisturbed)
@@ -347,10 +347,10 @@ def test_rounds_are_planned_anew_at_every_step_until_some_were_seen() -> None:
 
 
 def test_a_guess_at_rounds_is_looked_at_after_every_step(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[Rounds] = []
+    planned: list[RoundsChoice] = []
 
-    def best(*_: object) -> Rounds:
-        planned.append(Rounds(0, 3, rate=1e9))
+    def best(*_: object) -> RoundsChoice:
+        planned.append(RoundsChoice(0, 3, rate=1e9))
         return planned[-1]
 
     monkeypatch.setattr(RoundsPlanner, "best", best)

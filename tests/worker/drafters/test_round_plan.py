@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
-from swiftbatch.worker.drafters.two_level.chain import Round
-from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
-from swiftbatch.worker.drafters.two_level.round_plan import PRIOR_CHAIN_ACCEPTANCE, FixedPlanner, MeasuredPlanner
+from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
+from swiftbatch.worker.drafters.two_level.round_plan import PRIOR_CHAIN_ACCEPTANCE, MeasuredPlanner, Planner
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.papers.tokenswift.tokenswift import whole_trees
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
@@ -80,7 +79,7 @@ def test_nodes_of_a_slower_machine_do_not_make_drafts_smaller_here() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_papers_plan_is_always_the_same(rounds: int) -> None:
-    planner = FixedPlanner(whole_trees(rounds))
+    planner = Planner(whole_trees(rounds))
     assert planner.plan(100, 1, 63) == planner.plan(100_000, 4, 5)
     assert planner.plan(100, 1, 63).num_rounds == rounds
     assert planner.state() == {}

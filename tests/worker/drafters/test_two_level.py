@@ -22,7 +22,7 @@ from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import FixedPlanner
+from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -117,7 +117,7 @@ def always(
     """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
     options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, free_rows, None, options)
-    drafter._planner = FixedPlanner(RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length))
+    drafter._planner = Planner(RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length))
     return drafter
 
 

@@ -1,15 +1,21 @@
-"""The chain: what the target with a partial cache has drawn so far behind a sequence's end, in rounds."""
+"""The chain: what the target with a partial cache has drawn so far behind a sequence's end, in rounds.
+
+Beside it, what proposes the trees that rounds check, and the tree that a full verification gets in the end.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 import torch
 
 from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.drafters.base import Learner
+from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drawing.drawing import Sampler, penalised
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.target.chains import Drawn
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows, row_ahead
@@ -138,3 +144,57 @@ class Chain:
         self.sequence.extend(walk.drawn[-1:])
         if walk.failed_row is not None:  # nothing can be drawn behind the newest token
             self._max_depth = self.num_tokens
+
+
+class Proposer(Learner, ABC):
+    """The first of two levels: proposes cheaply behind chains, or behind sequences that have none yet."""
+
+    def start(self, sequence: Sequence) -> None:
+        """Take in a new or resumed sequence."""
+
+    @abstractmethod
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        """Trees below the newest tokens of several chains, each within its limits: (most nodes, greatest depth).
+
+        They may be empty. Changes no state.
+        """
+
+
+@dataclass(frozen=True)
+class ChainTree:
+    """A tree whose first `chain_length` nodes are the chain."""
+
+    tree: DraftTree = field(default_factory=DraftTree)
+    chain_length: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    propose_seconds: float = 0.0  # of the tree below the chain
+
+
+def assemble(chain: Chain, below: DraftTree, num_alternatives: int, seconds: float) -> ChainTree:
+    """Join a chain, the tree below its newest token, and the same tree below other candidates for that token."""
+    length, max_nodes = chain.num_tokens, chain.num_nodes
+    tree = DraftTree.chain(chain.drawn)
+    _graft(tree, below, length - 1, max_nodes)
+    for token_id in _alternatives(chain, num_alternatives):
+        if len(tree) < max_nodes:
+            tree.token_ids.append(token_id)
+            tree.parents.append(length - 2)
+            _graft(tree, below, len(tree) - 1, max_nodes)
+    return ChainTree(tree, length, chain.rounds, seconds)
+
+
+def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> None:
+    """Append a tree below a node, as far as there is room."""
+    first = len(tree)
+    room = max(0, max_nodes - first)
+    tree.token_ids.extend(below.token_ids[:room])
+    tree.parents.extend(parent if p == ROOT else first + p for p in below.parents[:room])
+
+
+def _alternatives(chain: Chain, num_alternatives: int) -> list[int]:
+    """Candidates that came next to the newest token, best first."""
+    if num_alternatives <= 1 or chain.logits is None:
+        return []
+    ranker = CandidateRanker(chain.sequence)
+    [ranked] = ranker.rank_logits(chain.logits[None], [0], num_alternatives)
+    return [token_id for _, token_id in ranked if token_id != chain.newest][: num_alternatives - 1]

@@ -1,7 +1,7 @@
 """Two levels of speculation: a cheap proposer drafts trees, the target with a partial cache checks them in rounds.
 
 What those two agree on is the chain that the target with the full cache verifies (TokenSwift 3.1 to 3.3; algorithm 1 of
-TriForce is the same machine with another proposer). Every level draws with the coupled noise
+TriForce is the same machine with another proposer; `auto` has a third one). Every level draws with the coupled noise
 and compares, so nothing can be biased.
 """
 
@@ -18,9 +18,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache, PartialCacheFactory
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest, ReadRows
-from swiftbatch.worker.drafters.two_level.chain import Chain, Round
-from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree, assemble
-from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drafters.two_level.chain import Chain, ChainTree, Proposer, Round, assemble
 from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.drawing.drawing import Sampler
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import numpy as np
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
-from swiftbatch.worker.drafters.two_level.chain import Round, RoundPlan
-from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round, RoundPlan
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
 PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
 PRIOR_ROUND_TOKENS = 1.5
 PRIOR_PROPOSE_SECONDS = 0.001
+NO_ROUNDS = RoundPlan(0, 0, 0, 0)
 WORTH_A_LOOK = 0.7  # of the better way's rate: below it the other way is not tried again
 
 
-class Planner(ABC):
-    """Plans rounds and hears what became of what was proposed."""
+class Planner:
+    """Gives all sequences the plan that it holds; others work one out, and hear what became of what was proposed."""
 
-    max_nodes: int
+    max_nodes = MAX_TREE_NODES
 
-    @abstractmethod
+    def __init__(self, plan: RoundPlan = NO_ROUNDS) -> None:
+        self._plan = plan
+
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         """Plan for a sequence of `length` cached positions that shares its forwards with others."""
+        return self._plan
 
-    def observe(self, proposed: ChainTree, path: list[int]) -> None:  # noqa: B027
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:
         """Learn from a proposal that was verified in full, and of which the nodes of `path` were accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what it has learned."""
         return {}
 
-    def restore(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027
+    def restore(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
-
-
-class FixedPlanner(Planner):
-    """Plans the same for every step."""
-
-    max_nodes = MAX_TREE_NODES
-
-    def __init__(self, plan: RoundPlan) -> None:
-        self._plan = plan
-
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        return self._plan
 
 
 class MeasuredPlanner(Planner):
@@ -58,6 +47,7 @@ class MeasuredPlanner(Planner):
 
     def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
         """`budget` entries in a partial cache; proposing takes `node_seconds` for every node, and what is measured."""
+        super().__init__()
         self._budget = budget
         self._node_seconds = node_seconds
         self._trees = NodeBudget(costs)
@@ -127,4 +117,4 @@ class MeasuredPlanner(Planner):
 
 def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
     """Make a planner of always one plan, or, with None, a `MeasuredPlanner`."""
-    return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else FixedPlanner(plan)
+    return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else Planner(plan)

@@ -17,8 +17,7 @@ import torch
 from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.two_level.chain import Chain
-from swiftbatch.worker.drafters.two_level.proposer import Proposer
+from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drawing.adjustments import adjusted
 from swiftbatch.worker.drawing.drawing import penalised
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -15,9 +15,8 @@ from swiftbatch.worker.caches.partial import PartialCacheFactory
 from swiftbatch.worker.caches.summary import SummaryKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
+from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer, RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.proposer import Proposer
 from swiftbatch.worker.drafters.two_level.round_plan import planner_of
 from swiftbatch.worker.drawing.drawing import Drawing, penalised
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -12,13 +12,12 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches import scan_cache, scan_slots
 from swiftbatch.worker.caches.scan_cache import ScanKVCache
-from swiftbatch.worker.drafters.auto import auto as auto_module
-from swiftbatch.worker.drafters.auto import auto_plan as plan
-from swiftbatch.worker.drafters.auto import auto_plan as plan_module
-from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.two_level import auto as auto_module
+from swiftbatch.worker.drafters.two_level import auto_plan as plan_module
+from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
@@ -97,7 +96,7 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     files: ModelFiles, make: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taking_in in ("LAUNCHES_IN_ROWS", "CROSSINGS_IN_ROWS"):
-        monkeypatch.setattr(plan, taking_in, 0)  # few tokens as there are
+        monkeypatch.setattr(plan_module, taking_in, 0)  # few tokens as there are
     reference = TargetModel.load(files, "float32", "cpu")
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
     target = make(files, torch.float32, 2, LONGEST)

@@ -14,7 +14,7 @@ from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import FixedPlanner
+from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
@@ -83,7 +83,7 @@ def run(target: TargetModel, drafter: TwoLevelDrafter | None, *together: Sequenc
 
 def tokenswift_in_rounds(target: TargetModel) -> TwoLevelDrafter:
     drafter = tokenswift(target, free_rows, None, TokenSwiftOptions(budget=BUDGET, draft_rounds=1))
-    drafter._planner = FixedPlanner(RoundPlan(2, 5, 2, 6))
+    drafter._planner = Planner(RoundPlan(2, 5, 2, 6))
     return drafter
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.step_clock import together
-from swiftbatch.worker.drafters.two_level.chain import RoundPlan
-from swiftbatch.worker.drafters.two_level.chain_tree import ChainTree
+from swiftbatch.worker.drafters.two_level.chain import ChainTree, RoundPlan
 from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
@@ -30,7 +29,6 @@ PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
 KEPT = 0.97  # share of what earlier steps count that stays with every step
 MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
-NO_ROUNDS = RoundPlan(0, 0, 0, 0)
 LAUNCHES_IN_ROWS = 100  # on a GPU, where taking a text in costs launches rather than bytes
 CROSSINGS_IN_ROWS = 3  # where each row brings all keys from the host: taking in brings them once more, with launches
 CROSSING_SHARE = 0.02  # bytes that reach a GPU from the host, of those that it reads of its own memory meanwhile
@@ -74,7 +72,7 @@ def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundsChoice:
     """One way to go on: rounds that check so many nodes each, until a chain is so long, and what it promises."""
 
     num_nodes: int
@@ -98,16 +96,15 @@ class RoundsPlanner(Planner):
     max_nodes = TILE_ROWS - 1
 
     def __init__(self, costs: StepCosts, rounds: RoundCosts = ON_A_CPU) -> None:
+        super().__init__()
         self._costs, self._rounds = costs, rounds
-        self._current = NO_ROUNDS
         self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
         self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
         self._num_rounds = self._num_steps = 0
         self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
         self._compared = PRIOR_TRIALS
-        self._has_learned = False
 
-    def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> Rounds:
+    def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> RoundsChoice:
         """Choose the rounds that pay most for sequences of so many cached positions, `[num_sequences]`.
 
         `tree_tokens [num_sequences, num_choices]` are the tokens that trees of `NODE_CHOICES` nodes bring where they
@@ -118,24 +115,24 @@ class RoundsPlanner(Planner):
             (chain, len(lengths) * self._tokens(chain), together(self._forward_seconds(texts, chain + 1), overhead))
             for chain in CHAIN_LENGTHS
         ]
-        best = Rounds(0, 0, 0.0)
+        best = RoundsChoice(0, 0, 0.0)
         for num_nodes in ROUND_NODES:
             drawn = float(tree_tokens[:, NODE_CHOICES.index(num_nodes)].mean())
             round_seconds = self._slowness * self._round_seconds(texts, num_nodes)
             for chain_length, tokens, verifying in chains:
                 rate = tokens / (max(1.0, chain_length / drawn) * round_seconds + verifying)
                 if rate > best.rate:
-                    best = Rounds(num_nodes, chain_length, rate)
+                    best = RoundsChoice(num_nodes, chain_length, rate)
         return best
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
         """The seconds until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
-    def begin(self, rounds: Rounds, lengths: np.ndarray) -> float:
+    def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:
         """Begin a step that goes this way; return the seconds that its verification should take."""
         self._num_steps += 1
-        self._current = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
+        self._plan = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         texts = self._texts(lengths)
         self._expected = self._round_seconds(texts, rounds.num_nodes) / texts.number
         return self._forward_seconds(texts, rounds.chain_length + 1)
@@ -144,9 +141,6 @@ class RoundsPlanner(Planner):
     def is_new(self) -> bool:
         """True if too few steps with rounds were seen to go by what they took."""
         return self._num_steps < STEPS_TO_KNOW
-
-    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        return self._current
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
         if not proposed.rounds:  # there was no depth for one
@@ -160,7 +154,6 @@ class RoundsPlanner(Planner):
         num_alike = sum(node < proposed.chain_length for node in path)
         num_compared = min(num_alike + 1, max(1, proposed.chain_length))  # nothing drawn is nothing alike
         self._alike, self._compared = KEPT * self._alike + num_alike, KEPT * self._compared + num_compared
-        self._has_learned = True
 
     def forget(self) -> None:
         """Let what is known of rounds count a little less, since they do not pay now."""
@@ -176,7 +169,7 @@ class RoundsPlanner(Planner):
         is_number = found.dtype == np.float64 and found.shape == (3,)
         if not is_number or not ((found >= 0) & (found <= MOST_COUNTED)).all() or found[1] > found[2] or found[2] < 1:
             raise ValueError(f"plan of rounds: found {found}, expected a factor and two numbers of tokens")
-        if not self._has_learned:  # what other texts showed here counts more than what this one showed elsewhere
+        if self._num_rounds == 0:  # what other texts showed here counts more than what this one showed elsewhere
             _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
 
     def _tokens(self, chain_length: int) -> float:

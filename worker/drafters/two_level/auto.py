@@ -13,19 +13,19 @@ import numpy as np
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.drafters.auto.auto_plan import (
-    ON_A_CPU,
-    RoundCosts,
-    Rounds,
-    RoundsPlanner,
-    costs_beside_a_gpu,
-    costs_on_a_gpu,
-)
-from swiftbatch.worker.drafters.auto.proposer import RecycledProposer
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import SharedBudget, lengths_of
+from swiftbatch.worker.drafters.two_level.auto_plan import (
+    ON_A_CPU,
+    RoundCosts,
+    RoundsChoice,
+    RoundsPlanner,
+    costs_beside_a_gpu,
+    costs_on_a_gpu,
+)
+from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -61,28 +61,37 @@ def round_costs(target: TargetModel) -> RoundCosts | None:
     return costs_of(arena.shape.head_dim, arena.shape.dtype.itemsize)
 
 
+class RecycledProposer(Proposer):
+    """Small trees of recycled candidates, from the tables of a drafter that learns by itself."""
+
+    def __init__(self, recycling: TokenRecyclingDrafter) -> None:
+        self._recycling = recycling
+
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        return [
+            self._recycling.tree(chain.sequence, *limit) if min(limit) > 0 else DraftTree()
+            for chain, limit in zip(chains, limits, strict=True)
+        ]
+
+
 class AutoDrafter(Drafter):
     """Two drafters, of which one proposes for all sequences of a step; both have the same tables."""
 
     needs_top_k = True
+    phases = TwoLevelDrafter.phases
 
     def __init__(
         self, target: TargetModel, planner: RoundsPlanner, recycling: TokenRecyclingDrafter, budget: SharedBudget
     ) -> None:
         self._recycling, self._budget, self._planner = recycling, budget, planner
         self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
-        self._rounds: Rounds | None = None  # of the coming steps; None: they have trees
+        self._rounds: RoundsChoice | None = None  # of the coming steps; None: they have trees
         self._names: list[str] = []  # of the sequences that the plan is for
         self._num_steps = 0  # since then
         self._longest_planned = 0  # text of the sequences at the last plan, in tokens
         self._steps_per_plan = FIRST_PLAN
-        self._caches: dict[str, FullKVCache] = {}
-        self._in_chains: set[str] = set()  # sequences that chains were drawn for
+        self._caches_outside: dict[str, FullKVCache] = {}  # of sequences that no chain was drawn for yet
         self._is_chain = False  # what was proposed last
-
-    @property
-    def phases(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._chains.phases
 
     @property
     def draft_kind(self) -> str:
@@ -98,7 +107,7 @@ class AutoDrafter(Drafter):
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._recycling.start(sequence, cache)
-        self._caches[sequence.sequence_id] = cache
+        self._caches_outside[sequence.sequence_id] = cache
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._rests(requests):
@@ -127,11 +136,9 @@ class AutoDrafter(Drafter):
             self._budget.learn(sequence, round_.num_nodes, round_.path)
 
     def stop(self, sequence: Sequence) -> None:
-        if sequence.sequence_id in self._in_chains:
+        if self._caches_outside.pop(sequence.sequence_id, None) is None:
             self._chains.stop(sequence)
-            self._in_chains.remove(sequence.sequence_id)
         self._recycling.stop(sequence)
-        del self._caches[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         acceptance = {"tree_acceptance": self._budget.state(sequence)}
@@ -184,7 +191,7 @@ class AutoDrafter(Drafter):
             return TREES_PER_PLAN
         return 1 if self._planner.is_new else ROUNDS_PER_PLAN
 
-    def _rounds_that_pay(self, requests: list[DraftRequest]) -> Rounds | None:
+    def _rounds_that_pay(self, requests: list[DraftRequest]) -> RoundsChoice | None:
         """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED:
@@ -195,7 +202,7 @@ class AutoDrafter(Drafter):
         rounds = self._planner.best(lengths, self._budget.tokens(requests), beside)
         trees = self._budget.rate(requests)
         least = trees / ALWAYS_BETTER if self._rounds else trees * ALWAYS_BETTER
-        is_new = np.array([request.sequence.sequence_id not in self._in_chains for request in requests])
+        is_new = np.array([request.sequence.sequence_id in self._caches_outside for request in requests])
         num_tokens = sum(request.sequence.num_remaining_tokens for request in requests)
         saved = num_tokens * (1 / trees - 1 / rounds.rate)
         is_worth_it = not is_new.any() or saved > self._planner.taking_in_seconds(lengths[is_new])
@@ -205,9 +212,9 @@ class AutoDrafter(Drafter):
         """Take some more of each sequence in for rounds; False while there is more to come: no step waits for long."""
         for request in requests:
             name = request.sequence.sequence_id
-            if name not in self._in_chains:  # those that stay short never need room for a partial cache
-                self._chains.start(request.sequence, self._caches[name])
-                self._in_chains.add(name)
+            if name in self._caches_outside:  # those that stay short never need room for a partial cache
+                self._chains.start(request.sequence, self._caches_outside[name])
+                del self._caches_outside[name]
         num_chunks = max(1, CHUNKS_AT_ONCE // len(requests))
         caught_up = [self._chains.catch_up(request.sequence, num_chunks) for request in requests]
         return all(caught_up)
