@@ -41,7 +41,7 @@ def test_every_kind_says_what_transformers_says_with_kernels_in_its_plain_layers
     assert compare(target).agrees
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kind", PROBED)
 def test_rows_are_exact_whoever_attends(kind: str, dtype: torch.dtype) -> None:
     target = tiny_target(kind, dtype, window=40, variant=VARIANT)

@@ -41,6 +41,7 @@ def test_tokens_do_not_depend_on_drafts_or_on_what_shares_a_step(files: ModelFil
     assert generated(flash_target(files, 1), "autoregressive", 3, PROMPTS, num_at_a_time=1) == together
 
 
+@pytest.mark.slow  # test_offloaded.py has them with our own attention
 def test_caches_outside_the_device_change_no_token(files: ModelFiles, together: list[list[int]]) -> None:
     offloaded = offloaded_target(files, torch.bfloat16, attention="flash")
     assert generated(offloaded, "token-recycling", 3, PROMPTS) == together
