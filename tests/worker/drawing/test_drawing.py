@@ -20,6 +20,8 @@ from swiftbatch.worker.drawing.verification import Walk
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 
+pytestmark = pytest.mark.long
+
 VOCAB = 40
 PENALISED = {"temperature": 1.0, "min_p": 0.02, "repetition_penalty": 1.5, "penalty_window": 6}
 PLAIN = {"temperature": 0.7, "top_p": 0.9}

@@ -19,6 +19,8 @@ from swiftbatch.worker.papers.tokenswift.digit_tree import Sources, digit_tree
 from swiftbatch.worker.papers.tokenswift.ngram_table import NgramTable
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TEXTS, TREE, VOCAB, gate, ours, plain_steps, rows_of
 
+pytestmark = pytest.mark.long
+
 
 def paper_tree() -> DraftTree:
     """TokenSwift's tree 1,3,3,3 with the k = 20 most frequent 4-grams of a text of the little model merged in."""

@@ -30,7 +30,10 @@ from tests.worker.kernels.kernel_parts import (
     whole,
 )
 
-pytestmark = pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16"),
+]
 WIDE = Shape(hidden=512, intermediate=1504, vocab=1000, group=8)  # enough for helpers
 KINDS = [*(shape for shape in SHAPES if shape.dtype == BF16), WIDE]
 

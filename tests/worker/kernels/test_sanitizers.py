@@ -15,6 +15,8 @@ from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
+pytestmark = pytest.mark.long
+
 OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
 IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
@@ -32,9 +34,10 @@ def sanitizer() -> tuple[list[str], str] | None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "variant", [OWN, *(pytest.param(each, marks=pytest.mark.slow) for each in (*IN_SOFTWARE, *OTHERS))]
+    ("variant", "num_rounds"),
+    [(OWN, 2), *(pytest.param(each, 6, marks=pytest.mark.slow) for each in (OWN, *IN_SOFTWARE, *OTHERS))],
 )
-def test_sanitizers_find_nothing(variant: str) -> None:
+def test_sanitizers_find_nothing(variant: str, num_rounds: int) -> None:
     if (found := sanitizer()) is None:
         pytest.skip("no compiler with sanitizers")
     compiler, preloaded = found
@@ -42,7 +45,7 @@ def test_sanitizers_find_nothing(variant: str) -> None:
     library = compiled_once(variant, compiler, (*FLAGS, *emulation))
     environment = {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.worker.kernels.sanitized_run", str(library)],
+        [sys.executable, "-m", "tests.worker.kernels.sanitized_run", str(library), str(num_rounds)],
         env=os.environ | environment,
         cwd=ROOT,
         capture_output=True,

@@ -20,7 +20,7 @@ from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 VARIANT = (VARIANTS or ["none"])[0]
 MIXED = ("cohere2", "llama4_text", "qwen3")  # some layers with windows or chunks, some without

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
+
+pytestmark = pytest.mark.long
 
 
 def test_kernels_compile_for_both_gpus_without_spills() -> None:

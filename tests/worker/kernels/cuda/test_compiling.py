@@ -21,6 +21,8 @@ from tests.worker.kernels.cuda.compiling import (
     scan_kernels,
 )
 
+pytestmark = pytest.mark.long
+
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
 ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail")
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]

@@ -36,6 +36,8 @@ from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 
+pytestmark = pytest.mark.long
+
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
 LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short

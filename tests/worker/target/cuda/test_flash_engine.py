@@ -16,6 +16,8 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, generated
 
+pytestmark = pytest.mark.long
+
 PROMPTS = (6, 64)  # the second one is a whole block, which is a prefix from then on
 
 

@@ -21,6 +21,8 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 SPOILT = 200  # a token that no prompt has and no tree
 Forwarded = list[list[tuple[int, int]]]  # for each forward, what it has of each sequence: first entry, rows
 

@@ -19,6 +19,8 @@ from swiftbatch.worker.kernels.team import Team
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
 
+pytestmark = pytest.mark.long
+
 NUM_BEST = 50
 SEQUENCES = [Rows(2, 40, 3), Rows(0, 70, 2), Rows(1, 5, 9)]  # of which one is short, and one has more than a tile
 SIZES = [(64, FLOAT32), pytest.param(128, BF16, marks=pytest.mark.slow)]
