@@ -1,4 +1,5 @@
-# `make demo` runs the main job, `make test` everything that must hold. Both need Python 3.11+, make and pip alone.
+# `make demo` runs the main job, `make test` tries every promise once, `make test-quick` what needs neither Ray nor long,
+# and `make test-all` every case, which takes hours. All need Python 3.11+, make and pip alone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,12 +8,20 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt worker/kernels/build.py worker/kernels/source \
 	$(wildcard worker/kernels/source/*)
 
-.PHONY: demo test lint
+PYTEST = $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-quick test-all lint
 demo: $(VENV)/installed
 	$(BIN)/python -m swiftbatch.scheduler.demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-quick: lint
+	$(PYTEST) -m "not slow and not ray and not long"
+
+test-all: lint
+	$(PYTEST) -m ""
 
 # mypy finds a package by its folder alone: one with links has the rooms as an install does.
 lint: $(VENV)/installed-dev

@@ -41,6 +41,13 @@ from tests.jobs.storage.s3_server import S3Server, running_s3_server
 NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever shares a Ray needs one."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ray)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_threads() -> None:
     torch.set_num_threads(NUM_THREADS)

@@ -35,6 +35,8 @@ from tests.metrics.report_parts import (
 )
 from tests.work_counts import counted_calls
 
+pytestmark = pytest.mark.long
+
 
 def test_the_curves_say_what_the_timelines_say(tmp_path: Path) -> None:
     found = stretches(facts_of(preempted_run(str(tmp_path))))

@@ -20,6 +20,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from tests.metrics.report_parts import BEGIN, attempt, finish, new_run, page_of, preempted_run, record, timeline
 
+pytestmark = pytest.mark.long
+
 HOSTILE = (
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',

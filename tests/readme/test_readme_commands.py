@@ -38,6 +38,8 @@ from tests.readme.command_lines import (
 )
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
+pytestmark = pytest.mark.ray
+
 README = page("README.md")
 KUBERNETES = page("k8s/README.md")
 BLOCKS = [block for path in PAGES for block in blocks(page(path))]

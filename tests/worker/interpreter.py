@@ -19,6 +19,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+import tests.worker.interpreter_fast_paths  # noqa: F401
+
 _patch, _cast = interpreter._patch_lang, interpreter.InterpreterBuilder.cast_impl
 _new_block_type = tl.block_type.__init__
 _dtype_of = interpreter._get_np_dtype
@@ -56,6 +58,7 @@ def block_type(self: Any, element_ty: Any, shape: Any) -> None:
     key = (element_ty.name, *(each if type(each) is int else each.value for each in shape))
     if key not in _block_types:
         _new_block_type(self, element_ty, shape)
+        self.constants = shape_of(*self.shape)
         _block_types[key] = vars(self).copy()
     vars(self).update(_block_types[key])
 
@@ -65,10 +68,13 @@ def shape_of(*sizes: int) -> tuple[Any, Any]:
     return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
 
 
+NO_SHAPE = shape_of()
+
+
 def tensor(self: Any, handle: Any, type: Any) -> None:
     """With constants that all of its shape share."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = shape_of(*type.shape) if type.is_block() else shape_of()
+    self.numel, self.shape = type.constants if type.is_block() else NO_SHAPE
 
 
 def dtype_of(type: Any) -> np.dtype[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +14,8 @@ from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
+
+pytestmark = pytest.mark.long
 
 NUM_TOKENS = 500
 TIE = 1e-4  # logits closer than this may be ordered either way by rounding

@@ -15,6 +15,8 @@ from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, NUM_PROMPT_TOKENS, check_checkpoints, output_ids
 from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, RESULT, finish, run_attempt
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parent / "commit_steps.py"
 
 

@@ -16,6 +16,8 @@ from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run import job_table
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 
+pytestmark = pytest.mark.long
+
 
 def test_both_forms_of_a_line_give_the_same_job(tmp_path: Path) -> None:
     (short,), _ = read(tmp_path, GOOD | {"temperature": 0, "stop": "END"})

@@ -19,6 +19,8 @@ from swiftbatch.jobs.storage.store import Store, StoreError
 from tests import ROOT
 from tests.jobs.storage.fault_proxy import FaultProxy
 
+pytestmark = pytest.mark.long
+
 
 def counted(seconds: float) -> tuple[Retries, list[None]]:
     """Retries, and one entry for each that was made."""

@@ -25,6 +25,8 @@ from tests import ROOT
 from tests.jobs.storage.fault_proxy import Fault, FaultProxy
 from tests.jobs.storage.s3_server import S3Server
 
+pytestmark = pytest.mark.long
+
 
 def test_a_small_file_is_one_request_and_a_big_one_goes_up_in_parts(s3_store: Store, s3_proxy: FaultProxy) -> None:
     store = Store(s3_store.uri)

@@ -19,6 +19,8 @@ from swiftbatch.scheduler.cluster import watch as cluster_watch
 from swiftbatch.scheduler.cluster.watch import ClusterLostError, ClusterWatch
 from tests.simulated_clock import SimulatedClock
 
+pytestmark = pytest.mark.ray
+
 
 class FakeHead:
     """Answers as it is told to: a real head that is lost takes the process of the test with it."""

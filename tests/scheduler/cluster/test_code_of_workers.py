@@ -17,6 +17,8 @@ from swiftbatch.scheduler.cluster.bootstrap import PACKAGE, ROOMS, OtherCodeErro
 from swiftbatch.scheduler.cluster.last_words import last_words
 from tests import ROOT
 
+pytestmark = pytest.mark.ray
+
 LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3, "ignore_eos": True}
 IN_A_WORKER = """
 import json, os, sys

@@ -18,6 +18,8 @@ from swiftbatch.scheduler.cluster import cluster, embedded_ray
 from swiftbatch.scheduler.cluster.cluster import ClusterError, connect
 from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

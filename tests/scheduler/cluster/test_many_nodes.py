@@ -18,6 +18,8 @@ from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, swiftbatch
 
+pytestmark = pytest.mark.ray
+
 NUM_TOKENS = 500
 JOBS: list[dict[str, Any]] = [
     {"custom_id": name, "prompt": prompt, "max_tokens": 4 * NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
@@ -97,6 +99,7 @@ def test_a_killed_node_costs_no_token(
     assert bodies(driver.run)[worker.jobs[0]]["metrics"]["num_attempts"] == 2
 
 
+@pytest.mark.slow  # test_preemption.py drains nodes of an embedded Ray
 def test_a_drained_node_hands_its_jobs_back_whole(
     cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ from swiftbatch.scheduler.cli import main
 from tests import ROOT
 from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, refusal
 
+pytestmark = pytest.mark.ray
+
 
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}

@@ -18,6 +18,8 @@ import pytest
 from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.jobs.run.run import Run
 
+pytestmark = pytest.mark.ray
+
 NUM_TOKENS = 3000
 JOBS: list[dict[str, Any]] = [
     {
@@ -81,6 +83,12 @@ def workers(run: Path) -> list[WorkerStatus]:
     return [] if progress is None else list(progress.workers)
 
 
+def hold(found: list[WorkerStatus]) -> None:
+    """Stop workers where they are, so that no job ends before one of them is killed."""
+    for worker in found:
+        os.kill(worker.pid, signal.SIGSTOP)
+
+
 def token_log(run: Path) -> Path | None:
     """A token log of an unfinished job, once there is one."""
     return next(iter(run.glob("checkpoints/*/*/tokens.bin")), None)
@@ -132,13 +140,19 @@ def test_a_worker_killed_midway_changes_no_token(
 ) -> None:
     run = tmp_path / "run"
     with started(*submit_args, "--run", str(run), "--workers", "2", "--metrics-port", "0") as process:
-        log = wait_until(lambda: token_log(run))
+        wait_until(lambda: token_log(run) and len(workers(run)) == 2)
+        held = workers(run)
+        hold(held)
+        log = token_log(run)
+        assert log is not None
         job_id = log.parent.parent.name
         custom_id = job_id.rsplit("-", 1)[0]
         worker, *_ = wait_until(lambda: [worker for worker in workers(run) if custom_id in worker.jobs])
         assert status(run)["workers"][0]["metrics_address"].startswith("http://")
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         os.kill(worker.pid, signal.SIGKILL)
+        for other in {each.pid for each in held} - {worker.pid}:
+            os.kill(other, signal.SIGCONT)
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, output
     assert f"worker {worker.id} is lost: its process ended" in output
@@ -201,6 +215,7 @@ def test_limits_and_a_killed_driver_between_them_change_no_token(
     assert total >= sum(num_tokens for *_, num_tokens in undisturbed.values())
 
 
+@pytest.mark.slow  # test_nightly.py gives the same file again, and a changed one
 def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], tmp_path: Path) -> None:
     run, jobs_file = tmp_path / "run", tmp_path / "jobs.jsonl"
     short = {"prompt": "fox", "max_tokens": 20}

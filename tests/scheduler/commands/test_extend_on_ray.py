@@ -13,6 +13,8 @@ from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driving import Driver, bodies, outputs, swiftbatch
 from tests.scheduler.runs.extension_parts import run_all
 
+pytestmark = pytest.mark.ray
+
 FIRST, LONGER = 200, 2500
 OFTEN = ["--checkpoint-seconds", "0.2"]
 

@@ -28,6 +28,8 @@ from swiftbatch.scheduler.runs.job_files import job_files
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 
+pytestmark = pytest.mark.long
+
 DEADLINE_SECONDS = 120
 
 

@@ -6,9 +6,13 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
+
+pytestmark = pytest.mark.ray
 
 JOB = {"custom_id": "x", "prompt": "the quick brown fox", "max_tokens": 8}
 # what the supervisor of a submitted job hands to its driver, by that name

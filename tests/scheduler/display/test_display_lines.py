@@ -18,6 +18,8 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display import event_reference
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
+pytestmark = pytest.mark.ray
+
 HOSTILE = "the\x1b[2Jsecond\nrun finished; jobs: all"
 
 

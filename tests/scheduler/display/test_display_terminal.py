@@ -19,6 +19,8 @@ from swiftbatch.jobs.run.run import Run
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
+pytestmark = pytest.mark.ray
+
 NUM_TOKENS = 5000
 NUM_LINES = 40
 

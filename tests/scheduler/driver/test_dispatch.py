@@ -14,6 +14,8 @@ from tests import ROOT
 from tests.scheduler.driver.dispatch_parts import Dispatched, ask_status, dispatch, with_driver
 from tests.work_counts import counted_calls
 
+pytestmark = pytest.mark.ray
+
 FEW, MANY = 1_000, 10_000
 MOST_CALLS_PER_JOB = 20  # to count those that have ended in a folder: twice what is needed
 BYTES_PER_DONE_JOB = 150  # its id alone takes about as much

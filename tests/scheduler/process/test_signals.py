@@ -23,6 +23,8 @@ from tests.scheduler.driver.driver_parts import make_run
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 from tests.scheduler.process.signal_parts import JOB, NO_HANDLER_YET, Submission, heard, submission
 
+pytestmark = pytest.mark.ray
+
 SOON_SECONDS = 60  # for a machine with other things to do; a Ray that is waited for in vain takes as long
 
 

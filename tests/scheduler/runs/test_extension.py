@@ -20,6 +20,8 @@ from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import REWINDING
 
+pytestmark = pytest.mark.long
+
 FIRST, LONGER = 90, 200
 DRAWN = {
     "frequency_penalty": 0.3,

@@ -20,6 +20,8 @@ from tests.jobs.shards.shard_parts import all_rows, fail, files, finish, job_ids
 from tests.scheduler.runs.test_killed_extend import as_a_process_that_is_no_more
 from tests.scheduler.runs.test_killed_submit import Files, States, put
 
+pytestmark = pytest.mark.long
+
 LINES = {"a": 1, "b": 2, "c": 1, "d": 1, "e": 1}
 MOMENTS = {"disk": 25, "s3": 10}  # the least number of them
 

@@ -27,6 +27,8 @@ from swiftbatch.scheduler.runs import job_records, launch, submission
 from swiftbatch.scheduler.runs.settings import Settings
 from tests.jobs.run.run_parts import FINISHED
 
+pytestmark = pytest.mark.long
+
 Files = dict[str, bytes]
 CHANGES = ("mkdir", "replace", "link", "unlink", "fsync")
 RANDOM = re.compile(r"[0-9a-f]{8,}")

@@ -27,6 +27,8 @@ from tests.scheduler.serve.server_parts import (
     wait_until,
 )
 
+pytestmark = pytest.mark.ray
+
 CHAT = {
     "custom_id": "c",
     "method": "POST",

@@ -21,6 +21,8 @@ from swiftbatch.scheduler.webhooks.sender import Sender
 from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
 from tests.simulated_clock import SimulatedClock
 
+pytestmark = pytest.mark.long
+
 END = WebhookMessage("run.ended", {"run_id": "run-1", "state": "finished", "jobs": {"finished": 2}})
 JOB = WebhookMessage("job.ended", {"run_id": "run-1", "custom_id": "ä", "state": "finished", "num_tokens": 7})
 

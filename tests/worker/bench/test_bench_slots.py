@@ -27,6 +27,8 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 TEXT = "the lazy fox jumps over the dog. " * 80
 
 
@@ -54,7 +56,9 @@ def triforce_table(**shared: Any) -> None:
     run_prompt_ablation(PromptAblationOptions(table="1", prefill=300, num_tokens=40, seed=0, **shared))
 
 
-@pytest.mark.parametrize(("benchmark", "longest"), [(decode_bench, 2048), (long_bench, 45)])  # one warms up
+@pytest.mark.parametrize(
+    ("benchmark", "longest"), [pytest.param(decode_bench, 2048, marks=pytest.mark.slow), (long_bench, 45)]
+)  # one warms up
 def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[..., None], longest: int
 ) -> None:

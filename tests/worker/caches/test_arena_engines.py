@@ -18,6 +18,11 @@ from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 
+pytestmark = pytest.mark.long
+
+ENGINES_HERE = ("autoregressive", "token-recycling", "tokenswift", "griffin")
+OTHERS = [name for name in ENGINES_HERE if name != "token-recycling"]
+
 NUM_SLOTS, MAX_TOKENS = 2, 40
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
 
@@ -65,8 +70,18 @@ def generate(target: TargetModel, engine_name: str) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("loads", ["kernels", "transformers"])
-@pytest.mark.parametrize("engine_name", ["autoregressive", "token-recycling", "tokenswift", "griffin"])
+@pytest.mark.parametrize(
+    ("engine_name", "loads"),
+    [
+        *((name, "kernels") for name in ENGINES_HERE),
+        ("token-recycling", "transformers"),
+        *(
+            pytest.param(name, "transformers", marks=pytest.mark.slow)
+            for name in ENGINES_HERE
+            if "recycling" not in name
+        ),
+    ],
+)
 def test_every_engine_gives_the_same_tokens(target: TargetModel, engine_name: str, loads: str) -> None:
     forwards = target.forwards
     if loads == "transformers":

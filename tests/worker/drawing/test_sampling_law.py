@@ -19,6 +19,8 @@ from swiftbatch.worker.papers.tokenswift.digit_tree import Sources, digit_tree
 from swiftbatch.worker.papers.tokenswift.ngram_table import NgramTable
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, TEXTS, TREE, VOCAB, gate, ours, plain_steps, rows_of
 
+pytestmark = pytest.mark.long
+
 
 def paper_tree() -> DraftTree:
     """TokenSwift's tree 1,3,3,3 with the k = 20 most frequent 4-grams of a text of the little model merged in."""
@@ -66,28 +68,31 @@ STRUCTURED = SamplingParams(
     structured_outputs={"choice": sorted(TEXTS)},  # type: ignore[arg-type]
 )
 THINKING = SamplingParams(max_tokens=100, repetition_penalty=1.3, min_p=0.02, thinking_token_budget=1)
-SETTINGS = pytest.mark.parametrize(
+SETTINGS = {
+    "plain": (PLAIN, TREE),
+    "penalised": (PENALISED, TREE),
+    "filtered": (FILTERED, TREE),
+    "tokenswift": (PAPER, PAPER_TREE),
+    "by counts": (BY_COUNTS, TREE),
+    "adjusted": (ADJUSTED, TREE),
+    "structured": (STRUCTURED, TREE),
+    "thinking": (THINKING, TREE),
+}
+OF_OTHERS = ("penalised", "by counts")  # what they do "filtered" and "adjusted" do as well, with more besides
+
+
+@pytest.mark.parametrize(
     ("params", "tree"),
     [
-        (PLAIN, TREE),
-        (PENALISED, TREE),
-        (FILTERED, TREE),
-        (PAPER, PAPER_TREE),
-        (BY_COUNTS, TREE),
-        (ADJUSTED, TREE),
-        (STRUCTURED, TREE),
-        (THINKING, TREE),
+        pytest.param(*setting, id=name, marks=pytest.mark.slow if name in OF_OTHERS else ())
+        for name, setting in SETTINGS.items()
     ],
-    ids=["plain", "penalised", "filtered", "tokenswift", "by counts", "adjusted", "structured", "thinking"],
 )
-
-
-@SETTINGS
 def test_verified_tokens_follow_the_law(params: SamplingParams, tree: DraftTree) -> None:
     assert gate(ours, params, tree) > 1e-3
 
 
-@SETTINGS
+@pytest.mark.parametrize(("params", "tree"), SETTINGS.values(), ids=SETTINGS)
 def test_verified_tokens_are_those_of_plain_decoding(params: SamplingParams, tree: DraftTree) -> None:
     for seed in range(500):
         assert plain_steps(ours, tree, params, seed) == plain_steps(ours, DraftTree(), params, seed)
@@ -127,7 +132,10 @@ def longest_of_independent_leaves(sequence: Sequence, tree: DraftTree) -> list[i
     return best
 
 
-@pytest.mark.parametrize(("params", "tree"), [(PLAIN, TREE), (PAPER, PAPER_TREE)], ids=["plain", "tokenswift"])
+@pytest.mark.parametrize(
+    ("params", "tree"),
+    [pytest.param(PLAIN, TREE, id="plain"), pytest.param(PAPER, PAPER_TREE, id="tokenswift", marks=pytest.mark.slow)],
+)
 def test_the_gate_catches_an_independent_sample_per_leaf_with_the_longest_match_winning(
     params: SamplingParams, tree: DraftTree
 ) -> None:
@@ -149,7 +157,13 @@ def path_ids(tree: DraftTree, path: list[int]) -> list[int]:
     return [tree.token_ids[node] for node in path]
 
 
-@pytest.mark.parametrize(("params", "tree"), [(PENALISED, TREE), (PAPER, PAPER_TREE)], ids=["penalised", "tokenswift"])
+@pytest.mark.parametrize(
+    ("params", "tree"),
+    [
+        pytest.param(PENALISED, TREE, id="penalised"),
+        pytest.param(PAPER, PAPER_TREE, id="tokenswift", marks=pytest.mark.slow),
+    ],
+)
 def test_the_gate_catches_a_penalty_that_ignores_the_ancestors_in_the_tree(
     params: SamplingParams, tree: DraftTree
 ) -> None:
@@ -174,7 +188,9 @@ def test_the_gate_catches_masks_that_ignore_the_ancestors_in_the_tree() -> None:
     assert gate(forgetful, STRUCTURED) < 1e-6
 
 
-@pytest.mark.parametrize("params", [BY_COUNTS, ADJUSTED], ids=["by counts", "adjusted"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(BY_COUNTS, id="by counts"), pytest.param(ADJUSTED, id="adjusted", marks=pytest.mark.slow)]
+)
 def test_the_gate_catches_counts_that_ignore_the_ancestors_in_the_tree(params: SamplingParams) -> None:
     def forgetful(sequence: Sequence, tree: DraftTree) -> list[int]:
         sampler = TokenSampler(sequence, VOCAB)

@@ -17,6 +17,8 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
 from tests.worker.model.kind_parts import tiny_target
 
+pytestmark = pytest.mark.long
+
 ENGINES = [name for name in BENCH_ENGINES if name not in VARIANTS]
 NUM_SHARED = 300
 

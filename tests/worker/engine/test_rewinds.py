@@ -19,6 +19,8 @@ from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.engine.test_repetition import ends_in_a_loop
 from tests.worker.test_exactness import PROMPTS, decode
 
+pytestmark = pytest.mark.long
+
 NUM_TOKENS = 64
 LOOP = {"max_pattern_size": 32, "min_count": 2, "action": "rewind", "max_rewinds": 2}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -16,6 +16,8 @@ from swiftbatch.worker.exactness.verdicts import known_verdict
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from tests import ROOT
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

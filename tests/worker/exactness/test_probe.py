@@ -17,6 +17,8 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.exactness.spoilt_attention import rows_that_depend_on_neighbours
 
+pytestmark = pytest.mark.long
+
 
 def by_transformers(target: TargetModel) -> TargetModel:
     """The same model without kernels of ours, whose rows can be spoilt."""

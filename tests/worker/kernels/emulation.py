@@ -9,4 +9,5 @@ from tests.worker.kernels.kernel_parts import VARIANTS
 EMULATED = "amx-bf16"
 OTHER = "avx512-bf16"  # takes the same products one by one; the rest of the code needs its instructions
 CAN_EMULATE = OTHER in VARIANTS and EMULATED not in VARIANTS
-FLAGS_OF_EMULATION = ("-include", str(Path(__file__).with_name("emulated_tiles.h")))
+EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
+FLAGS_OF_EMULATION = ("-include", str(EMULATED_TILES))

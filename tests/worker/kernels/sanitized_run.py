@@ -1,4 +1,6 @@
-"""A program: random row tables through a library built to find wrong reads and writes, whose path is its argument.
+"""A program: random row tables through a library built to find wrong reads and writes.
+
+Its arguments are the library's path, and how many rounds there are of each kind.
 
 Right tables give finite logits, spoiled ones a ValueError; anything else ends the process with the sanitizer's report.
 Draws, walks and candidates of random rows likewise, and causal attention with its gradients.
@@ -42,7 +44,6 @@ from tests.worker.kernels.kernel_parts import (
     scanned_noise,
 )
 
-NUM_ROUNDS = 6
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
@@ -72,9 +73,9 @@ def spoil(numbers: random.Random, rows: SequenceRows | PartialRows) -> SequenceR
     return dataclasses.replace(rows, **{name: changed})
 
 
-def fuzz(shape: Shape, numbers: random.Random) -> None:
+def fuzz(shape: Shape, numbers: random.Random, num_rounds: int) -> None:
     decoder = NativeDecoder(random_weights(shape), 2, "sanitized")
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
         sizes = (2, sum(len(group) for group in groups), shape.num_kv_heads * shape.group, shape.head_dim)
         queries = torch.full(sizes, torch.nan, dtype=shape.dtype) if numbers.random() < 0.5 else None
@@ -92,11 +93,11 @@ def fuzz(shape: Shape, numbers: random.Random) -> None:
     native_attention(Team(open_library(Path(sys.argv[1])), 2), [rows], 1, *tensors, 0.1)
 
 
-def fuzz_griffin(shape: Shape, numbers: random.Random) -> None:
+def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int) -> None:
     for num_parts, expansion in ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80)):
         team = Team(open_library(Path(sys.argv[1])), 2)
         draft = NativeGriffin(random_griffin(shape, num_parts, expansion), team)
-        for _ in range(3):
+        for _ in range((num_rounds + 1) // 2):
             groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
             features, embeddings = torch.randn(2, sum(map(len, groups)), shape.hidden).to(shape.dtype)
             for output in draft.forward(groups, features, embeddings):
@@ -107,10 +108,10 @@ def fuzz_griffin(shape: Shape, numbers: random.Random) -> None:
                 continue
 
 
-def fuzz_sampling(vocab: int, numbers: random.Random) -> None:
-    for row, position, params, counts in cases(numbers, vocab, 5 * NUM_ROUNDS):
+def fuzz_sampling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
+    for row, position, params, counts in cases(numbers, vocab, 5 * num_rounds):
         sampling.draw(row, position, params, 0, penalised_counts(params, counts))
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         tree = random_tree(numbers, numbers.randrange(40), 0, vocab)
         rows = torch.stack([any_row(numbers, vocab) for _ in range(len(tree) + 1)])
         sequence = Sequence("s", [numbers.randrange(vocab) for _ in range(9)], any_params(numbers), vocab)
@@ -122,8 +123,8 @@ def fuzz_sampling(vocab: int, numbers: random.Random) -> None:
             sampling.top_candidates(rows)
 
 
-def fuzz_causal(numbers: random.Random) -> None:
-    for _ in range(NUM_ROUNDS):
+def fuzz_causal(numbers: random.Random, num_rounds: int) -> None:
+    for _ in range(num_rounds):
         num_kv_heads, group, length = numbers.randrange(1, 4), numbers.randrange(1, 4), numbers.choice(CAUSAL_LENGTHS)
         batch_size = numbers.randrange(1, 4)
         query, key, value = (
@@ -136,15 +137,16 @@ def fuzz_causal(numbers: random.Random) -> None:
 
 
 if __name__ == "__main__":
+    rounds = int(sys.argv[2])
     scan_cache.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
     causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
     for each in SHAPES:
-        fuzz(each, random.Random(str(each)))
-        fuzz_griffin(each, random.Random(str(each)))
+        fuzz(each, random.Random(str(each)), rounds)
+        fuzz_griffin(each, random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
-        fuzz_sampling(size, random.Random(size))
+        fuzz_sampling(size, random.Random(size), rounds)
     if (isa := open_library(Path(sys.argv[1])).kernels_variant().decode()) in causal.FAST_VARIANTS:
         causal.chosen_variant = lambda: isa
-        fuzz_causal(random.Random(isa))
+        fuzz_causal(random.Random(isa), rounds)
     print("nothing found")

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels import native as native_module
-from swiftbatch.worker.kernels.build import compile_library, find_compiler
+from swiftbatch.worker.kernels.build import find_compiler
 from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.target.tiles import tree_rows
+from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import EMULATED, FLAGS_OF_EMULATION, OTHER
 from tests.worker.kernels.kernel_parts import (
     BF16,
@@ -29,18 +30,19 @@ from tests.worker.kernels.kernel_parts import (
     whole,
 )
 
-pytestmark = pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16"),
+]
 WIDE = Shape(hidden=512, intermediate=1504, vocab=1000, group=8)  # enough for helpers
 KINDS = [*(shape for shape in SHAPES if shape.dtype == BF16), WIDE]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kernels") / "emulated.so"
+def library() -> Path:
     compiler = find_compiler()
     assert compiler is not None
-    compile_library(EMULATED, path, compiler, FLAGS_OF_EMULATION)
-    return path
+    return compiled_once(EMULATED, compiler, FLAGS_OF_EMULATION)
 
 
 def emulated(library: Path, shape: Shape, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> NativeDecoder:

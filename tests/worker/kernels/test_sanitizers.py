@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.worker.kernels.build import compile_library
 from tests import ROOT
+from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
+
+pytestmark = pytest.mark.long
 
 OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
 IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []
@@ -32,17 +34,18 @@ def sanitizer() -> tuple[list[str], str] | None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "variant", [OWN, *(pytest.param(each, marks=pytest.mark.slow) for each in (*IN_SOFTWARE, *OTHERS))]
+    ("variant", "num_rounds"),
+    [(OWN, 2), *(pytest.param(each, 6, marks=pytest.mark.slow) for each in (OWN, *IN_SOFTWARE, *OTHERS))],
 )
-def test_sanitizers_find_nothing(variant: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(variant: str, num_rounds: int) -> None:
     if (found := sanitizer()) is None:
         pytest.skip("no compiler with sanitizers")
     compiler, preloaded = found
     emulation = FLAGS_OF_EMULATION if variant == EMULATED else ()
-    compile_library(variant, tmp_path / "sanitized.so", compiler, (*FLAGS, *emulation))
+    library = compiled_once(variant, compiler, (*FLAGS, *emulation))
     environment = {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.worker.kernels.sanitized_run", str(tmp_path / "sanitized.so")],
+        [sys.executable, "-m", "tests.worker.kernels.sanitized_run", str(library), str(num_rounds)],
         env=os.environ | environment,
         cwd=ROOT,
         capture_output=True,

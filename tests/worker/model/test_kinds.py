@@ -24,6 +24,8 @@ from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target, where_it_runs
 
+pytestmark = pytest.mark.long
+
 PAGE = ROOT / "docs" / "models.md"
 FILES = ModelFiles("some-model", Path(), Digests({}, {}), 1024, 97)
 PROBED = {"mistral": 40, "gemma2": 100, "gpt_oss": 100, "llama4_text": 40, "deepseek_v3": 100}

@@ -19,6 +19,8 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
 
+pytestmark = pytest.mark.long
+
 WINDOWS = {"mistral": 40, "gemma2": 70, "gpt_oss": 40}  # they begin to forget before the text ends
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23
 

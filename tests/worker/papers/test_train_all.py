@@ -24,6 +24,8 @@ from tests import ROOT
 from tests.worker.papers.griffin.griffin_training_parts import FAST as FAST_GRIFFIN
 from tests.worker.training.small_target import train_small_targets
 
+pytestmark = pytest.mark.long
+
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60, num_steps=2)
 TARGET = TargetRecipe(2, kinds=(WindowKind("short", 64, 2, 1.0),), num_warmup_steps=1)
@@ -78,6 +80,7 @@ def test_everything_is_made_in_order_once_and_told_of_in_the_card(
     assert not list(output.glob("**/features"))
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_folder_as_it_is(books: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
     train(books, output)
@@ -92,6 +95,7 @@ def test_transformers_loads_the_folder_as_it_is(books: Path, tmp_path: Path) -> 
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] == ids.shape[1] + 2
 
 
+@pytest.mark.slow
 def test_trainings_need_no_triton_on_a_processor() -> None:
     program = "import sys; sys.modules['triton'] = None; import swiftbatch.worker.papers.all_trainings"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -24,6 +24,8 @@ from tests.worker.session.session_parts import (
     until,
 )
 
+pytestmark = pytest.mark.long
+
 JOB = record("fox", 160)
 
 
@@ -80,7 +82,9 @@ def resumed_digest(folder: Path, tiny_model: Path) -> str:
     return digest(run, JOB)
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "deleted"])
+@pytest.mark.parametrize(  # a checkpoint's own tests truncate and delete as well
+    "kind", ["flipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "deleted"))]
+)
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True))
 def test_each_damaged_file_in_turn_costs_no_token_and_is_named(

@@ -15,6 +15,8 @@ from swiftbatch.worker.target.step_costs import StepCosts
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import OFTEN, REWINDING, moments, wait_for_files
 
+pytestmark = pytest.mark.long
+
 __all__ = ["moments"]
 
 JOB = record("fox", 60, drawn=REWINDING | {"logprobs": 2})
@@ -40,7 +42,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> d
     return found
 
 
-@pytest.mark.parametrize(("engine", "loads"), [("token-recycling", True), ("suffix", False)])
+@pytest.mark.parametrize(
+    ("engine", "loads"), [("token-recycling", True), pytest.param("suffix", False, marks=pytest.mark.slow)]
+)
 def test_a_kill_at_any_moment_changes_no_bit(
     tmp_path: Path,
     tiny_model: Path,

@@ -29,6 +29,8 @@ from tests.worker.session.session_parts import (
     until,
 )
 
+pytestmark = pytest.mark.long
+
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
 
 

@@ -23,7 +23,13 @@ from swiftbatch.worker.target.step_costs import StepCosts
 from tests.worker.session.session_parts import body, claimed, made_with, make_run, record, session, to_the_end
 from tests.worker.session.test_thinking import MARKERS
 
+pytestmark = pytest.mark.long
+
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
+WITH_STATE_FIRST = [  # one that keeps something beside its tokens; the others have less to lose
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES[:2]),
+    ENGINES[2],
+]
 REWINDING = {
     "top_k": 3,
     "repetition_penalty": 0.95,
@@ -81,7 +87,7 @@ def wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])  # each engine has moments of its own
 @pytest.mark.parametrize("loads", [True, False])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WITH_STATE_FIRST)
 def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     tmp_path: Path,
     tiny_model: Path,
@@ -123,7 +129,7 @@ def test_caches_in_files_are_rolled_back_as_well(
     assert outcome(run) == undisturbed
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WITH_STATE_FIRST)
 def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behind_every_kill(
     tmp_path: Path, tiny_model: Path, moments: list[Path], monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:

@@ -25,6 +25,8 @@ from tests.worker.session.session_parts import (
     until,
 )
 
+pytestmark = pytest.mark.long
+
 NUM_TOKENS = 160
 JOB = record("fox", NUM_TOKENS)
 KINDS = (

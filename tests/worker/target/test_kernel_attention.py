@@ -20,7 +20,7 @@ from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 VARIANT = (VARIANTS or ["none"])[0]
 MIXED = ("cohere2", "llama4_text", "qwen3")  # some layers with windows or chunks, some without
@@ -41,7 +41,7 @@ def test_every_kind_says_what_transformers_says_with_kernels_in_its_plain_layers
     assert compare(target).agrees
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kind", PROBED)
 def test_rows_are_exact_whoever_attends(kind: str, dtype: torch.dtype) -> None:
     target = tiny_target(kind, dtype, window=40, variant=VARIANT)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.texts.text_parts import KINDS, Kind, segments
+
+pytestmark = pytest.mark.long
 
 NAMES = st.sampled_from(sorted(KINDS))
 LOSING = ("byte fallback, a space in front", "byte fallback")

@@ -16,6 +16,8 @@ from swiftbatch.worker.texts.stop_strings import first_stop
 from swiftbatch.worker.texts.token_bytes import steps_of
 from tests.worker.texts.text_parts import CHARACTERS, KINDS, Kind
 
+pytestmark = pytest.mark.long
+
 NAMES = st.sampled_from(sorted(KINDS))
 LLAMA, GEMMA = KINDS["byte fallback, a space in front"], KINDS["byte fallback"]
 MANY = 1000  # tokens that specials may be

@@ -35,6 +35,8 @@ from swiftbatch.worker.training.target.recipe import (
 from swiftbatch.worker.training.target.windows import WindowSource
 from tests.worker.training.small_target import train_small_targets
 
+pytestmark = pytest.mark.long
+
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"
 SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 SHORT_TEXTS = dataclasses.replace(
@@ -129,7 +131,9 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     assert prompt[0] == chat[0] == first
 
 
-@pytest.mark.parametrize("stopped_at", [5, 6, 10, 11, 12, 13, 18])  # steps: six in windows, twice two texts of three
+@pytest.mark.parametrize(  # steps: six in windows, twice two texts of three
+    "stopped_at", [5, 12, *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 10, 11, 13, 18))]
+)
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
 ) -> None:

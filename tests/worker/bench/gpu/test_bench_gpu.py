@@ -35,6 +35,8 @@ from tests import ROOT
 from tests.worker.bench.bench_parts import words
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 
 

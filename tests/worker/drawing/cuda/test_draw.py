@@ -26,6 +26,8 @@ from tests.worker.drawing.cuda.draw_parts import (
 )
 from tests.worker.drawing.native.sampling_parts import INF, any_adjustments, any_params
 
+pytestmark = pytest.mark.long
+
 
 def drawn(buffers: DrawBuffers, kind: type[Draw] = FilteredDraw) -> list[int]:
     kind(buffers).launch()

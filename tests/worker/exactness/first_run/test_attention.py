@@ -17,6 +17,8 @@ from tests.worker.exactness.first_run.small_parts import SMALL, small_parts
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=str)
 def test_rows_at_all_lengths_are_their_own(embedded_files: ModelFiles, dtype: torch.dtype) -> None:

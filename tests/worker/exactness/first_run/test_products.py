@@ -10,6 +10,8 @@ from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.model.files import ModelFiles
 from tests.worker.exactness.first_run.small_parts import a_little_off, by_place, row_by_row, small_parts
 
+pytestmark = pytest.mark.long
+
 
 def test_every_shape_is_tried_with_every_kernel(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LINEAR_KERNELS, "cublas", row_by_row)

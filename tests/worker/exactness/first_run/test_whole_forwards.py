@@ -23,6 +23,8 @@ from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row, small_parts
 
+pytestmark = pytest.mark.long
+
 
 def test_rows_of_trees_are_those_of_plain_decoding(embedded_files: ModelFiles) -> None:
     finding = check_rows(small_parts(embedded_files))

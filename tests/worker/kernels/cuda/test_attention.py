@@ -25,6 +25,8 @@ from tests.worker.kernels.cuda.arenas import (
 )
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, noise
 
+pytestmark = pytest.mark.long
+
 SHAPES = (
     Shape(),
     Shape(head_dim=96, group=3, dtype=FLOAT32),

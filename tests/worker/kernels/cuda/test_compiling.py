@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,8 @@ from tests.worker.kernels.cuda.compiling import (
     scan_kernels,
 )
 
+pytestmark = pytest.mark.long
+
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
 ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail")
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
@@ -29,22 +30,25 @@ Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Report]]:
-    """Reports of kernels for both GPUs, by another process, which has no interpreter; each is compiled once."""
-    cache, known = tmp_path_factory.mktemp("triton"), dict[tuple[str, str], list[Report]]()
+def compiled() -> Callable[..., list[Report]]:
+    """Reports of kernels for both GPUs, by another process, which has no interpreter; each is compiled once.
+
+    Triton keeps what it compiled by the digest of all that decides it.
+    """
+    known = dict[tuple[str, str], list[Report]]()
 
     def reports(dtype: str, *names: str) -> list[Report]:
         if unknown := [name for name in names if (dtype, name) not in known]:
-            for report in compile_elsewhere(cache, dtype, unknown):
+            for report in compile_elsewhere(dtype, unknown):
                 known.setdefault((dtype, report["kernel"]), []).append(report)
         return [report for name in names for report in known[dtype, name]]
 
     return reports
 
 
-def compile_elsewhere(cache: Path, dtype: str, names: list[str]) -> list[Report]:
+def compile_elsewhere(dtype: str, names: list[str]) -> list[Report]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(ROOT / "build" / "triton"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.worker.kernels.cuda.compiling", dtype, *names]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr

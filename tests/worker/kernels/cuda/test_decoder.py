@@ -30,6 +30,8 @@ from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, chain, random_partial_rows, random_weights, whole
 from tests.worker.kernels.reference import ReferenceDecoder
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.row_tables import Rows
 

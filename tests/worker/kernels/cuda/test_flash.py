@@ -27,6 +27,8 @@ from tests.worker.kernels.cuda.test_decoder import LAYER, run, upload
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights, whole
 from tests.worker.kernels.reference import ReferenceDecoder
 
+pytestmark = pytest.mark.long
+
 SHAPES = (
     Shape(),
     Shape(head_dim=128, num_kv_heads=2, group=4),

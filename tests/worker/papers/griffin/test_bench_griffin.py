@@ -33,6 +33,8 @@ from swiftbatch.worker.papers.griffin.variants import PAPER as GRIFFIN_PAPER
 from swiftbatch.worker.training.head_recipe import HeadRecipe
 from tests.worker.bench.bench_parts import words
 
+pytestmark = pytest.mark.long
+
 PREFILL, NUM_TOKENS = 70, 12
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=120, num_prompt_tokens=16, num_own_tokens=60)
@@ -107,6 +109,7 @@ def test_plans_are_what_pays_and_the_paper_s_trees() -> None:
     assert OPTIONS["own"] == GriffinOptions() != GRIFFIN_PAPER == OPTIONS["paper"]
 
 
+@pytest.mark.slow
 def test_trainings_are_shared_by_tables_and_used_again(
     make_options: Callable[..., GriffinAblationOptions], folder: Path
 ) -> None:
@@ -129,6 +132,7 @@ def test_another_recipe_in_the_same_folder_is_refused(make_options: Callable[...
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_figure_1c_shows_the_misaligned_rates_of_the_trainings_logs(
     make_options: Callable[..., GriffinAblationOptions], folder: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +241,7 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert not (folder / "cli").exists() or not list((folder / "cli").glob("*/*.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_command_prints_table_and_progress(tiny_model: Path, tmp_path: Path) -> None:
     books = tmp_path / "books"
     books.mkdir()

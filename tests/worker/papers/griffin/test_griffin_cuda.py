@@ -36,6 +36,8 @@ from tests.worker.papers.griffin.griffin_parts import GREEDY, noisy_draft_model,
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 NUM_CANDIDATES = 5
 NUM_SLOTS = 3
 VARIANTS = [*((fusion, 128, True) for fusion in SECOND_FUSIONS), ("token", 0, False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
@@ -12,6 +13,8 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
+
+pytestmark = pytest.mark.long
 
 # The draft model's guess of the target's logits: wrong by as much as they differ.
 GUESS = TABLE + torch.tensor([[math.cos(2.0 * row - 0.7 * column) for column in range(VOCAB)] for row in range(VOCAB)])

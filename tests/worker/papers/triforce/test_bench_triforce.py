@@ -177,7 +177,7 @@ def test_rows_show_the_paper_s_measures() -> None:
     assert ["retrieval", "w/o", "hierarchy", "0.6", "100.00x", "(0.900)", "0.090", "-"] in lines
 
 
-@pytest.mark.parametrize("table", ["1", "3", "4", "6a"])
+@pytest.mark.parametrize("table", ["1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3", "4", "6a"))])
 def test_a_run_shows_what_its_json_holds(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
     path, image = tmp_path / "table.json", tmp_path / "figure.png"
     extra = {"3": {"kv_offload": tmp_path}, "6a": {"plot_path": image}}.get(table, {})
@@ -268,6 +268,7 @@ def test_a_model_without_a_draft_model_is_refused_before_anything_is_read(
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_table_and_progress(tiny_model: Path, text: Path) -> None:
     args = [
         "--table",

@@ -35,6 +35,8 @@ from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
 from swiftbatch.worker.training.own_texts import Text, load_target
 
+pytestmark = pytest.mark.long
+
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
 FAST = DraftRecipe(25, window_length=64, num_warmup_steps=2, texts=TEXTS)
@@ -86,6 +88,7 @@ def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
     assert "holds this training, finished; nothing to do" in again.output
 
 
+@pytest.mark.slow
 def test_training_makes_a_draft_model_that_agrees(tiny_model: Path, books: Path, tmp_path: Path) -> None:
     said: list[str] = []
     train_draft(str(tiny_model), books, tmp_path / "draft", FAST, said.append)
@@ -103,6 +106,7 @@ def test_training_makes_a_draft_model_that_agrees(tiny_model: Path, books: Path,
     assert any(line.startswith("after training, test books: the same token as the target for ") for line in said)
 
 
+@pytest.mark.slow
 def test_training_is_reproducible_and_the_seed_counts(tiny_model: Path, books: Path, tmp_path: Path) -> None:
     (books / "test.jsonl").unlink()
     short = dataclasses.replace(FAST, num_steps=3, num_step_windows=2)

@@ -12,8 +12,13 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import walk
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours, plain_steps
 
+pytestmark = pytest.mark.long
+
 PENALISED = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, repetition_penalty=1.2)
 SETTINGS = pytest.mark.parametrize("params", [PLAIN, PENALISED], ids=["plain", "penalised"])
+SETTINGS_OF_LAW = pytest.mark.parametrize(
+    "params", [pytest.param(PLAIN, id="plain"), pytest.param(PENALISED, id="penalised", marks=pytest.mark.slow)]
+)
 EMPTY = DraftTree()
 # What the draft model and the target with a partial cache think of the little model's logits: both are wrong.
 DRAFT_TABLE = TABLE + torch.cos(torch.arange(TABLE.numel(), dtype=torch.float32) * 2.3).view_as(TABLE)
@@ -40,7 +45,7 @@ def three_levels(sequence: Sequence, _tree: DraftTree) -> list[int]:
     return walk(second, rows_of(TABLE, sequence, second), TokenSampler(sequence, VOCAB).draw).drawn
 
 
-@SETTINGS
+@SETTINGS_OF_LAW
 def test_three_levels_follow_the_law(params: SamplingParams) -> None:
     assert gate(three_levels, params) > 1e-3
 

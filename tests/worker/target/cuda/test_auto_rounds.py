@@ -34,11 +34,13 @@ from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 
+pytestmark = pytest.mark.long
+
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
 LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
 MakeTarget = Callable[[ModelFiles, torch.dtype, int, int], TargetModel]
-PLACES = pytest.mark.parametrize("make", [cuda_target, offloaded_target], ids=["on the device", "on the host"])
+PLACES = ((cuda_target, "on the device"), (offloaded_target, "on the host"))
 PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
 
 
@@ -91,7 +93,10 @@ def run(target: TargetModel, drafter: Drafter, together: list[Sequence]) -> list
     return [sequence.output_ids.tolist() for sequence in together]
 
 
-@PLACES
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=pytest.mark.slow if make == offloaded_target else ()) for make, name in PLACES],
+)
 def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     files: ModelFiles, make: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,8 +119,15 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     assert arena.num_free == 2
 
 
-@PLACES
-@pytest.mark.parametrize(("num_best", "away"), [(1, 0.6), (CHUNK, 0.05)], ids=["by a cloud", "exactly"])
+@pytest.mark.parametrize(
+    ("make", "num_best", "away"),
+    [
+        pytest.param(cuda_target, 1, 0.6, id="on the device, by a cloud", marks=pytest.mark.slow),
+        pytest.param(cuda_target, CHUNK, 0.05, id="on the device, exactly"),
+        pytest.param(offloaded_target, 1, 0.6, id="on the host, by a cloud"),
+        pytest.param(offloaded_target, CHUNK, 0.05, id="on the host, exactly", marks=pytest.mark.slow),
+    ],
+)
 def test_a_round_says_nearly_what_the_target_says(
     files: ModelFiles, make: MakeTarget, num_best: int, away: float
 ) -> None:

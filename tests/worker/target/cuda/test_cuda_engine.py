@@ -29,6 +29,8 @@ from tests.worker.engine.test_rewinds import Outcome, run
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 LAUNCHES_PER_LAYER = 10
 # Prompts, the interpreter takes its time for each token: those that reach the second block or begin in it take more.
 SHORT, CROSSING, LONG = (6, 18), (6, 62), (30, 50, 70)

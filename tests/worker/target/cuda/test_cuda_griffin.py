@@ -23,6 +23,8 @@ from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.papers.griffin.griffin_parts import random_tokens
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 OPTIONS = GriffinOptions(max_depth=2, max_nodes=6, num_expanded=3, is_full=True)
 NUM_TOKENS = 3
 DRAWN = {"temperature": 0.9, "min_p": 0.02}

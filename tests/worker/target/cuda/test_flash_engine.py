@@ -16,6 +16,8 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, generated
 
+pytestmark = pytest.mark.long
+
 PROMPTS = (6, 64)  # the second one is a whole block, which is a prefix from then on
 
 
@@ -41,6 +43,7 @@ def test_tokens_do_not_depend_on_drafts_or_on_what_shares_a_step(files: ModelFil
     assert generated(flash_target(files, 1), "autoregressive", 3, PROMPTS, num_at_a_time=1) == together
 
 
+@pytest.mark.slow  # test_offloaded.py has them with our own attention
 def test_caches_outside_the_device_change_no_token(files: ModelFiles, together: list[list[int]]) -> None:
     offloaded = offloaded_target(files, torch.bfloat16, attention="flash")
     assert generated(offloaded, "token-recycling", 3, PROMPTS) == together

@@ -26,6 +26,8 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 from tests.worker.target.cuda.test_cuda_engine import LAUNCHES_PER_LAYER, LONG, generated
 
+pytestmark = pytest.mark.long
+
 NUM_LAYERS = 3  # more than the ring has room for
 SIZES = {"num_hidden_layers": NUM_LAYERS, "hidden_size": 32, "intermediate_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}

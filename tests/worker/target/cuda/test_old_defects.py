@@ -24,6 +24,8 @@ from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(("dtype", "linear"), [(torch.bfloat16, "triton"), (torch.float32, "cublas")])
 def test_one_row_and_many_go_through_the_same_products(tiny_model: Path, dtype: torch.dtype, linear: str) -> None:

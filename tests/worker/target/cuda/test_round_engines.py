@@ -26,6 +26,8 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 NUM_TOKENS = 4
 BUDGET = 32  # that the prompts overflow
 PENALISED = {

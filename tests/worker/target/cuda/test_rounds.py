@@ -24,6 +24,8 @@ from tests.worker.kernels.kernel_parts import random_tree
 from tests.worker.kernels.reference import ReferenceDecoder
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 NUM_ENTRIES = (1, 70, 128)  # of a sequence each: prefixes end within blocks and at their ends
 LONGEST = 150
 

@@ -16,6 +16,8 @@ from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,12 @@ from swiftbatch.worker.kernels.team import Team
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
 
+pytestmark = pytest.mark.long
+
 NUM_BEST = 50
 SEQUENCES = [Rows(2, 40, 3), Rows(0, 70, 2), Rows(1, 5, 9)]  # of which one is short, and one has more than a tile
-SIZES = [(64, FLOAT32), (128, BF16)]
+SIZES = [(64, FLOAT32), pytest.param(128, BF16, marks=pytest.mark.slow)]
+DEVIATIONS = (0.05, 2.0, 12.0)  # of queries: what they see is flat, between, and sharp
 Attended = tuple[Texts, Scan, Tensor, Tensor]  # with queries and what they see
 
 
@@ -62,8 +65,14 @@ def test_the_best_keys_are_chosen_and_no_other(head_dim: int, dtype: torch.dtype
         assert NUM_BEST - 2 <= len(expected) <= NUM_BEST
 
 
-@pytest.mark.parametrize("deviation", [0.05, 2.0, 12.0], ids=["flat", "between", "sharp"])
-@pytest.mark.parametrize(("head_dim", "dtype"), SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "deviation"),
+    [
+        *((64, FLOAT32, deviation) for deviation in DEVIATIONS),
+        *(pytest.param(128, BF16, each, marks=pytest.mark.slow if each != 2.0 else ()) for each in DEVIATIONS),
+    ],
+    ids=str,
+)
 def test_rows_see_entries_the_best_exactly_and_clouds_of_the_others(
     head_dim: int, dtype: torch.dtype, deviation: float
 ) -> None:
