@@ -7,8 +7,9 @@ import time
 from collections import deque
 from functools import partial
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.post import PostError, PostRefusedError, post
 from swiftbatch.scheduler.webhooks.receiver import Receiver
@@ -18,7 +19,7 @@ MESSAGE_SECONDS = 60.0  # in which a message is tried while the run goes on
 MOST_WAITING = 1000  # messages: those beyond are lost
 SLACK_SECONDS = 0.3  # for the last try to say how it failed
 LEAST_SECONDS = 1.0  # for a last message where a command's patience is used up
-PAUSE = wait_random_exponential(multiplier=0.5, min=0.2, max=10)
+PAUSE = Backoff(first=0.5, longest=10.0).at_random
 
 
 class Sender:

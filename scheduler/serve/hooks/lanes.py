@@ -7,10 +7,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.hooks.outstanding import Target
 
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 3600.0
+PAUSES = Backoff(first=5.0, longest=3600.0)
 
 Item = tuple[Batch, Target]
 """A batch, and to whom its end is to be told."""
@@ -36,6 +37,6 @@ class Lane:
     def fail(self) -> None:
         """Put the first message, which was not taken, behind the others; all of them wait for a while."""
         self.items.rotate(-1)
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_failures, 20))
-        self.not_before = time.monotonic() + pause * random.uniform(0.5, 1)  # of many servers not all at once
         self.num_failures += 1
+        pause = PAUSES.seconds(self.num_failures) * random.uniform(0.5, 1)  # of many servers not all at once
+        self.not_before = time.monotonic() + pause

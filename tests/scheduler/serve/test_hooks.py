@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import openai
 import pytest
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
@@ -60,7 +61,7 @@ def stopped() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(lanes, "PAUSES", Backoff(first=0.05, longest=3600.0))
     monkeypatch.setattr(hooks, "LOOK_SECONDS", 0.02)
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
