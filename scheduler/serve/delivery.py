@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.output import temporary_file
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
