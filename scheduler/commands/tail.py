@@ -23,7 +23,7 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.summary import harmless
-    from swiftbatch.scheduler.runs.tailing import follow_text
+    from swiftbatch.scheduler.runs.watching import follow_text
 
     for piece in follow_text(Run.open(run_uri), custom_id, follow, choice):
         click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)

@@ -12,7 +12,7 @@ from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import own_code
-from swiftbatch.scheduler.cluster.last_words import last_words
+from swiftbatch.scheduler.cluster.remote import last_words
 from swiftbatch.scheduler.driver.speed import Speed
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport

@@ -11,7 +11,7 @@ from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.output import temporary_file
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
-from swiftbatch.scheduler.runs.expiry import EXPIRED
+from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id

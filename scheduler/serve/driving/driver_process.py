@@ -17,7 +17,7 @@ from typing import IO
 
 from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.process.parent import BAD_INPUT
+from swiftbatch.scheduler.process.interruption import BAD_INPUT
 
 MAX_EVENTS = 1000  # events that are kept for those who look later
 MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it

@@ -15,8 +15,7 @@ from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.hooks.lanes import Item, Lane
 from swiftbatch.scheduler.serve.hooks.outstanding import OutstandingMessages, Target
 from swiftbatch.scheduler.serve.hooks.receivers import Receivers
-from swiftbatch.scheduler.webhooks.message import WebhookMessage
-from swiftbatch.scheduler.webhooks.post import PostError
+from swiftbatch.scheduler.webhooks.post import PostError, WebhookMessage
 from swiftbatch.scheduler.webhooks.receiver import ReceiverError
 
 TRY_SECONDS = 10.0

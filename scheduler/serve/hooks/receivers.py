@@ -11,8 +11,7 @@ from swiftbatch.scheduler.serve.hooks.addresses import dial, reach
 from swiftbatch.scheduler.serve.hooks.hook_hosts import WebhookHosts
 from swiftbatch.scheduler.serve.hooks.outstanding import Target
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.webhooks.message import WebhookMessage
-from swiftbatch.scheduler.webhooks.post import post
+from swiftbatch.scheduler.webhooks.post import WebhookMessage, post
 from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
 
 

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
-from swiftbatch.scheduler.runs.expiry import EXPIRED
+from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.partial import names_of
 
 NUM_JOBS = 50  # of a page
