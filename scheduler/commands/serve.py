@@ -30,7 +30,7 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
     """Print a new key's line, for the file, and on standard error its secret, which is kept nowhere."""
     if name is None or context.resilient_parsing:
         return
-    from swiftbatch.scheduler.serve.keys.api_key import KeyLineError, make_key
+    from swiftbatch.scheduler.serve.keyring import KeyLineError, make_key
 
     try:
         secret, line = make_key(name)
@@ -131,7 +131,7 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 def _driver_options(context: click.Context) -> Any:
     """The words that every driver gets."""
-    from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions
+    from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
 
     of_start = {option.name for option in resume.params}
     words: dict[bool, list[str]] = {False: [], True: []}

@@ -1,8 +1,9 @@
 """Handles the signals that tell a command to end: SIGTERM and a closed terminal (SIGHUP) mean what Ctrl-C does.
 
 The first signal raises KeyboardInterrupt wherever the command is: it ends with one line and exit code 130. A second one
-ends the process at once, should that hang. While jobs run, `held` has the first signal ask for an end in good order. A driver that a server has
-started is killed with it.
+ends the process at once, should that hang. While jobs run, `held` has the first signal ask for an end in good order.
+
+A driver that a server has started is killed with the server.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
 from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id
-from swiftbatch.scheduler.serve.records import Counts
+from swiftbatch.scheduler.serve.records import Counts, Delivery, delivered_file_id
 
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"

@@ -15,11 +15,9 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.driving.course import Course, Stage
-from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions, driver_arguments
-from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
-from swiftbatch.scheduler.serve.driving.queue import next_batch
+from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions, DriverProcess, driver_arguments
+from swiftbatch.scheduler.serve.driving.queue import next_batch, usage_so_far
 from swiftbatch.scheduler.serve.driving.standings import Standings
-from swiftbatch.scheduler.serve.driving.usage import usage_so_far
 from swiftbatch.scheduler.serve.ending import ask_to_cancel, settle
 from swiftbatch.scheduler.serve.files import Files
 
