@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import FieldError, list_of
-from swiftbatch.jobs.logit_bias import LogitBias, bias_object, bias_pairs
+from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
 from swiftbatch.jobs.structure import Structure, structure_of
 
+MAX_BIASED = 10_000  # tokens
+MAX_BIAS = 100.0
+TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+LogitBias = tuple[tuple[int, float], ...]
+"""Token ids, ascending, each with the number that is added to its logit."""
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
@@ -45,6 +52,42 @@ BadWords = Annotated[tuple[BadWord, ...], BeforeValidator(list_of(f"a list of up
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 StopTokens = Annotated[tuple[TokenId, ...], BeforeValidator(list_of(f"a list of up to {MAX_STOP_TOKENS} token ids"))]
 OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PENALTY)]
+
+
+def bias_pairs(value: object) -> object:
+    """The pairs of an object whose names are token ids, written as strings or whole numbers.
+
+    Raises FieldError for anything that is no token id or no bias, with a text for the user. Pairs come out as they are.
+    """
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Mapping):
+        expected = 'an object of token ids and numbers, such as {"50256": -100}'
+        raise FieldError("", f"found {shown(value)}, expected {expected}")
+    if len(value) > MAX_BIASED:
+        raise FieldError("", f"found {len(value)} tokens, expected at most {MAX_BIASED}")
+    pairs = {_token_id(name): _bias(name, bias) for name, bias in value.items()}
+    return tuple(sorted(pairs.items()))
+
+
+def bias_object(pairs: LogitBias) -> dict[str, float]:
+    """The object that a job file would have."""
+    return {str(token_id): bias for token_id, bias in pairs}
+
+
+def _token_id(name: object) -> int:
+    if isinstance(name, str) and TOKEN.fullmatch(name):
+        return int(name)
+    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+        return name
+    raise FieldError("", f'found {shown(name)} as a token, expected its number, such as "50256"')
+
+
+def _bias(name: object, bias: object) -> float:
+    if isinstance(bias, int | float) and not isinstance(bias, bool) and -MAX_BIAS <= bias <= MAX_BIAS:
+        return float(bias)
+    expected = f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+    raise FieldError(str(name), f"found {shown(bias)}, expected {expected}")
 
 
 class SamplingParams(Strict):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, refuse_other
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.checkpoints.files import AttemptRecord, ClaimFile, FileModel, ResumeFile, TimelineFile, parse_file
+from swiftbatch.jobs.identity import DamagedFileError, Identity, refuse_other
 from swiftbatch.jobs.storage.store import Store
 
 Content = TypeVar("Content")
@@ -69,3 +69,24 @@ class CheckedFiles:
             self._named.add((path, problem))
             where = self._store.shown_uri
             logger.warning("skipped %s in %s: %s; the job goes on from what is left", path, where, problem)
+
+
+def read_attempt(
+    store: Store, files: CheckedFiles, folder: str, attempt: int, is_newest: bool, identity: Identity
+) -> AttemptRecord:
+    """Read what is known of the attempt in `folder`; `files` names what is due and missing, or can't be used."""
+
+    def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
+        path = f"{folder}/{name}"
+        data = store.read(path)
+        if data is None and not is_due:
+            return None
+        found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
+        return found.model_dump(exclude={"version", "identity"}) if found else None
+
+    claim = read("claim.json", ClaimFile, is_due=True) or {}
+    # the first attempt has none, and the newest may have just begun
+    resume = read("resume.json", ResumeFile, is_due=attempt > 1 and not is_newest)
+    # none where it drew no token, or an older version wrote none
+    timeline = read("timeline.json", TimelineFile, is_due=False)
+    return AttemptRecord.model_validate({"attempt": attempt, **claim, "resume": resume, "timeline": timeline})

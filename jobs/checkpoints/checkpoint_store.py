@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.attempt_files import read_attempt
-from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest
+from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest, read_attempt
 from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
@@ -41,14 +40,12 @@ from swiftbatch.jobs.checkpoints.files import (
     parse_file,
     segment_name,
 )
-from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles
-from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
 from swiftbatch.jobs.checkpoints.segments import Segment, decode_segment, encode_segment, identity_of_segment
 from swiftbatch.jobs.checkpoints.state_file import State, decode_state, encode_state, identity_of_state
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 

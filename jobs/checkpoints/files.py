@@ -7,12 +7,11 @@ from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, refuse_other
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
 from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity, refuse_other
 from swiftbatch.jobs.input.reasons import reasons, shown
-from swiftbatch.jobs.seal import sealed, unsealed
+from swiftbatch.jobs.json_lines import sealed, unsealed
 
 VERSION: Final = 3
 VERSION_OF_NOBODY: Final = 2  # the version of older runs: such a file does not say whose it is

@@ -19,7 +19,7 @@ from swiftbatch.jobs.checkpoints.files import (
     TimelineFile,
     dump_file,
 )
-from swiftbatch.jobs.checkpoints.logprob_spans import encode_span, span_name
+from swiftbatch.jobs.checkpoints.logprob_files import encode_span, span_name
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs

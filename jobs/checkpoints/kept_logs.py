@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from swiftbatch.jobs.checkpoints.logprob_spans import decode_span, encode_span
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.logprob_files import decode_span, encode_span
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 

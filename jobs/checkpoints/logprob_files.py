@@ -1,19 +1,139 @@
-"""The log-probabilities of running jobs, in files beside their token logs: written before these, read with them."""
+"""The log-probabilities of running jobs, in files beside their token logs: written before these, read with them.
+
+A file has those of some consecutive output tokens: a header with checksums, whose they are (in version 1 nobody's), the
+token ids, their log-probabilities, and ids and log-probabilities of the likeliest tokens at each place; 4 bytes a
+number, little-endian. What stands there follows from the job and its tokens up to each place: bytes that name both can
+be trusted, whatever was rewound since, and by whichever attempt they were written.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
-from swiftbatch.jobs.checkpoints.logprob_spans import LogprobSpan, WrittenSpans, decode_span, encode_span, span_name
 from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity, take_identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 
+MAGIC = b"SWLOGPRB"
+VERSION = 2
+VERSION_OF_NOBODY = 1  # the version of older runs
+HEADER = struct.Struct("<8sIIII32s")  # magic, version, first token, tokens, likeliest, SHA-256 of tokens in front
+CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
 NAME = re.compile(r"logprobs-([0-9]+)-([0-9]+)-[0-9]+\.bin")
+
+
+class LogprobSpan(NamedTuple):
+    """The log-probabilities of the output tokens from `start` on."""
+
+    start: int
+    digest_before: bytes  # of the tokens in front of them
+    token_ids: TokenIds  # [num_tokens]
+    logprobs: TokenLogprobs
+
+    def num_agreeing(self, token_ids: TokenIds) -> int:
+        """Count the first tokens of the span that an output has in their places; 0 if the tokens in front differ."""
+        if self.start > len(token_ids) or self.digest_before != _digest(token_ids[: self.start]):
+            return 0
+        theirs = token_ids[self.start : self.start + len(self.token_ids)]
+        differs = self.token_ids[: len(theirs)] != theirs
+        return int(differs.argmax()) if differs.any() else len(theirs)
+
+
+def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity, start: int = 0) -> bytes:
+    """Encode the tokens of a job's output and their log-probabilities from `start` on; both are of all its tokens."""
+    part = logprobs.part(start, len(token_ids))
+    arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
+    types = ("<u4", "<f4", "<i4", "<f4")
+    numbers = b"".join(np.asarray(array, dtype).tobytes() for array, dtype in zip(arrays, types, strict=True))
+    payload = identity.pack() + numbers
+    header = HEADER.pack(MAGIC, VERSION, start, len(part), part.num_top, _digest(token_ids[:start]))
+    return header + CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) + payload
+
+
+def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
+    """Read what `encode_span` was given, into new memory. Raises `DamagedFileError`, never gives wrong numbers."""
+    start, num_tokens, num_top, before, payload = _checked(data, identity)
+    if len(payload) != 8 * num_tokens * (1 + num_top):
+        raise DamagedFileError(f"found {len(payload)} bytes of numbers, expected {8 * num_tokens * (1 + num_top)}")
+    numbers = np.frombuffer(payload, dtype="<u4").astype(np.uint32)
+    ids, own, top_ids, top = np.split(numbers, np.cumsum([num_tokens, num_tokens, num_tokens * num_top]))
+    shape = (num_tokens, num_top)
+    found = TokenLogprobs(
+        own.view(np.float32), top_ids.view(np.int32).reshape(shape), top.view(np.float32).reshape(shape)
+    )
+    return LogprobSpan(start, before, ids, found)
+
+
+def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, memoryview]:
+    """The header of a whole file of the job, from its first token on, and the numbers behind it."""
+    if len(data) < HEADER.size + CHECKSUM.size:
+        raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
+    magic, version, start, num_tokens, num_top, before = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise DamagedFileError("found no log-probabilities: expected it to start with its magic word")
+    if version not in (VERSION_OF_NOBODY, VERSION):
+        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} or {VERSION}")
+    header, payload = data[: HEADER.size], memoryview(data)[HEADER.size + CHECKSUM.size :]
+    if CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) != data[HEADER.size : HEADER.size + CHECKSUM.size]:
+        raise DamagedFileError(f"found {len(payload)} bytes that do not match their checksum")
+    behind = 0 if version == VERSION_OF_NOBODY else take_identity(payload, identity)
+    return start, num_tokens, num_top, before, payload[behind:]
+
+
+@dataclass
+class WrittenSpans:
+    """The files of an attempt that hold log-probabilities, and the tokens of each.
+
+    A new file takes in those that are no larger than it would be: so few files stay, and each number is written a few
+    times only. The files whose place it has taken are dropped once its token log is written: an older log needs them.
+    """
+
+    num_before: int = 0  # tokens whose log-probabilities earlier attempts have written
+    files: list[tuple[int, int, str]] = field(default_factory=list)  # first token, end, name; one behind the other
+    replaced: list[str] = field(default_factory=list)  # names of files that are to be dropped
+
+    @property
+    def end(self) -> int:
+        return self.files[-1][1] if self.files else self.num_before
+
+    def start_of_next(self, num_tokens: int) -> int:
+        """The first token of a file that ends at `num_tokens`."""
+        start = self.end
+        for first, end, _ in reversed(self.files):
+            if end - first > num_tokens - start:
+                break
+            start = first
+        return start
+
+    def add(self, start: int, num_tokens: int, name: str) -> None:
+        """Note that a file from `start` up to `num_tokens` has been written."""
+        self.replaced += [other for first, _, other in self.files if first >= start]
+        self.files = [entry for entry in self.files if entry[0] < start] + [(start, num_tokens, name)]
+
+    def rewind(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` only: the log-probabilities that files have of them are as good as before."""
+        self.num_before = min(self.num_before, num_tokens)
+        self.files = [(first, min(end, num_tokens), name) for first, end, name in self.files if first < num_tokens]
+
+
+def span_name(start: int, end: int, num_rewinds: int) -> str:
+    """The name of a file; none is ever written twice with other content."""
+    return f"logprobs-{start}-{end}-{num_rewinds}.bin"
+
+
+def _digest(token_ids: TokenIds) -> bytes:
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()
 
 
 class LogprobFiles:

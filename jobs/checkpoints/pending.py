@@ -20,7 +20,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import (
     TokenIds,
     TokenLog,
 )
-from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
+from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.logprobs import TokenLogprobs
 

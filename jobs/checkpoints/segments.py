@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
 from swiftbatch.jobs.checkpoints.token_log import TokenIds
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity
 
 VERSION = 2
 VERSION_OF_NOBODY = 1  # the version of older runs

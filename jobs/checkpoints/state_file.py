@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity
 
 State = dict[str, NDArray[Any]]
 

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError, take_identity
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity, take_identity
 
 TokenIds = NDArray[np.uint32]
 

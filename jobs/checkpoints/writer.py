@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
-from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
+from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
 from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind

@@ -14,10 +14,17 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from swiftbatch.jobs.input.columns import Columns
-from swiftbatch.jobs.input.input_file import STANDARD_INPUT, InputFileError, open_input, shown_input
-from swiftbatch.jobs.input.job_line import JobLine
-from swiftbatch.jobs.input.lines import LineError, line_from_object, parse_object
-from swiftbatch.jobs.input.other_kinds import NUM_BYTES, ONE_A_LINE, is_array, other_kind
+from swiftbatch.jobs.input.input_file import (
+    NUM_BYTES,
+    ONE_A_LINE,
+    STANDARD_INPUT,
+    InputFileError,
+    is_array,
+    open_input,
+    other_kind,
+    shown_input,
+)
+from swiftbatch.jobs.input.lines import JobLine, LineError, line_from_object, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Row, parquet_rows
 from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl

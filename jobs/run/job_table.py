@@ -7,16 +7,21 @@ A table says which run it is of, and its pages have checksums. Those of older ve
 
 A job that takes another one's place names it in the column `supersedes`, which other tables do not have. A table whose
 prompts are all shorter than what has a key lacks the column `prompt_keys`.
+
+The forms of one job, each in the place of the one before, are its lineage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.run_files import read_parsed
 from swiftbatch.jobs.storage.store import Store
 
 FIRST = "jobs.parquet"
@@ -107,3 +112,60 @@ def _refuse_other_run(found: bytes | None, run_id: str | None) -> None:
     """Raise `ValueError` for a table that says that it is of another run."""
     if found is not None and run_id is not None and found != run_id.encode():
         raise ValueError(f"found the jobs of run {shown(found.decode(errors='replace'))}, expected those of {run_id}")
+
+
+def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
+    """The ids of each job from its first form to its newest, in input order.
+
+    `pairs` are the jobs of all tables in their order, each with the job that it supersedes. Two commands at once may
+    both have added a job, or have taken the same one on: what came first in the tables stays.
+    """
+    found: list[list[str]] = []
+    by_job_id: dict[str, list[str]] = {}
+    for job_id, superseded in pairs:
+        if job_id in by_job_id:
+            continue
+        lineage = by_job_id.get(superseded or "")
+        if lineage is None:
+            found.append(lineage := [])
+        elif lineage[-1] != superseded:
+            continue
+        lineage.append(job_id)
+        by_job_id[job_id] = lineage
+    return found
+
+
+def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
+    """The newest form of a job that is one of `job_ids`."""
+    return next((job_id for job_id in reversed(lineage) if job_id in job_ids), None)
+
+
+@dataclass(frozen=True, slots=True)
+class JobName:
+    """A job, and which one of how many choices of its line it is."""
+
+    job_id: str
+    custom_id: str
+    choice_index: int
+    num_choices: int
+
+    @property
+    def name(self) -> str:
+        """The name of the job for people and events, equal to `Job.name`."""
+        return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
+
+
+def job_names(store: Store) -> list[JobName]:
+    """The jobs of a run in input order, each in its newest form. Raises RunError, StoreError."""
+    tables = (read_parsed(store, path, names) for path in paths(store))
+    rows = [row for table in tables for row in table or []]
+    custom_ids = {job_id: custom_id for job_id, _, custom_id in rows}
+    newest = [lineage[-1] for lineage in lineages((job_id, superseded) for job_id, superseded, _ in rows)]
+    num_choices = Counter(custom_ids[job_id] for job_id in newest)
+    seen: Counter[str] = Counter()
+    found = []
+    for job_id in newest:
+        custom_id = custom_ids[job_id]
+        found.append(JobName(job_id, custom_id, seen[custom_id], num_choices[custom_id]))
+        seen[custom_id] += 1
+    return found

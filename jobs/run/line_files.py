@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
 from swiftbatch.jobs.run.output_line import parse_line
 from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
-from swiftbatch.jobs.seal import sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"

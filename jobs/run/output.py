@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
-from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.output_line import plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError
 

@@ -11,13 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
-from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.choices import joined
+from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.line_files import LineFiles, read_lines
-from swiftbatch.jobs.run.lineages import lineages, newest_with
 from swiftbatch.jobs.run.output import write_output
 from swiftbatch.jobs.run.records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model, read_parsed
@@ -198,7 +198,7 @@ class Run:
         return self._lines(paths)
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """The output lines so far, one for each input line, in input order; see `jobs.run.choices`.
+        """The output lines so far, one for each input line, in input order; see `jobs.run.results`.
 
         A job without a result that has superseded one with a result still has that one's line.
         """

@@ -1,4 +1,6 @@
-"""The plan of each shard: the lines it holds. It is written before the shard, so that later drivers make the same one.
+"""The plan of each shard: the lines it holds, so many rows and no more bytes than fit a machine.
+
+It is written before the shard, so that later drivers make the same one.
 
 shard-plans/<number:05d>-<epoch:04d>.json    never changed; of one number, the plan of the newest epoch counts
 
@@ -10,7 +12,9 @@ it in its own name before it writes that shard.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -23,6 +27,7 @@ FOLDER = "shard-plans"
 NAME = re.compile(r"([0-9]{5,})-([0-9]{4,})\.json")
 
 LineKey = tuple[tuple[str, str | None], ...]
+MAX_BYTES = 256 * 2**20
 
 
 class Failure(Frozen):
@@ -79,3 +84,33 @@ class Plans:
         """Write a plan in this driver's name, or repeat it there. Raises StoreError."""
         path = f"{FOLDER}/{number:05d}-{self._epoch:04d}.json"
         self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
+
+
+class SizedLine(NamedTuple):
+    """A line with the bytes of its results and prompts."""
+
+    line: PlannedLine
+    num_bytes: int
+
+
+def packed(
+    lines: Iterable[SizedLine], max_rows: int, takes_all: bool, max_bytes: int = MAX_BYTES
+) -> tuple[list[list[PlannedLine]], int]:
+    """The lines of each shard that is full, in order, and the number of rows that wait for more.
+
+    A line is never divided: one that is larger than a shard has one of its own. With `takes_all` nothing waits.
+    """
+    full: list[list[PlannedLine]] = []
+    shard: list[PlannedLine] = []
+    num_rows = num_bytes = 0
+    for line, size in lines:
+        if shard and (num_rows + len(line.jobs) > max_rows or num_bytes + size > max_bytes):
+            full.append(shard)
+            shard, num_rows, num_bytes = [], 0, 0
+        shard.append(line)
+        num_rows += len(line.jobs)
+        num_bytes += size
+    if shard and (takes_all or num_rows >= max_rows or num_bytes >= max_bytes):
+        full.append(shard)
+        num_rows = 0
+    return full, num_rows

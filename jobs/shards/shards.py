@@ -10,16 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
-from swiftbatch.jobs.run.lineages import newest_with
+from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import temporary_file
 from swiftbatch.jobs.run.output_line import plain
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.card import card
-from swiftbatch.jobs.shards.packing import MAX_BYTES, SizedLine, packed
-from swiftbatch.jobs.shards.plans import Failure, Plan, PlannedLine, Plans
-from swiftbatch.jobs.shards.rows import Row, failed_row, finished_row
+from swiftbatch.jobs.shards.plans import MAX_BYTES, Failure, Plan, PlannedLine, Plans, SizedLine, packed
 from swiftbatch.jobs.shards.settings import ShardSettings, shard_settings
-from swiftbatch.jobs.shards.shard_file import write_shard
+from swiftbatch.jobs.shards.shard_file import Row, card, failed_row, finished_row, write_shard
 
 FOLDER = "shards"
 DATA = f"{FOLDER}/data"

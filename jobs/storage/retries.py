@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
+
+from swiftbatch.jobs.backoff import Backoff
 
 Result = TypeVar("Result")
 
-PAUSE = wait_random_exponential(multiplier=0.2, min=0.2, max=10)  # seconds; random, so that workers don't come at once
+PAUSE = Backoff(first=0.2, longest=10.0).at_random  # so that workers don't come at once
 
 FULL_OR_BUSY = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN}
 CONNECTION = {

@@ -1,12 +1,26 @@
-"""The curves of a report: tokens per second over time, and what a token costs at which length."""
+"""The curves of a report: tokens per second over time, and what a token costs at which length; and their pictures.
+
+They are SVG inside the page: drawn by matplotlib, coloured by the page's own variables, for light and dark.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from swiftbatch.metrics.report.clock import ticks
 from swiftbatch.metrics.report.stretches import Stretches
 
 Column = NDArray[np.float64]
@@ -17,6 +31,29 @@ MAX_LENGTH_BINS = 40
 STRETCHES_PER_BIN = 8  # on average, so that a bin's mean says something
 MIN_FOR_BAND = 5
 BAND = (0.1, 0.9)
+# matplotlib wants colours, the page wants variables: these stand in for them until the SVG is done
+INK, GRID, CURVE, SHADE, ALERT = "#0000f1", "#0000f2", "#0000f3", "#0000f4", "#0000f5"
+VARIABLES = {
+    INK: "--muted",
+    GRID: "--line",
+    CURVE: "--accent",
+    SHADE: "--band",
+    ALERT: "--lost",
+}
+STYLE: dict[Any, Any] = {  # the type of matplotlib's own names every setting there is
+    "svg.fonttype": "none",  # text stays text, in the page's font
+    "font.size": 11,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": GRID,
+}
+NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
+WIDE, NARROW = (10.6, 2.7), (5.2, 2.7)  # inches: the whole page, and one of two columns
+NUM_TICKS = 10
+HEADROOM = 1.08
+MAX_LOSSES = 300  # ticks for lost attempts: more would be a wall
 
 
 @dataclass(frozen=True)
@@ -80,3 +117,69 @@ def _by_length(length: Column, amount: Column, weight: Column, offset: float) ->
         mean = offset + amount[inside].sum() / weight[inside].sum()
         rows.append((np.average(length[inside], weights=weight[inside]), mean, low, high))
     return ByLength(*np.array(rows).T)
+
+
+def throughput_chart(curve: Throughput, losses: Sequence[float]) -> Markup:
+    """Tokens per second over time; `losses` are the seconds at which attempts were lost, ticked at the top."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "throughput"}):
+        figure, axes = _axes(WIDE)
+        axes.stairs(curve.tokens_per_second, curve.edges, fill=True, color=SHADE)
+        axes.stairs(curve.tokens_per_second, curve.edges, baseline=None, color=CURVE, linewidth=1.6)
+        end = float(curve.edges[-1])
+        top = max(float(curve.tokens_per_second.max()), 1e-9) * HEADROOM
+        axes.set_ylim(0, top)
+        axes.set_xlim(0, end)
+        axes.plot(losses[:MAX_LOSSES], [top] * len(losses[:MAX_LOSSES]), "v", color=ALERT, markersize=7, clip_on=False)
+        moments = ticks(end, NUM_TICKS)
+        axes.xaxis.set_major_locator(FixedLocator([moment for moment, _ in moments]))
+        axes.set_xticklabels([label for _, label in moments])
+        return _svg(figure, "Tokens per second over time")
+
+
+def length_chart(curve: ByLength, title: str, from_zero: bool) -> Markup:
+    """A mean over the length of prompt and text, with the middle 80 % of the stretches behind it."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
+        figure, axes = _axes(NARROW)
+        axes.fill_between(curve.length, curve.low, curve.high, where=~np.isnan(curve.low), color=SHADE, linewidth=0)
+        axes.plot(curve.length, curve.mean, color=CURVE, linewidth=1.8, marker="o", markersize=3.5)
+        axes.set_xlim(left=0)
+        if from_zero:
+            axes.set_ylim(0, max(float(np.nanmax([*curve.mean, *curve.high])), 1e-9) * HEADROOM)
+        else:
+            axes.set_ylim(bottom=1, top=max(1.5, axes.get_ylim()[1]))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        return _svg(figure, title)
+
+
+def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasSVG(figure)  # draws without a display
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    axes.grid(axis="y", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, pad=6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    return figure, axes
+
+
+def _svg(figure: Figure, label: str) -> Markup:
+    """The figure as an element of the page; `label` is read out where it cannot be seen."""
+    sink = io.StringIO()
+    figure.savefig(sink, format="svg", metadata=NO_METADATA)
+    text = sink.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' id="[^"]*_[0-9]+"', "", text)  # the same in every figure, and no page has an id twice
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # would hold for the whole page, which has its own
+    text = re.sub(r"font: ([0-9.]+px)[^;\"]*", r"font-size: \1", text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return Markup(text).replace("<svg ", Markup('<svg role="img" aria-label="{}" ').format(label), 1)
+
+
+def _short(value: float, _position: int) -> str:
+    return f"{value / 1000:g}K" if abs(value) >= 1000 else f"{value:g}"

@@ -12,9 +12,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.report.charts import length_chart, throughput_chart
 from swiftbatch.metrics.report.clock import clock, date, ticks
-from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
+from swiftbatch.metrics.report.curves import (
+    acceptance_by_length,
+    length_chart,
+    ms_per_token_by_length,
+    throughput,
+    throughput_chart,
+)
 from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, JobFacts, RunFacts, excerpt
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
 from swiftbatch.metrics.report.html_text import in_html

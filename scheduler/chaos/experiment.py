@@ -15,13 +15,10 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.jobs.storage.uris import local_path
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError, ChaosOptions, write_jobs
-from swiftbatch.scheduler.chaos.chaos_report import ChaosReport
-from swiftbatch.scheduler.chaos.comparison import RunOutput, compare
-from swiftbatch.scheduler.chaos.disturbed_driver import DisturbedDriver
-from swiftbatch.scheduler.chaos.disturbed_run import DisturbedRun, Kill
+from swiftbatch.scheduler.chaos.chaos_report import ChaosReport, RunOutput, compare
+from swiftbatch.scheduler.chaos.disturbed_run import DisturbedDriver, DisturbedRun, Kill
+from swiftbatch.scheduler.chaos.kills import DRIVER_KINDS, KINDS, Kind, Way, local_ways, plan_kills, remote_ways
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
-from swiftbatch.scheduler.chaos.plan import DRIVER_KINDS, KINDS, Kind, plan_kills
-from swiftbatch.scheduler.chaos.victims import Way, local_ways, remote_ways
 
 Show = Callable[[str], None]
 

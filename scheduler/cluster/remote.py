@@ -1,16 +1,18 @@
-"""Calls to workers through Ray: start, wait, answer, kill."""
+"""Calls to workers through Ray: start, wait, answer, kill; and the last lines of one that died while it started."""
 
 from __future__ import annotations
 
 import functools
+import os
 import pickle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import bootstrap
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.cluster.bootstrap import Code, OtherCodeError
+from swiftbatch.scheduler.cluster.bootstrap import STARTING, Code, OtherCodeError
 from swiftbatch.worker.model.files import OtherModelError
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ OTHER_MODEL = "other_model"  # the worker's model is not the run's
 OTHER_CODE = "other_code"  # the worker's code is not the driver's
 
 # Handles and references stay `Any`: Ray's types know those of decorated classes only.
+NUM_LINES = 3
+MAX_CHARACTERS = 400
+READ_BYTES = 65_536
+CRASH = "Fatal Python error"
 
 
 class WorkerLostError(RuntimeError):
@@ -100,3 +106,20 @@ def _explain(error: RayError) -> tuple[str, str]:
     if isinstance(error, ActorUnavailableError):
         return "worker_unreachable", "it can't be reached"
     return "worker_died", "its process ended"
+
+
+def last_words(log_folder: str | None, worker_id: str) -> str:
+    """The last lines of a worker's log since its process began, to follow a message; "" where there are none."""
+    if log_folder is None:
+        return ""
+    try:
+        with (Path(log_folder) / f"{worker_id}.log").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    written = text.rpartition(STARTING.partition("{}")[0])[2].splitlines()[1:]
+    lines = [" ".join(line.split()) for line in written if line.strip()]
+    crash = next((number for number, line in enumerate(lines) if line.startswith(CRASH)), None)
+    told = lines[-NUM_LINES:] if crash is None else lines[crash : crash + 1]
+    return f"; its last lines: {' | '.join(told)[-MAX_CHARACTERS:]}" if told else ""

@@ -12,7 +12,7 @@ from swiftbatch.scheduler.commands.options.grouping import options_of
 from swiftbatch.scheduler.commands.options.limit_options import LIMITS
 from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
 from swiftbatch.scheduler.commands.options.webhook import OUTPUT
-from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES

@@ -22,7 +22,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     Example:
       swiftbatch results my-run --format parquet --output answers.parquet
     """
-    from swiftbatch.jobs.input.json_lines import dump_line
+    from swiftbatch.jobs.json_lines import dump_line
     from swiftbatch.jobs.run.output import write_table
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.summary import damage_lines

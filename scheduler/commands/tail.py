@@ -24,7 +24,7 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.summary import damage_lines, harmless
-    from swiftbatch.scheduler.runs.tailing import follow_text
+    from swiftbatch.scheduler.runs.watching import follow_text
 
     run = Run.open(run_uri)
     for piece in follow_text(run, custom_id, follow, choice):

@@ -94,7 +94,7 @@ def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
     elif mode == "quiet":
         yield QuietDisplay(output, errors)
     elif sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        from swiftbatch.scheduler.display.live import LiveDisplay
+        from swiftbatch.scheduler.display.terminal import LiveDisplay
 
         with LiveDisplay(sys.stdout, None if sys.stderr.isatty() else errors) as display:
             yield display

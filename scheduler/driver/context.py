@@ -9,7 +9,7 @@ from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.limits.limits import Limits, Spending
+from swiftbatch.scheduler.limits import Limits, Spending
 
 
 @dataclass(frozen=True)

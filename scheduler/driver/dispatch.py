@@ -1,21 +1,53 @@
-"""Gives jobs to workers, and at the end of a run has a worker hand one over to an idle one."""
+"""Gives workers jobs, as many as each has room for, and has one hand a job over to an idle one at the end of a run."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.scheduler.display.job_events import JobStarted
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
-from swiftbatch.scheduler.driver.slots import Slots
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.session.work import Assignment
 
+if TYPE_CHECKING:
+    from swiftbatch.scheduler.driver.fleet import Fleet
+
+MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
 SLICE_SECONDS = 0.5  # the work of a worker between two reports
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
+
+
+class Slots:
+    """Says whether a worker takes one more job beside those that it has."""
+
+    def __init__(self, num_slots: int | None, fleet: Fleet) -> None:
+        """`num_slots` is what the user asked for, None to leave it to the worker's memory."""
+        self._num_slots = num_slots
+        self._fleet = fleet
+
+    def has_room(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
+        """Tell whether a worker with the jobs `held` takes another one, and has room for one as long as any of them."""
+        most = worker.info.num_slots if worker.info else None  # a GPU's, made when it started
+        if self._num_slots is not None or most is not None:
+            return len(held) < min(number for number in (self._num_slots, most) if number is not None)
+        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held, record))
+
+    def _fits_one_more(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
+        lengths = [each.max_length for each in held]
+        return sum(lengths) + max(record.max_length, *lengths) <= self._num_positions(worker)
+
+    def _num_positions(self, worker: Worker) -> float:
+        """The worker's share of its machine's memory; who is still to start may come to the same machine."""
+        if worker.info is None:
+            return 0.0
+        nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]
+        return MEMORY_SHARE * worker.info.num_free_positions / nodes.count(worker.info.node_id)
 
 
 class Dispatcher:

@@ -16,13 +16,12 @@ from swiftbatch.scheduler.cluster.remote import OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
-from swiftbatch.scheduler.driver.census import Census
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
+from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.fleet import Event, Lost
 from swiftbatch.scheduler.driver.hold import Hold
-from swiftbatch.scheduler.driver.intake import Intake
-from swiftbatch.scheduler.driver.settlement import Settlement
+from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
 
 WAIT_SECONDS = 0.2

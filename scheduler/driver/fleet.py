@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import own_code
-from swiftbatch.scheduler.cluster.last_words import last_words
+from swiftbatch.scheduler.cluster.remote import last_words
 from swiftbatch.scheduler.driver.speed import Speed
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
@@ -19,8 +20,7 @@ from swiftbatch.worker.session.work import Orders, WorkReport
 if TYPE_CHECKING:
     from swiftbatch.scheduler.cluster.cluster import Cluster
 
-FIRST_RESTART_SECONDS = 1.0
-LONGEST_RESTART_SECONDS = 30.0
+RESTARTS = Backoff(first=1.0, longest=30.0)
 LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
@@ -190,6 +190,5 @@ class Fleet:
         if worker.info is None:
             message += last_words(self._spec.log_folder, worker.id)
             self.num_failed_starts += 1
-            delay = FIRST_RESTART_SECONDS * 2 ** (self.num_failed_starts - 1)
-            self._restart_not_before = now + min(LONGEST_RESTART_SECONDS, delay)
+            self._restart_not_before = now + RESTARTS.seconds(self.num_failed_starts)
         return Lost(worker, error.reason, message)

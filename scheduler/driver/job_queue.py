@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
 
-FIRST_RETRY_SECONDS = 0.5
-LONGEST_RETRY_SECONDS = 60.0
+RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
@@ -107,7 +107,7 @@ class JobQueue:
         job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
         job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
-        self._put_back(job, now + min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** (job.num_strikes - 1)))
+        self._put_back(job, now + RETRIES.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
 
     def release(self, job_id: str) -> None:

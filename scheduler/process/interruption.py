@@ -2,6 +2,8 @@
 
 The first signal raises KeyboardInterrupt wherever the command is: it ends with one line and exit code 130. A second one
 ends the process at once, should that hang. While jobs run, `held` has the first signal ask for an end in good order.
+
+A driver that a server has started is killed with the server.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ LOOK_SECONDS = 0.05
 AGAIN_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
+BAD_INPUT = os.EX_DATAERR  # the exit code where the input file as a whole can't be read
+SET_DEATH_SIGNAL = 1  # of prctl
 
 
 def signals() -> list[signal.Signals]:
@@ -136,3 +140,13 @@ def _handle(handler: Handler) -> None:
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have Linux's kernel kill this process when the thread that started it ends, however it does."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it has ended before

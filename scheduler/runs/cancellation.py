@@ -1,4 +1,4 @@
-"""Cancel a run or a job, whether its driver is alive or not."""
+"""Cancel a run or a job, whether its driver is alive or not; and end the jobs of a run whose time is up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.scheduler.driver.backlog import count_jobs, write_cancelled
 from swiftbatch.scheduler.driver.heartbeat import STALE_SECONDS, liveness
@@ -14,6 +15,8 @@ from swiftbatch.scheduler.driver.sharding import finish_shards
 from swiftbatch.scheduler.driver.takeover import RunTakenError, has_begun
 
 POLL_SECONDS = 0.1
+EXPIRED = "batch_expired"  # the error code of a job that did not end in time, as OpenAI has it
+EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
 
 
 def find_jobs(run: Run, custom_id: str) -> list[JobRecord]:
@@ -68,3 +71,15 @@ def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
 def _unfinished(run: Run, chosen: Sequence[JobRecord]) -> list[JobRecord]:
     ended = set().union(*run.ended())
     return [record for record in chosen if record.job_id not in ended]
+
+
+def expire_jobs(run: Run) -> None:
+    """Give all unfinished jobs an error. Raises RunTakenError while a driver is at work, RunError, StoreError."""
+    with Hold(run, may_take_over=True) as hold:
+        finished, failed = run.ended()
+        unfinished = [record for record in run.jobs() if record.job_id not in finished | failed]
+        run.set_damaged_aside([record.job_id for record in unfinished])
+        for record in unfinished:
+            run.write_error(record.job_id, error_line(record, EXPIRED, EXPIRED_MESSAGE))
+        run.write_output(hold.epoch.check)
+        hold.end("finished")

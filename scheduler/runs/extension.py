@@ -9,9 +9,8 @@ from typing import Any
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.checkpoints.inheritance import inherit
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.results import tokens_sha256

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection

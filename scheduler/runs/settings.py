@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.scheduler.limits import Limits
 from swiftbatch.worker.config import CheckpointSettings
 
 if TYPE_CHECKING:

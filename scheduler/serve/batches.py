@@ -15,7 +15,6 @@ from swiftbatch.jobs.run.line_files import DAMAGED
 from swiftbatch.jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.ids import is_batch_id, new_batch_id
 from swiftbatch.scheduler.serve.pages import Catalogue, Order
 from swiftbatch.scheduler.serve.records import (
     BATCH,
@@ -25,6 +24,8 @@ from swiftbatch.scheduler.serve.records import (
     BatchRecord,
     Cancellation,
     Ended,
+    is_batch_id,
+    new_batch_id,
     read_record,
 )
 from swiftbatch.scheduler.serve.refusals import no_such_batch

@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.output import temporary_file
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
-from swiftbatch.scheduler.runs.expiry import EXPIRED
+from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id
-from swiftbatch.scheduler.serve.records import Counts
+from swiftbatch.scheduler.serve.records import Counts, Delivery, delivered_file_id
 
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"

@@ -15,8 +15,7 @@ from swiftbatch.jobs.run.records import RunManifest
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_files import DamagedError, read_model
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.runs.cancellation import cancel_jobs
-from swiftbatch.scheduler.runs.expiry import expire_jobs
+from swiftbatch.scheduler.runs.cancellation import cancel_jobs, expire_jobs
 from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.delivery import INVALID, Delivered, deliver

@@ -12,9 +12,17 @@ from swiftbatch.jobs.input.places import joined
 from swiftbatch.jobs.run.run_files import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.ids import is_file_id, new_file_id
 from swiftbatch.scheduler.serve.pages import Catalogue, Order
-from swiftbatch.scheduler.serve.records import CONTENT, FILE, FILES, FileRecord, Purpose, read_record
+from swiftbatch.scheduler.serve.records import (
+    CONTENT,
+    FILE,
+    FILES,
+    FileRecord,
+    Purpose,
+    is_file_id,
+    new_file_id,
+    read_record,
+)
 from swiftbatch.scheduler.serve.refusals import RefusedError, no_such_file
 
 

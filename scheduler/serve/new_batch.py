@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from typing import Annotated, Any
 
@@ -12,11 +13,23 @@ from swiftbatch.jobs.input.forms import MAX_PRIORITY
 from swiftbatch.jobs.input.reasons import FieldError, reasons
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.serve.windows import window_seconds
 
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+WINDOW = re.compile(r"([0-9]{1,6})([smhd])")
+LEAST_SECONDS, MOST_SECONDS = 1, 30 * 86400
+EXPECTED = "expected a whole number with s, m, h or d behind it, as in 24h, from 1s to 30d"
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them
 MAX_URL = 2000
+
+
+def window_seconds(text: str) -> int:
+    """The time that a batch may take. Raises RefusedError."""
+    found = WINDOW.fullmatch(text)
+    seconds = int(found[1]) * UNITS[found[2]] if found else 0
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise RefusedError(f"completion_window: found {text[:40]!a}, {EXPECTED}", param="completion_window")
+    return seconds
 
 
 def _utf8(text: str) -> str:

@@ -6,10 +6,15 @@ batches/<batch_id>/            a run, and beside it
 batches/<batch_id>/batch.json  what was asked for, written once: a batch without it is not there
 batches/<batch_id>/cancel.json when it was to be cancelled
 batches/<batch_id>/ended.json  how it ended, written last: from then on nothing else of the batch is read
+
+Ids are random, of letters and digits alone. No other name ever becomes part of a path.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+import secrets
 from typing import Literal
 
 from pydantic import Field
@@ -21,6 +26,12 @@ from swiftbatch.jobs.run.line_files import NO_FILE
 from swiftbatch.jobs.run.run_files import DamagedError, Model, read_model
 from swiftbatch.jobs.storage.store import Store
 
+FILE_ID = re.compile(r"file-[0-9a-f]{24}")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+NUM_BYTES = 12
+
+Delivery = Literal["output", "errors"]
+"""The two files that a batch ends with."""
 Purpose = Literal["batch", "batch_output"]
 EndState = Literal["completed", "failed", "expired", "cancelled"]
 State = Literal["validating", "in_progress", "finalizing", "cancelling", EndState]
@@ -32,6 +43,27 @@ STATES: tuple[State, ...] = (
 FILES, BATCHES = "files", "batches"
 CONTENT, FILE = "content", "file.json"
 BATCH, CANCEL, ENDED = "batch.json", "cancel.json", "ended.json"
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(NUM_BYTES)}"
+
+
+def new_batch_id() -> str:
+    return f"batch_{secrets.token_hex(NUM_BYTES)}"
+
+
+def delivered_file_id(batch_id: str, delivery: Delivery) -> str:
+    """The id of a file that a batch ends with: the same however often its end is begun anew."""
+    return f"file-{hashlib.sha256(f'{batch_id} {delivery}'.encode()).hexdigest()[: 2 * NUM_BYTES]}"
+
+
+def is_file_id(name: str) -> bool:
+    return FILE_ID.fullmatch(name) is not None
+
+
+def is_batch_id(name: str) -> bool:
+    return BATCH_ID.fullmatch(name) is not None
 
 
 def read_record(store: Store, path: str, model: type[Model]) -> Model | None:

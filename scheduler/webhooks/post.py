@@ -1,15 +1,26 @@
-"""One try to deliver a message, over in seconds whatever the receiver does. Answers are not read beyond their head."""
+"""A message as Standard Webhooks has it, and one try to deliver it, over in seconds whatever the receiver does.
+
+A message says what happened, under an id of its own, and is signed at every try. Answers are not read beyond their
+head.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import http.client
+import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
 
-from swiftbatch.scheduler.webhooks.message import WebhookMessage
 from swiftbatch.scheduler.webhooks.receiver import Receiver
 
 AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken later
@@ -17,6 +28,40 @@ AGAIN = (408, 425, 429)  # and all from 500 on: the same message may be taken la
 
 Dial = Callable[[str, int, float], socket.socket]
 """Opens a connection to a host's port, within so many seconds."""
+
+
+@dataclass(frozen=True)
+class WebhookMessage:
+    """Something that has happened; `data` says what, without any text of prompts and outputs."""
+
+    kind: str  # run.ended or job.ended
+    data: Mapping[str, Any]
+    moment: float = field(default_factory=time.time)  # seconds since the epoch
+
+    @property
+    def id(self) -> str:
+        """The message's id: the same whenever the same is told again, by whichever driver."""
+        identity = json.dumps([self.kind, self.data], sort_keys=True)
+        return f"msg_{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+
+    def body(self) -> bytes:
+        moment = datetime.fromtimestamp(self.moment, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"type": self.kind, "timestamp": moment, "data": self.data}).encode()
+
+    def headers(self, body: bytes, key: bytes | None) -> dict[str, str]:
+        """The headers of a try that is made now; without a key there is no signature."""
+        timestamp = str(int(time.time()))
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "swiftbatch",
+            "webhook-id": self.id,
+            "webhook-timestamp": timestamp,
+        }
+        if key is not None:
+            signed = b".".join([self.id.encode(), timestamp.encode(), body])
+            signature = base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+            headers["webhook-signature"] = f"v1,{signature}"
+        return headers
 
 
 class DialledConnection(http.client.HTTPConnection):

@@ -20,8 +20,7 @@ from swiftbatch.metrics.endpoint import own_host
 from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.census import Census
-from swiftbatch.scheduler.driver.endpoint import served_metrics
+from swiftbatch.scheduler.driver.driver_metrics import Census, served_metrics
 from swiftbatch.scheduler.driver.fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders

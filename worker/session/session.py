@@ -13,7 +13,7 @@ import torch
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, State
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.run.logprob_form import shown_logprobs
+from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries

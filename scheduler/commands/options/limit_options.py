@@ -9,7 +9,7 @@ import click
 
 from swiftbatch.scheduler.commands.options.grouping import options_of
 from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
-from swiftbatch.scheduler.limits.deadline import parse_deadline
+from swiftbatch.scheduler.limits import parse_deadline
 
 MAX_HOURS = 1_000_000_000
 

@@ -1,4 +1,4 @@
-"""The HTTP server: its routes, and every error in the form of OpenAI's API."""
+"""The HTTP server: its routes, a count of their answers, and every error in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import logging
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
 from swiftbatch.scheduler.serve.api.access import service_of
-from swiftbatch.scheduler.serve.api.body_limit import BodyLimit
-from swiftbatch.scheduler.serve.api.counting import Counting
+from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd
+from swiftbatch.scheduler.serve.api.connection import Shutdown
 from swiftbatch.scheduler.serve.api.gate import Gate
 from swiftbatch.scheduler.serve.api.objects import error_response
 from swiftbatch.scheduler.serve.api.polls import Polls
-from swiftbatch.scheduler.serve.bounds.crowd import Crowd
-from swiftbatch.scheduler.serve.bounds.shutdown import Shutdown
-from swiftbatch.scheduler.serve.page import asset_routes, login_routes, page_routes
-from swiftbatch.scheduler.serve.page.paths import UPLOAD_PATH
+from swiftbatch.scheduler.serve.page import login_routes, page_routes
+from swiftbatch.scheduler.serve.page.page_route import UPLOAD_PATH
 from swiftbatch.scheduler.serve.page.sessions import Sessions
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
@@ -29,13 +29,29 @@ UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
 NO_JSON = "the body of the request could not be read as JSON"
 
 
+class Counting:
+    """Counts answers when they begin."""
+
+    def __init__(self, app: ASGIApp, counters: ServerCounters) -> None:
+        self._app = app
+        self._counters = counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counters.count_request(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
 def make_app(service: Service, only_loopback: bool) -> FastAPI:
     """The server's answers; `only_loopback` is the gate's."""
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors of clients are theirs to read
     app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.sessions = Sessions()
-    for routes in (file_routes, batch_routes, watching_routes, server_routes, page_routes, login_routes, asset_routes):
+    for routes in (file_routes, batch_routes, watching_routes, server_routes, page_routes, login_routes):
         app.include_router(routes.router)
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(UserError, _failed)

@@ -1,22 +1,24 @@
-"""The gate: checks who sends a request, before anything of its body is read."""
+"""The gate: checks who sends a request, to which name of this host, and for which site, before its body is read."""
 
 from __future__ import annotations
 
+import ipaddress
 from itertools import chain
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftbatch.metrics import discovery
-from swiftbatch.scheduler.serve.api.hosts import is_cross_site, is_of_loopback
-from swiftbatch.scheduler.serve.bounds.refusing import refuse
-from swiftbatch.scheduler.serve.keys.api_key import ApiKey
-from swiftbatch.scheduler.serve.keys.keyring import Keyring
-from swiftbatch.scheduler.serve.page.paths import is_of_page
+from swiftbatch.scheduler.serve.api.objects import refuse
+from swiftbatch.scheduler.serve.keyring import ApiKey, Keyring
+from swiftbatch.scheduler.serve.page.page_route import is_of_page
 from swiftbatch.scheduler.serve.page.sessions import Sessions
 from swiftbatch.scheduler.serve.refusals import RefusedError
 
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+OF_THE_USER = ("same-origin", "none")  # browsers' words for a request that no other site has made
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # they say nothing but that the server is there
 METRICS_PATHS = frozenset({"/metrics", discovery.PATH})  # they tell of everybody's batches
 MOST_HEADERS, MOST_HEADER_BYTES = 100, 2**15
@@ -27,6 +29,38 @@ WRONG_KEY = "this API key is not known here: it may have been replaced"
 NO_METRICS = "this API key does not read metrics: its line in the file of keys has to say metrics=yes"
 OTHER_HOST = "found another name of this host, expected a loopback name, as localhost: without keys it serves no other"
 OTHER_SITE = "found a request that a page of another site has made: those change nothing here"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name without a port can only be that of the machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_of_loopback(headers: Headers) -> bool:
+    """Return whether the client has asked for a loopback name: a page whose own name leads here asks for that one."""
+    return is_loopback(_hostname(f"//{headers.get('host', '')}"))
+
+
+def is_cross_site(method: str, headers: Headers) -> bool:
+    """Return whether a browser asks to change something on behalf of a page that is not this server's."""
+    if method in SAFE_METHODS:
+        return False
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site not in OF_THE_USER
+    return origin is not None and origin.partition("://")[2] != headers.get("host", "")
+
+
+def _hostname(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
 
 
 class Gate:

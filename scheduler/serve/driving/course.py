@@ -9,7 +9,7 @@ from typing import Literal
 
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
-from swiftbatch.scheduler.serve.driving.usage import Usage
+from swiftbatch.scheduler.serve.driving.queue import Usage
 
 Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
 

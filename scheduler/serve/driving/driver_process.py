@@ -1,4 +1,7 @@
-"""A driver as a child process: what it tells is kept, a bounded part of it, in memory and in the run's logs."""
+"""The driver of a batch as a child process: `submit` until all lines are in the run, from then on `resume`.
+
+What it tells is kept, a bounded part of it, in memory and in the run's logs.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
 from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.process.parent import BAD_INPUT
+from swiftbatch.scheduler.process.interruption import BAD_INPUT
+from swiftbatch.scheduler.serve.batch_status import is_submitted
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.files import Files
 
 MAX_EVENTS = 1000  # events that are kept for those who look later
 MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it
@@ -26,6 +34,29 @@ ERROR_PREFIX = "swiftbatch: "
 
 Told = tuple[int, str, str]
 """The number of an event, which counts on, its kind, and the event as JSON."""
+
+
+@dataclass(frozen=True)
+class DriverOptions:
+    """The words of the server's own command line that its drivers get: those that a run keeps, and those of a start."""
+
+    of_run: tuple[str, ...] = ()
+    of_start: tuple[str, ...] = ()
+    grace_seconds: float = 20.0
+
+
+def driver_arguments(batch: Batch, files: Files, options: DriverOptions) -> list[str]:
+    """The arguments of `swiftbatch`. Raises StoreError.
+
+    A killed `submit` may have left anything: the same file again completes it. `resume` needs the file no more.
+    """
+    run_uri, record = batch.store.uri, batch.record
+    deadline = datetime.fromtimestamp(record.expires, UTC).isoformat()
+    start = [*options.of_start, "--takeover", "--json", "--deadline", deadline]
+    if is_submitted(batch.store):
+        return ["resume", run_uri, *start]
+    input_uri = files.uri(record.input_file_id)
+    return ["submit", input_uri, "--run", run_uri, "--endpoint", record.endpoint, *options.of_run, *start]
 
 
 class DriverProcess:

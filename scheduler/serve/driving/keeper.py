@@ -9,22 +9,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.driving.course import Course, Stage
-from swiftbatch.scheduler.serve.driving.driver_command import DriverOptions, driver_arguments
-from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
-from swiftbatch.scheduler.serve.driving.queue import next_batch
+from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions, DriverProcess, driver_arguments
+from swiftbatch.scheduler.serve.driving.queue import next_batch, usage_so_far
 from swiftbatch.scheduler.serve.driving.standings import Standings
-from swiftbatch.scheduler.serve.driving.usage import usage_so_far
 from swiftbatch.scheduler.serve.ending import ask_to_cancel, settle
 from swiftbatch.scheduler.serve.files import Files
 
 LOOK_SECONDS = 0.1
 HOLD_SECONDS = 5.0  # between two looks at whether the runs are still this server's
-LONGEST_PAUSE_SECONDS = 60.0  # between two tries of a batch whose driver can't go on
+RETRIES = Backoff(first=1.0, longest=60.0)  # of a batch whose driver can't go on
 GRACE_SLACK_SECONDS = 5.0
 NUM_SETTLERS = 4
 
@@ -166,8 +165,8 @@ class Keeper:
         return has_ended
 
     def _try_later(self, course: Course, problem: str) -> None:
-        pause = min(LONGEST_PAUSE_SECONDS, 2.0**course.num_failures)
         course.num_failures += 1
+        pause = RETRIES.seconds(course.num_failures)
         course.not_before = time.monotonic() + pause
         course.problem = problem
         Lines(sys.stderr).write(f"{course.batch.id} can't go on: {problem}; tried again in {pause:g} s")

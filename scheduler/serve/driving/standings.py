@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.course import Course
-from swiftbatch.scheduler.serve.driving.queue import Standing
-from swiftbatch.scheduler.serve.driving.usage import DAY, Usage, standing_of, usage_of_ended
-from swiftbatch.scheduler.serve.keys.api_key import Rights
+from swiftbatch.scheduler.serve.driving.queue import DAY, Standing, Usage, standing_of, usage_of_ended
+from swiftbatch.scheduler.serve.keyring import Rights
 
 FRESH_SECONDS = 1.0  # however often it is asked meanwhile
 

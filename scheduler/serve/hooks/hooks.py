@@ -1,28 +1,61 @@
-"""Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was."""
+"""Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was.
+
+Each host has a lane, so that one that is away holds up no other.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.hooks.lanes import Item, Lane
 from swiftbatch.scheduler.serve.hooks.outstanding import OutstandingMessages, Target
 from swiftbatch.scheduler.serve.hooks.receivers import Receivers
-from swiftbatch.scheduler.webhooks.message import WebhookMessage
-from swiftbatch.scheduler.webhooks.post import PostError
+from swiftbatch.scheduler.webhooks.post import PostError, WebhookMessage
 from swiftbatch.scheduler.webhooks.receiver import ReceiverError
 
+PAUSES = Backoff(first=5.0, longest=3600.0)
+
+Item = tuple[Batch, Target]
+"""A batch, and to whom its end is to be told."""
 TRY_SECONDS = 10.0
 LOOK_SECONDS = 0.5
 GIVEN_UP_SECONDS = 3 * 86400.0  # since the end of the batch
 NUM_POSTERS = 4
+
+
+@dataclass
+class Lane:
+    """The messages that wait for one host; `not_before` in `time.monotonic()` seconds."""
+
+    items: deque[Item] = field(default_factory=deque)
+    is_busy: bool = False
+    num_failures: int = 0  # in a row
+    not_before: float = 0.0
+
+    def is_due(self) -> bool:
+        return bool(self.items) and not self.is_busy and time.monotonic() >= self.not_before
+
+    def succeed(self) -> None:
+        """Drop the first message: it was taken, or is given up."""
+        self.items.popleft()
+        self.num_failures, self.not_before = 0, 0.0
+
+    def fail(self) -> None:
+        """Put the first message, which was not taken, behind the others; all of them wait for a while."""
+        self.items.rotate(-1)
+        self.num_failures += 1
+        pause = PAUSES.seconds(self.num_failures) * random.uniform(0.5, 1)  # of many servers not all at once
+        self.not_before = time.monotonic() + pause
 
 
 class Hooks:

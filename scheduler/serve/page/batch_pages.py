@@ -16,7 +16,7 @@ from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.page.figures import figures_of
 from swiftbatch.scheduler.serve.page.job_rows import JobPage, Problem, file_problems, job_page, run_problems
 from swiftbatch.scheduler.serve.page.rendering import page_response
-from swiftbatch.scheduler.serve.page.visitor import Visitor
+from swiftbatch.scheduler.serve.page.sessions import Visitor
 from swiftbatch.scheduler.serve.partial import partial_texts
 from swiftbatch.scheduler.serve.service import Service
 

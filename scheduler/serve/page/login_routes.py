@@ -9,8 +9,7 @@ from fastapi.responses import RedirectResponse
 from swiftbatch.scheduler.serve.api.access import Served
 from swiftbatch.scheduler.serve.page.page_route import PageRoute
 from swiftbatch.scheduler.serve.page.rendering import page_response
-from swiftbatch.scheduler.serve.page.sessions import new_session_id
-from swiftbatch.scheduler.serve.page.visitor import AnyVisitor, Visitor, check_form, sessions_of
+from swiftbatch.scheduler.serve.page.sessions import AnyVisitor, Visitor, check_form, new_session_id, sessions_of
 
 MOST_FIELDS, MOST_FIELD_BYTES = 4, 2**12
 WRONG_KEY = "this key is not known here: it may have been replaced"

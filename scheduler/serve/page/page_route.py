@@ -1,4 +1,7 @@
-"""The route class of all pages: strict headers, the session's cookie, and errors that people read."""
+"""The route class of all pages: strict headers, the session's cookie, and errors that people read; and their paths.
+
+In those sessions say who comes in, and everywhere else keys do.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ from starlette.exceptions import HTTPException
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.api.access import service_of
 from swiftbatch.scheduler.serve.page.rendering import page_response
-from swiftbatch.scheduler.serve.page.visitor import LoginNeededError, keep_session
+from swiftbatch.scheduler.serve.page.sessions import LoginNeededError, keep_session
 
+UPLOAD_PATH = "/"
+ASSETS = {"/page.css": "text/css", "/page.js": "text/javascript", "/icon.svg": "image/svg+xml"}
+PATHS = frozenset({UPLOAD_PATH, "/login", "/logout", *ASSETS})
+BATCH_PATHS = "/batches/"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -26,6 +33,10 @@ HEADERS = {
 }
 
 Answer = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def is_of_page(path: str) -> bool:
+    return path in PATHS or path.startswith(BATCH_PATHS)
 
 
 class PageRoute(APIRoute):

@@ -1,4 +1,7 @@
-"""The page's batches: all, one, its files and its report; forms that make one, and cancel one."""
+"""The page's batches: all, one, its files and its report; forms that make one, and cancel one.
+
+Then the files that the pages load: one style, one script, one icon.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import RedirectResponse, StreamingResponse
+from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.datastructures import FormData, UploadFile
 
 from swiftbatch.jobs.errors import UserError
@@ -16,10 +19,11 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes
 from swiftbatch.scheduler.serve.api.access import Served
 from swiftbatch.scheduler.serve.api.watching_routes import report_response
-from swiftbatch.scheduler.serve.ids import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.page.batch_pages import batch_page, list_page
-from swiftbatch.scheduler.serve.page.page_route import PageRoute
-from swiftbatch.scheduler.serve.page.visitor import KnownVisitor, Visitor, check_form
+from swiftbatch.scheduler.serve.page.page_route import ASSETS, PageRoute
+from swiftbatch.scheduler.serve.page.rendering import FOLDER
+from swiftbatch.scheduler.serve.page.sessions import KnownVisitor, Visitor, check_form
+from swiftbatch.scheduler.serve.records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 
@@ -115,3 +119,12 @@ def _metadata(text: str) -> dict[str, str] | None:
             raise RefusedError(f"metadata: found {line[:40]!a}, expected a name, a colon and a value on each line")
         pairs[key.strip()] = value.strip()
     return pairs or None
+
+
+def asset(request: Request) -> FileResponse:
+    path = request.url.path
+    return FileResponse(FOLDER / "assets" / path.removeprefix("/"), media_type=ASSETS[path])
+
+
+for path in ASSETS:
+    router.add_api_route(path, asset, methods=["GET"])

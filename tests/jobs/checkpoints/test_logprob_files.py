@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles
-from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans, decode_span, encode_span
+from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans, decode_span, encode_span
 from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
+from swiftbatch.jobs.identity import DamagedFileError
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB

@@ -10,11 +10,10 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.logprob_spans import WrittenSpans
-from swiftbatch.jobs.checkpoints.refusals import DamagedFileError
+from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.identity import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (

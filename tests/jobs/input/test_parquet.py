@@ -23,7 +23,7 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.input.columns import Columns
 from swiftbatch.jobs.input.input_file import InputFileError
-from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.parquet_rows import parquet_rows
 from swiftbatch.jobs.input.reader import JobReader, Reject, read_jobs
 from tests.jobs.input.job_lines import CHAT

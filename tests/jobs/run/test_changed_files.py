@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.input.json_lines import dump_line
+from swiftbatch.jobs.json_lines import SEAL, dump_line, sealed, unsealed
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.seal import SEAL, sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.run.run_parts import MANIFEST, failed_line, make_record
 

@@ -10,10 +10,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
-from swiftbatch.jobs.run.logprob_form import UNLIKELY, shown_logprobs
+from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.logprobs import NO_TOKEN, UNLIKELY, TokenLogprobs, shown_logprobs
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.sampling import SamplingParams
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.jobs.input.json_lines import dump_line
 from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
 from swiftbatch.jobs.sampling import SamplingParams
 

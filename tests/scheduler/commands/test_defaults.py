@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
-from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.worker.bench.agreement import AgreementOptions

@@ -11,7 +11,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.heartbeat import current_progress
-from swiftbatch.scheduler.runs.tailing import TAKEN_BACK, follow_text
+from swiftbatch.scheduler.runs.watching import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.scheduler.commands.command_parts import finish, invoke, refusal

@@ -16,8 +16,8 @@ from swiftbatch.scheduler.display.display import JsonDisplay, PlainDisplay, Quie
 from swiftbatch.scheduler.display.end_events import RunEnded
 from swiftbatch.scheduler.display.events import DriverAwaited, LineRejected, RunOpened, WorkerLost, WorkerReady
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobGivenUp, JobPutBack
-from swiftbatch.scheduler.display.live import LiveDisplay
 from swiftbatch.scheduler.display.summary import checkpoint_age, harmless, printable, summary_line
+from swiftbatch.scheduler.display.terminal import LiveDisplay
 from swiftbatch.scheduler.driver.speed import RATE_SECONDS, Speed
 from swiftbatch.scheduler.process.streams import Lines
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker

@@ -23,7 +23,7 @@ from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.limits.limits import Limits, Spending
+from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.worker.config import EngineConfig
 from tests import ROOT
 

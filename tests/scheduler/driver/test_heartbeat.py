@@ -14,7 +14,7 @@ from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.census import Census
+from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.fleet import Fleet, Worker
 from swiftbatch.scheduler.driver.heartbeat import (
     AT_REST,

@@ -13,7 +13,7 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.heartbeat import current_progress
-from swiftbatch.scheduler.limits.limits import Limits
+from swiftbatch.scheduler.limits import Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,

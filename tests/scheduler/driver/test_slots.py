@@ -10,8 +10,8 @@ import pytest
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.fleet import Worker
-from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 

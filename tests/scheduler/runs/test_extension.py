@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.input.job_line import JobLine
+from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.drafters.catalogue import ENGINES

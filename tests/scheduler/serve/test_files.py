@@ -9,9 +9,8 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.ids import is_batch_id, is_file_id, new_batch_id, new_file_id
 from swiftbatch.scheduler.serve.pages import Catalogue
-from swiftbatch.scheduler.serve.records import FileRecord
+from swiftbatch.scheduler.serve.records import FileRecord, is_batch_id, is_file_id, new_batch_id, new_file_id
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from tests.scheduler.serve.batch_parts import Folder
 from tests.work_counts import counted_calls

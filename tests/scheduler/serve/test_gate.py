@@ -7,8 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from swiftbatch.scheduler.serve.api.gate import Gate
-from swiftbatch.scheduler.serve.keys.api_key import make_key
-from swiftbatch.scheduler.serve.keys.keyring import Keyring
+from swiftbatch.scheduler.serve.keyring import Keyring, make_key
 from swiftbatch.scheduler.serve.page.sessions import Sessions
 
 SECRET, LINE = make_key("alice")

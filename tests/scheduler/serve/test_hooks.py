@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import openai
 import pytest
 
+from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.hooks import addresses, hooks, lanes
-from swiftbatch.scheduler.serve.hooks.addresses import reach
-from swiftbatch.scheduler.serve.hooks.hook_hosts import WebhookHosts, WebhookHostsError
+from swiftbatch.scheduler.serve.hooks import hooks, receivers
 from swiftbatch.scheduler.serve.hooks.hooks import Hooks
-from swiftbatch.scheduler.serve.hooks.receivers import Receivers
+from swiftbatch.scheduler.serve.hooks.receivers import Receivers, WebhookHosts, WebhookHostsError, reach
 from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver
@@ -60,7 +59,7 @@ def stopped() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(hooks, "PAUSES", Backoff(first=0.05, longest=3600.0))
     monkeypatch.setattr(hooks, "LOOK_SECONDS", 0.02)
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
@@ -222,9 +221,9 @@ def test_a_name_that_leads_inside_is_not_posted_to_and_the_address_that_was_look
 
     with receiver(status(200)) as inbox:
         port = int(inbox.url.split(":")[2].split("/")[0])
-        monkeypatch.setattr(addresses.socket, "getaddrinfo", resolve)
-        monkeypatch.setattr(addresses.socket, "create_connection", connect)
-        monkeypatch.setattr(addresses, "reach", lambda ip: "public" if ip.startswith("203.") else "loopback")
+        monkeypatch.setattr(receivers.socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(receivers.socket, "create_connection", connect)
+        monkeypatch.setattr(receivers, "reach", lambda ip: "public" if ip.startswith("203.") else "loopback")
         server = Server(tmp_path, None, "rebinding.example")
         server.ended(f"http://rebinding.example:{port}/x")
         wait_until(lambda: len(answers) >= 3)
@@ -245,7 +244,7 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_what_was_not_taken_goes_behind_what_else_waits_for_its_host() -> None:
-    lane = lanes.Lane()
+    lane = hooks.Lane()
     lane.items.extend(["refused", "next"])  # type: ignore[list-item]  # what they are is no matter
     lane.fail()
     assert list(lane.items) == ["next", "refused"]

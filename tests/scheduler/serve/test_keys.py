@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.scheduler.serve.keys.api_key import KeyLineError, Rights, make_key, parse_line
-from swiftbatch.scheduler.serve.keys.keyring import KeyFileError, Keyring, parse_keys
+from swiftbatch.scheduler.serve.keyring import (
+    KeyFileError,
+    KeyLineError,
+    Keyring,
+    Rights,
+    make_key,
+    parse_keys,
+    parse_line,
+)
 from tests.scheduler.commands.command_parts import invoke, refusal
 
 HASH, OTHER_HASH = "a" * 64, "b" * 64
@@ -17,7 +24,7 @@ HASH, OTHER_HASH = "a" * 64, "b" * 64
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("swiftbatch.scheduler.serve.keys.keyring.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("swiftbatch.scheduler.serve.keyring.time.monotonic", lambda: now[0])
     return now
 
 

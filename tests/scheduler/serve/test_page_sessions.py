@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve.keys import keyring
-from swiftbatch.scheduler.serve.keys.api_key import make_key
+from swiftbatch.scheduler.serve import keyring
+from swiftbatch.scheduler.serve.keyring import make_key
 from swiftbatch.scheduler.serve.page import sessions
 from swiftbatch.scheduler.serve.page.sessions import COOKIE, Sessions, new_session_id
 from swiftbatch.scheduler.serve.records import Counts, Ended

@@ -9,10 +9,17 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.driving.queue import Standing, next_batch
+from swiftbatch.scheduler.serve.driving.queue import (
+    BEGUN_TOKENS,
+    DAY,
+    HALF_LIFE,
+    Standing,
+    Usage,
+    next_batch,
+    standing_of,
+)
 from swiftbatch.scheduler.serve.driving.standings import Standings
-from swiftbatch.scheduler.serve.driving.usage import BEGUN_TOKENS, DAY, HALF_LIFE, Usage, standing_of
-from swiftbatch.scheduler.serve.keys.api_key import Rights
+from swiftbatch.scheduler.serve.keyring import Rights
 from swiftbatch.scheduler.serve.records import BatchRecord, Counts, Ended
 from tests.work_counts import num_lines
 

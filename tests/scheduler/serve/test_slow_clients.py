@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from swiftbatch.scheduler.serve.api import bounds, connection
 from swiftbatch.scheduler.serve.api.app import make_app
-from swiftbatch.scheduler.serve.bounds import connection, pace
 from tests.scheduler.serve.api_parts import service_on
 
 NUM_CLIENTS = 7
@@ -28,7 +28,7 @@ OK = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, str]]:
     """The port of a server of little patience, and the id of a long file there."""
-    for module, name in ((connection, "HEAD_SECONDS"), (connection, "READ_SECONDS"), (pace, "WINDOW_SECONDS")):
+    for module, name in ((connection, "HEAD_SECONDS"), (connection, "READ_SECONDS"), (bounds, "WINDOW_SECONDS")):
         monkeypatch.setattr(module, name, SOON)
     service = service_on(tmp_path / "runs")
     file = service.files.add(io.BytesIO(bytes(LONG_BYTES)), "long", "batch", None)

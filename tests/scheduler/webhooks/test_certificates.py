@@ -12,8 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swiftbatch.scheduler.webhooks.message import WebhookMessage
-from swiftbatch.scheduler.webhooks.post import PostError, post
+from swiftbatch.scheduler.webhooks.post import PostError, WebhookMessage, post
 from swiftbatch.scheduler.webhooks.receiver import Receiver
 from tests.scheduler.webhooks.receivers import receiver, status
 

@@ -1,19 +1,29 @@
-"""A run's progress as a picture: figures of the run, its workers and their jobs, as much as fits the terminal."""
+"""The display of a terminal: a picture of the run that is redrawn in place, and lines that stay above it.
+
+The picture has figures of the run, its workers and their jobs, as much as fits the terminal.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import IO, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from swiftbatch.jobs.run.run import Progress, WorkerStatus
+from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.display.summary import counted, duration, job_counts, printable, safety, speed_of
+from swiftbatch.scheduler.process.streams import Lines, SteadyStream
 
 LABEL_WIDTH = 6
 WIDE = 100  # columns from which a worker's process is shown, too
+REDRAWS_PER_SECOND = 4  # the figures change more rarely; the terminal's size may at any time
 
 
 class Frame:
@@ -103,3 +113,37 @@ def _bar(done: int, total: int, figures: str) -> Table:
 
 def _text(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+class LiveDisplay(AbstractContextManager["LiveDisplay"]):
+    """Draws from the first `update` to the end of its context; with `errors`, lines about errors go there."""
+
+    def __init__(self, stream: TextIO, errors: Lines | None) -> None:
+        self._console = Console(file=cast("IO[str]", SteadyStream(stream)), force_terminal=True)
+        self._errors = errors
+        # the stream that stands in for stdout while Ray is at work must not be wrapped
+        self._live = Live(
+            console=self._console,
+            refresh_per_second=REDRAWS_PER_SECOND,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, event: Event) -> None:
+        if not (text := str(event)):
+            return
+        if event.is_error and self._errors is not None:
+            self._errors.write(text)
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, progress: Progress) -> None:
+        self._live.update(Frame(progress))
+        if not self._live.is_started:
+            self._live.start()
+            self._console.show_cursor(True)  # a process that is killed can't bring it back

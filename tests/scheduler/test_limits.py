@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftbatch.scheduler.limits.limits import Limits, Spending
+from swiftbatch.scheduler.limits import Limits, Spending
 from tests.jobs.run.run_parts import PROGRESS
 
 

@@ -1,13 +1,23 @@
-"""Counts jobs and workers by state, and the time that workers were held, at every beat of the driver."""
+"""The driver's metrics: counted at every beat, and served.
+
+They are jobs and workers by state, and the time that workers were held. Prometheus finds the workers' there, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.metrics import discovery
+from swiftbatch.metrics.endpoint import METRICS_PATH, serve
+from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.display.events import MetricsServed
 from swiftbatch.scheduler.driver.context import DriverContext
-from swiftbatch.scheduler.driver.fleet import Worker
+from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+from swiftbatch.worker.config import EngineConfig
 
 
 class Census:
@@ -66,3 +76,23 @@ class Census:
             tokens_per_second=round(worker.speed.tokens_per_second(now), 2),
             last_checkpoint=None if counters is None else counters.last_checkpoint,
         )
+
+
+@contextmanager
+def served_metrics(context: DriverContext, config: EngineConfig, port: int) -> Iterator[None]:
+    """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
+    store, fleet = context.run.store, context.fleet
+    run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials
+    pages = {discovery.PATH: lambda own_address: discovery.document([own_address, *_addresses(fleet)], run_uri)}
+    labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
+    address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages)
+    context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + discovery.PATH))
+    try:
+        yield
+    finally:
+        stop()
+
+
+def _addresses(fleet: Fleet) -> list[str]:
+    infos = [worker.info for worker in list(fleet.workers)]  # the driver's loop changes the list meanwhile
+    return [info.metrics_address for info in infos if info is not None and info.metrics_address is not None]

@@ -1,7 +1,7 @@
-"""The ways to hit a worker or a node: signals on a cluster of our own, a Ray task on the user's.
+"""The kills of a chaos run: their times, drawn from a seed so that the run can be repeated, and the ways to do them.
 
-A way takes the workers that have jobs (one at least), kills or stops one of them or kills its node, and says which;
-None if that was gone already.
+Signals hit a worker or a node on a cluster of our own, a Ray task on the user's. A way takes the workers that have jobs
+(one at least), kills or stops one of them or kills its node, and says which; None if that was gone already.
 """
 
 from __future__ import annotations
@@ -9,16 +9,38 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Literal, get_args
 
 from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster
-from swiftbatch.scheduler.chaos.plan import Kind
 from swiftbatch.scheduler.cluster.cluster import connect
 
+Kind = Literal["worker", "raylet", "driver", "stop", "hangup"]  # a stopped worker, a driver whose terminal closes
+KINDS: tuple[Kind, ...] = get_args(Kind)
+DRIVER_KINDS: tuple[Kind, ...] = ("driver", "hangup")  # wherever the workers are
+
+QUIET_END = 0.15  # share of the run's tokens after which nothing is killed: a kill must not come too late to be done
 Way = Callable[[Sequence[WorkerStatus]], str | None]
+
+
+@dataclass(frozen=True)
+class PlannedKill:
+    """A kill that is due when the whole run has generated `num_tokens`."""
+
+    kind: Kind
+    num_tokens: int
+
+
+def plan_kills(num_kills: int, kinds: Sequence[Kind], num_tokens: int, random: Random) -> list[PlannedKill]:
+    """One kill in each of `num_kills` equal stretches of a run of `num_tokens`; every kind equally often, shuffled."""
+    drawn = [kinds[index % len(kinds)] for index in range(num_kills)]
+    random.shuffle(drawn)
+    stretch = num_tokens * (1 - QUIET_END) / max(1, num_kills)
+    return [PlannedKill(kind, int(stretch * (index + random.random()))) for index, kind in enumerate(drawn)]
 
 
 def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:

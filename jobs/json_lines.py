@@ -1,10 +1,23 @@
-"""A JSON object that ends with the checksum of all that stands before it: a changed character is noticed."""
+"""JSON as bytes, one object a line. A sealed one ends with its checksum: a changed character is noticed."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from typing import Any
 
+# line ends to some readers (Python's splitlines among them), or commands to terminals: JSON need not escape them
+NOT_TEXT = re.compile("[\x7f-\x9f\u2028\u2029]")
 SEAL = b',"checksum":"'  # in no JSON string, where its quotation marks would be escaped
+
+
+def dump_line(value: dict[str, Any]) -> bytes:
+    """One line of UTF-8 JSON, newline included. Raises `ValueError` for NaN and infinities."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = NOT_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    # lone surrogates have no UTF-8 form
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def sealed(text: bytes) -> bytes:
