@@ -67,7 +67,17 @@ FIELDS = {
     "train draft": defaults(DraftRecipe) | {"seed": HeadRecipe().seed},
     "train griffin": defaults(GriffinRecipe) | {"num_own_texts": GRIFFIN_RECIPE.texts.num_own_texts},
 }
-WITHOUT = {"status", "tail", "results", "report", "cancel", "prune", "train all", "train target"}  # they set no field
+WITHOUT = {
+    "status",
+    "tail",
+    "results",
+    "report",
+    "cancel",
+    "prune",
+    "inspect",
+    "train all",
+    "train target",
+}  # they set no field
 
 LEAVES = {" ".join(path[1:]): command for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
 
