@@ -85,15 +85,18 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
 def kernels_besides_attention() -> dict[str, Made]:
     rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
     in_order = without({}, "IS_PACKED", "packed_ptr")
-    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True}
+    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "DELTA_SCALE": 1.0}
+    embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
     plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
         "rope, packed": (layers.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
-        "embed": (layers.embed_row, {"HIDDEN": HIDDEN, "WIDTH": HIDDEN}),
+        "embed": (layers.embed_row, embed),
+        "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
         "norm": (layers.add_norm_row, without(norm, "HAS_DELTA", "delta_ptr")),
         "add and norm": (layers.add_norm_row, norm),
+        "add, scaled, and norm": (layers.add_norm_row, norm | {"DELTA_SCALE": 0.22}),
         "silu": (layers.silu_mul_row, {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.GATE_COLUMNS}),
         "linear": (linear.multiply_columns, plain_linear),
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
