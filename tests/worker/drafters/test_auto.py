@@ -313,7 +313,7 @@ def steps_of_plans(
     monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned[-1].append(step))
     engine = Engine(target, drafter)
     for name, length in enumerate(lengths):
-        sequence = new_sequence(target, "T=0", length, 1500, str(name))
+        sequence = new_sequence(target, "T=0", length, 32 * num_steps, str(name))  # it never ends: steps would be empty
         engine.start(sequence)
         planned.append([])
         for step in range(num_steps):  # noqa: B007
