@@ -26,7 +26,7 @@ def test_all_commands_are_there() -> None:
         f"bench {name}" for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu")
     } | ablations
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
-    assert names == runs | benches | trainings | {"doctor", "chaos"}
+    assert names == runs | benches | trainings | {"inspect", "doctor", "chaos"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
