@@ -112,6 +112,12 @@ class CheckpointStore:
             for attempt in attempts
         ]
 
+    def numerics(self, job_id: str, attempt: int) -> str | None:
+        """The numerics that an attempt computed with, "" where it does not say; None where its claim can't be read."""
+        path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
+        claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
+        return None if claim is None else claim.numerics
+
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
         """Keep how an attempt began; due in every attempt but the first."""
         data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))

@@ -38,6 +38,11 @@ class SegmentEntry(Strict):
         _check_name(self.file, segment_name(self.start, self.end))
         return self
 
+    @property
+    def attempt(self) -> int:
+        """The attempt that wrote it."""
+        return int(self.file.partition("/")[0])
+
 
 class DrafterEntry(Strict):
     """The state of `engine`'s drafter after `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
@@ -99,7 +104,7 @@ class AttemptRecord(Strict):
     attempt: int
     worker_id: str = ""
     claimed: Moment = 0.0
-    numerics: str = ""  # names what makes KV the same bits; attempts that differ in it can't share segments
+    numerics: str = ""  # names what makes KV the same bits; attempts that differ in it don't share segments
     resume: ResumeRecord | None = None
     timeline: Timeline | None = None  # None where it never drew a token
 

@@ -37,9 +37,11 @@ class Recovery:
 class Resumer:
     """Brings the sequences of one run back from its checkpoints."""
 
-    def __init__(self, checkpoints: CheckpointStore, costs: Costs) -> None:
+    def __init__(self, checkpoints: CheckpointStore, costs: Costs, numerics: str) -> None:
+        """Load caches of attempts with these numerics alone: others have other bits, or another order of a head."""
         self._checkpoints = checkpoints
         self._costs = costs
+        self._numerics = numerics
 
     def recover(self, sequence: Sequence, cache: FullKVCache, engine: str) -> Recovery:
         """Give a fresh sequence its output back, and its empty cache what is sooner loaded than replayed.
@@ -48,7 +50,7 @@ class Resumer:
         """
         job_id = sequence.sequence_id
         self._take_log(sequence)
-        manifests = _still_valid(self._checkpoints.read_manifests(job_id), sequence)
+        manifests = self._computed_alike(job_id, _still_valid(self._checkpoints.read_manifests(job_id), sequence))
         segments = self._load(sequence, cache, manifests)
         cache.roll_back(min(cache.length, len(sequence) - 1))
         return Recovery(
@@ -78,6 +80,16 @@ class Resumer:
         sequence.extend(log.token_ids[: sequence.num_remaining_tokens])
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.extend(logprobs.part(0, sequence.num_generated_tokens))
+
+    def _computed_alike(self, job_id: str, manifests: Items[StateManifest]) -> list[StateManifest]:
+        """The parts of manifests in front of the first segment that was computed with other numerics."""
+        attempts = {entry.attempt for manifest in manifests for entry in manifest.segments}
+        found = {attempt: self._checkpoints.numerics(job_id, attempt) for attempt in sorted(attempts)}
+        others = {attempt for attempt, numerics in found.items() if numerics not in ("", self._numerics)}
+        if others:
+            known = found[min(others)] or "numerics that nobody knows"
+            logger.info("job %s: its cache was computed with %s; it is computed again", job_id, known)
+        return sorted((_without(manifest, others) for manifest in manifests), key=_num_positions, reverse=True)
 
     def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
         """The newest whole state of a drafter of this engine; another engine's is of no use."""
@@ -144,7 +156,17 @@ def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[St
         if sequence.logprobs is not None and manifest.num_positions > len(sequence):
             ends.append(len(sequence))
         valid.append(_up_to(manifest, min(ends)) if ends else manifest)
-    return sorted(valid, key=lambda manifest: manifest.num_positions, reverse=True)
+    return sorted(valid, key=_num_positions, reverse=True)
+
+
+def _num_positions(manifest: StateManifest) -> int:
+    return manifest.num_positions
+
+
+def _without(manifest: StateManifest, attempts: Collection[int]) -> StateManifest:
+    """The part of a manifest in front of the first segment that one of these attempts wrote; its drafter stays."""
+    start = next((entry.start for entry in manifest.segments if entry.attempt in attempts), manifest.num_positions)
+    return manifest.model_copy(update={"segments": tuple(entry for entry in manifest.segments if entry.end <= start)})
 
 
 def _up_to(manifest: StateManifest, end: int) -> StateManifest:

@@ -71,7 +71,7 @@ class WorkerSession:
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
-        self._resumer = Resumer(self._checkpoints, costs)
+        self._resumer = Resumer(self._checkpoints, costs, self.numerics)
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._must_drain = False

@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, StateManifest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.session.work import Assignment, Orders
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import DTYPES, TargetModel
@@ -80,6 +80,38 @@ def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
     assert found["kind"] == kind
     assert (found["num_loaded_positions"] >= had) == (kind == "kv")
     assert found["seconds"] > 0
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_cache_that_was_computed_with_other_numerics_is_computed_again(
+    run: Run, tiny_model: Path, undisturbed: str, is_alike: bool
+) -> None:
+    """Its bits are others; where a model's heads are stored in another order, so is what they mean."""
+    job, worker = record("fox"), session(run, tiny_model, checkpoint="state")
+    numerics = worker.numerics if is_alike else "cpu, another machine"
+    first = CheckpointStore.of(run).claim(job.job_id, "w9", numerics)
+    until(worker, job, 100, Assignment(job, first))
+    worker.drain(30.0)
+    successor = session(run, tiny_model, checkpoint="state")
+    second = CheckpointStore.of(run).claim(job.job_id, "w0", successor.numerics)
+    had = until(successor, job, 150, Assignment(job, second))
+    assert successor.engine.counters.num_resumes == {"kv" if is_alike else "replay": 1}
+    successor.drain(30.0)
+    manifest = CheckpointStore.of(run).read_manifest(job.job_id, second)
+    assert manifest is not None
+    assert {entry.attempt for entry in manifest.segments} == ({first, second} if is_alike else {second})
+    to_the_end(session(run, tiny_model), claimed(run, job, num_reported_tokens=had))
+    assert digest(run, job) == undisturbed
+
+
+def test_a_cache_whose_claim_is_damaged_is_computed_again(run: Run, tiny_model: Path, undisturbed: str) -> None:
+    job = record("fox")
+    had = lose_a_worker(run, tiny_model, 100, checkpoint="state")
+    (Path(run.store.uri) / "checkpoints" / job.job_id / "0001" / "claim.json").write_bytes(b"{")
+    successor = session(run, tiny_model, checkpoint="state")
+    to_the_end(successor, claimed(run, job, num_reported_tokens=had))
+    assert successor.engine.counters.num_resumes == {"replay": 1}
+    assert digest(run, job) == undisturbed
 
 
 ADJUSTED = {
