@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
 OTHER_MODEL = "other_model"  # the worker's model is not the run's
 OTHER_CODE = "other_code"  # the worker's code is not the driver's
+NUM_LINES, MAX_CHARACTERS = 3, 400  # of a dead worker's log, in a message
+READ_BYTES = 65_536  # of the end of that log
+CRASH = "Fatal Python error"
 
 # Handles and references stay `Any`: Ray's types know those of decorated classes only.
-NUM_LINES = 3
-MAX_CHARACTERS = 400
-READ_BYTES = 65_536
-CRASH = "Fatal Python error"
 
 
 class WorkerLostError(RuntimeError):

@@ -87,7 +87,7 @@ def serving_options(command: Command) -> Command:
 
 
 def said_options(options: dict[str, Any]) -> ServeOptions:
-    """What was asked for."""
+    """The server's options as they were given."""
     return ServeOptions(**{field.name: options[field.name] for field in dataclasses.fields(ServeOptions)})
 
 

@@ -50,7 +50,7 @@ def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> A
 
 
 def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
-    """Where both have one, nothing is left to do."""
+    """Skip the work if both have one already."""
     left, right = lhs.type, rhs.type
     if left.is_block():
         if right.is_block() and left.shape.values == right.shape.values:

@@ -1,4 +1,4 @@
-"""What a model is and how it would run, from its config and the heads of its weights alone. Without torch."""
+"""Tells what a model is and how it would run, from its config and the heads of its weights alone. Without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOT_LENGTHS = (8_192, 32_768, 100_000)  # positions of a job
 
 
 class DevicePath(Frozen):
-    """What runs a forward on a device, and why it is not faster there."""
+    """The code that runs a forward on a device, and the reason why it is not faster there."""
 
     name: str
     reason: str | None
@@ -111,9 +111,8 @@ def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {}
     for name, num_splits in NUM_SPLITS.items():
         gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits)
-        fitting = {
-            length: one_slot(sizes, gpu, length).num_fitting for length in SLOT_LENGTHS if length <= most_positions
-        }
+        lengths = [length for length in SLOT_LENGTHS if length <= most_positions]
+        fitting = {length: one_slot(sizes, gpu, length).num_fitting for length in lengths}
         found[name] = {length: min(MOST_SLOTS, number) for length, number in fitting.items()}
     return found
 

@@ -9,15 +9,8 @@ from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.model.dense_config import SWITCHED_WINDOWS, OtherDecoderError, read_dense, refuse_other_tensors
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
-NUMBERED_WINDOWS = (
-    "cohere2",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "phimoe",
-    "starcoder2",
-)  # by `sliding_window` alone
+# kinds whose windows stand in `sliding_window` alone
+NUMBERED_WINDOWS = ("cohere2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 OTHER_ATTENTION = ("gpt_oss", "llama4_text")  # with sinks, and in chunks
 ALL_ATTENTION = {"attention", "full_attention"}
 

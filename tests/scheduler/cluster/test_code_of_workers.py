@@ -55,9 +55,9 @@ def users_folder(tmp_path: Path) -> Path:
     """A user's folder, with files of his own that are called as rooms are, and as libraries that Ray imports."""
     folder = tmp_path / "user's"
     (folder / "metrics").mkdir(parents=True)
-    (folder / "metrics" / "__init__.py").write_text("raise SystemExit('a user's file was run')")
+    (folder / "metrics" / "__init__.py").write_text("raise SystemExit('a file of the user was run')")
     for name in ("jobs", "worker", "pyarrow", "numpy", "torch", "sitecustomize"):
-        (folder / f"{name}.py").write_text("raise SystemExit('a user's file was run')")
+        (folder / f"{name}.py").write_text("raise SystemExit('a file of the user was run')")
     (folder / "jobs.jsonl").write_text(json.dumps(LINE) + "\n")
     return folder
 

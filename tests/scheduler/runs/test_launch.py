@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,12 +14,15 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.commands.launch_options import make_settings
+from swiftbatch.scheduler.display.events import SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_run
 
 
@@ -96,3 +101,17 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
     )
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None, "on CPUs nothing is said"
     assert launch.slow_on_gpu("embedded", num_gpus_per_worker=1) is None
+
+
+def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a driver that ends at once: this machine may have no GPU."""
+    sizes = {"max_position_embeddings": 1024, "vocab_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}))
+    told: list[object] = []
+    driver = SimpleNamespace(run=lambda: "finished", reached_limit=None, request_stop=lambda: None)
+    monkeypatch.setattr(launch, "Driver", lambda *_: driver)
+    config, cluster = EngineConfig(model=str(tmp_path), engine="autoregressive"), Cluster(False, num_gpus=1, watch=None)
+    display, spent, counters = SimpleNamespace(note=told.append), SimpleNamespace(), SimpleNamespace()
+    parts: list[Any] = [run, None, None, spent, config, Settings(), cluster, display, counters]
+    assert launch._drive(*parts) == ("finished", None)
+    assert [type(each) for each in told] == [SlowOnGpu]

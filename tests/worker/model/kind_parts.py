@@ -112,7 +112,7 @@ def asks_for(target: TargetModel) -> str:
 
 
 def where_it_runs(kind: str) -> tuple[str, str]:
-    """What computes a kind as it is published, on a CPU and on a GPU."""
+    """The code that computes a kind as it is published, on a CPU and on a GPU."""
     if kind in DENSE_KINDS:
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())

@@ -34,9 +34,7 @@ MOST_SEQUENCES = 32
 ROOM = 2  # times the tokens that are asked for: no sequence of a batch ends before the others are there
 CELL_TOKENS = 2048  # least tokens of a slot: short jobs follow each other, as on a worker
 FEWEST_TOKENS = 5  # of a job
-ROUND_TOKENS = (
-    50  # least tokens of a job before another contestant takes its turn: a machine changes its speed any moment
-)
+ROUND_TOKENS = 50  # least tokens of a job before another contestant takes its turn: machines change their speed
 
 
 def _counts(numbers: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Kernels of a layer besides products and attention: embedding, norms, the gate, and rotary positions.
 
 They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program sees one row. Padding
-rows, whose tail has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are."""
+rows, whose tail has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
-    """Where heads lie among those of all groups: the heads of a KV head are rows of it, as flash-attn takes them."""
+    """The place of heads among those of all groups: the heads of a KV head are rows of it, as flash-attn takes them."""
     return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
 
 

@@ -1,6 +1,7 @@
 """Forwards of a dense decoder on a GPU: a table goes up, one graph is replayed, whatever rows share it.
 
-One row's queries come from the same forward as a graph of its own, which keeps them on its way."""
+One row's queries come from the same forward as a graph of its own, which keeps them on its way.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +126,9 @@ class CudaForwards:
         return self._weights.embedding[token_ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head = self._weights.head
-        return torch.nn.functional.linear(hidden, head.weight, head.bias).float() * self._weights.sizes.logit_scale
+        head, scale = self._weights.head, self._weights.sizes.logit_scale
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        return logits if scale == 1.0 else logits * scale
 
     @functools.cached_property
     def _tap(self) -> CudaQueryTap:
