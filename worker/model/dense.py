@@ -83,7 +83,6 @@ def _layer(tensors: dict[str, torch.Tensor], number: int, dense: DenseConfig) ->
     head_norms = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
-        head_norms = {role: None if norm is None else norm[order] for role, norm in head_norms.items()}
     return LayerWeights(**linears, **norms, **head_norms, is_still=number in dense.still_layers)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ class Form:
     output_bias: str | None = None
     mlp_bias: str | None = None
     has_head_norms: bool = False
-    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
+    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart; no head norms
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply

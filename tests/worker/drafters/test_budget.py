@@ -6,11 +6,13 @@ import functools
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters import shared_budget
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.looks import PROMISING, LookRhythm
@@ -232,21 +234,50 @@ def test_where_looks_found_nothing_in_a_job_the_next_one_is_looked_at_as_seldom(
     assert looks[-1] <= 1
 
 
-def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of sequences of each plan that is made."""
+    found: list[int] = []
+
+    def noted(costs: StepCosts, tokens: np.ndarray, *others: Any) -> np.ndarray:
+        found.append(len(tokens))
+        return best_shares(costs, tokens, *others)
+
+    monkeypatch.setattr(shared_budget, "best_shares", noted)
+    return found
+
+
+@pytest.mark.usefixtures("even_steps")
+def test_where_nothing_is_learned_nothing_is_planned_again(planned: list[int]) -> None:
+    """A plan takes half of a short step: a look tells something, a plain step does not."""
+    drafter, sequence = Chains(lambda: DEAR_ROWS), Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10)
+    plain_steps(drafter, sequence, 1000)
+    planned.clear()
+    num_looks = sum(size > 0 for size in plain_steps(drafter, sequence, 2000))
+    assert 10 < num_looks < 60
+    assert len(planned) <= num_looks + 1
+
+
+def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(
+    planned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Promised is a tenth more than plain steps bring: here a step with a tree takes twice as long as one without."""
     now, rising = [0.0], StepCosts((64, 8192), np.array([[0.001 + 0.00045 * (n > 1) for n in ROW_COUNTS]] * 2))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(StepClock, "beside", lambda *_: 0.0)  # what the clock would mend is left to the trial
     sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: rising)
     sizes = []
-    for _ in range(400):
+    for step in range(400):
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
         sizes.append(len(tree))
         now[0] += 0.002 if len(tree) else 0.001
+        if step == 100:
+            planned.clear()
         path = list(range(len(tree)))[:1] if len(sizes) % 5 < 3 else []
         drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
     assert sum(size > 0 for size in sizes[:100]) > 18
     assert sum(size > 0 for size in sizes[-200:]) < 40
+    assert planned, "texts grow meanwhile: what trees promise is planned for again now and then"
 
 
 def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
@@ -132,3 +133,27 @@ def test_a_dense_model_takes_the_kernels_that_are_told(tiny_model: Path) -> None
     target = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
     if chosen_variant() is not None and told is not None:
         assert isinstance(target.forwards, NativeForwards) == (told.name == "kernels")
+
+
+def test_a_window_that_is_switched_on_is_seen_where_no_layers_are_named() -> None:
+    """As older Qwen2.5 are published."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "sliding_window": 4096}
+    for is_on, name in ((True, "transformers"), (False, "kernels attend")):
+        config = {"model_type": "qwen2", **sizes, "use_sliding_window": is_on}
+        assert path_on("cpu", config).name == name
+
+
+@pytest.mark.parametrize("fault", ["packed", "index"])
+def test_weights_that_do_not_load_are_told_of(fault: str, tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    if fault == "packed":
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    else:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "two"}))
+    refusal = inspect_model(str(folder)).refusal
+    assert refusal is not None
+    assert ("stored as I8" if fault == "packed" else "eos_token_id = 'two'") in refusal
+    with pytest.raises(ModelError):
+        locate_model(str(folder))

@@ -13,6 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.frequencies import default_frequencies, rotary_of
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.target.native_forwards import NativeForwards
 
 LLAMA31: dict[str, Any] = {
     "rope_type": "llama3",
@@ -144,3 +146,18 @@ def test_what_transformers_alone_takes_is_left_as_it_has_it(high: float) -> None
 
 def test_a_model_that_spins_without_end_is_left_to_transformers() -> None:
     assert decoder_weights(LlamaForCausalLM(config_of(LLAMA31 | {"factor": 0.0}, 64))) is None
+
+
+def test_rotations_that_earlier_versions_rounded_otherwise_have_numerics_of_their_own() -> None:
+    """A job that they began does not go on with its old cache."""
+    variant = chosen_variant()
+    if variant is None:
+        pytest.skip("no kernels run here")
+    names = {}
+    for name in ("linear", "Qwen3 above 40,960 positions"):
+        weights = decoder_weights(LlamaForCausalLM(config_of(*OTHERS[name])).requires_grad_(False))
+        assert weights is not None
+        names[name] = NativeForwards(weights, frozenset(), variant).numerics
+    plain = decoder_weights(LlamaForCausalLM(config_of(LLAMA31, 128)).requires_grad_(False))
+    assert plain is not None
+    assert len({NativeForwards(plain, frozenset(), variant).numerics, *names.values()}) == 3

@@ -6,6 +6,7 @@ Keys and values as they stand there; widths, layers and vocabularies are cut dow
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text_view import text_view
 from swiftbatch.worker.target.target import TargetModel
@@ -346,3 +348,28 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
     found = ReferenceDecoder(weights).forward([chain(cache, token_ids)])[1]
     assert found is not None
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("GLM-4 9B", {"rope_scaling": YARN}, "its rotary positions scale a part of each head"),
+        ("GLM-4 9B", {"partial_rotary_factor": 0.0}, "its partial_rotary_factor is 0.0"),
+        ("SmolLM3 3B", {"no_rope_layers": [1, 2]}, "its no_rope_layers do not tell of each layer"),
+        ("SmolLM3 3B", {"no_rope_layers": [1]}, "its no_rope_layers do not tell of each layer"),
+        ("SmolLM3 3B", {"no_rope_layers": None}, "its no_rope_layers do not tell of each layer"),
+        ("Granite 3.3 8B", {"residual_multiplier": "0.22"}, "its residual_multiplier is '0.22'"),
+        ("Granite 3.3 8B", {"logits_scaling": 0}, "its logits_scaling is 0"),
+        ("Granite 4.0 micro, whose layers all attend", {"num_local_experts": 4}, "its num_local_experts is 4"),
+        (
+            "Granite 4.0 micro, whose layers all attend",
+            {"position_embedding_type": "nope"},
+            "its position_embedding_type",
+        ),
+        ("Phi-4", {"sliding_window": 2047}, "its sliding_window is 2047"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_named(name: str, change: dict[str, Any], words: str) -> None:
+    read_dense(OTHER_FORMS[name])
+    with pytest.raises(OtherDecoderError, match=re.escape(words)):
+        read_dense(OTHER_FORMS[name] | change)
