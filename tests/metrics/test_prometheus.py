@@ -21,7 +21,7 @@ from tests.metrics.prometheus_server import Prometheus, binary, free_port, runni
 from tests.scheduler.driving import Driver, swiftbatch
 
 JOBS = [
-    {"custom_id": f"job-{n}", "prompt": f"the quick {n}", "max_tokens": 600, "ignore_eos": True} for n in range(200)
+    {"custom_id": f"job-{n}", "prompt": f"the quick {n}", "max_tokens": 3500, "ignore_eos": True} for n in range(200)
 ]
 # as DESIGN.md, section 6, names them
 NAMES = {
@@ -66,7 +66,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Two workers, one of which is killed once a job has finished; from here on its successor works."""
+    """Two workers, one of which is killed once jobs have finished; from here on its successor works."""
     binary("prometheus")
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in JOBS))
@@ -76,12 +76,22 @@ def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with Driver(command, os.environ, folder / "run") as driver, running_prometheus(folder, port) as prometheus:
         until(lambda: len(prometheus.healthy_targets()) == 3, "the driver and two workers")
         until(lambda: prometheus.value("sum(swiftbatch_run_jobs_finished_total)") >= 2, "jobs that finished")
-        killed = driver.wait_for(driver.busy_workers)[0]
+        killed = driver.wait_for(lambda: held_amid_a_job(driver))
         tokens_before = prometheus.value("swiftbatch_run_generation_tokens_total")
         os.kill(killed.pid, signal.SIGKILL)
         until(lambda: prometheus.query('swiftbatch_generation_tokens_total{worker="w3"} > 100'), "its successor")
         until(lambda: prometheus.value("sum(swiftbatch_run_resumes_total)") > 0, "a resume")
         yield Scene(prometheus, folder / "run", killed, tokens_before)
+
+
+def held_amid_a_job(driver: Driver) -> WorkerStatus | None:
+    """A worker that is stopped while its first job has a checkpoint, so that a kill leaves something to resume."""
+    for worker in driver.busy_workers():
+        os.kill(worker.pid, signal.SIGSTOP)
+        if list(driver.checkpoints(worker).glob("*/tokens.bin")):
+            return worker
+        os.kill(worker.pid, signal.SIGCONT)
+    return None
 
 
 def test_the_driver_tells_of_itself_and_its_workers_and_forgets_the_lost(scene: Scene) -> None:
