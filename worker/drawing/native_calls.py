@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-import math
 import threading
 from ctypes import c_bool, c_float, c_int64, c_uint64, c_void_p
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from swiftbatch.worker.drawing.adjustments import (
     long_words,
     output_penalties,
 )
+from swiftbatch.worker.drawing.filters.filter_list import NUMBERS, filter_numbers
 from swiftbatch.worker.drawing.rules import num_mask_words
 from swiftbatch.worker.kernels.instruction_sets import KernelError, chosen_variant, load_library
 
@@ -42,14 +42,16 @@ ALL_TOKENS = 2**62  # as a window
 MAX_VOCAB = 2**24  # counts of tokens are compared as float32
 
 
+class CFilterParams(ctypes.Structure):
+    """`filter_params` of source/filters.h."""
+
+    _fields_ = tuple((number.name, c_int64 if number.is_whole else c_float) for number in NUMBERS)
+
+
 class CSamplingParams(ctypes.Structure):
     """`sampling_params` of source/sampling.h."""
 
-    _fields_ = (
-        ("seed", c_uint64),
-        ("top_k", c_int64),
-        *((name, c_float) for name in ("temperature", "penalty", "rest", "log_min_p", "eta", "root_eta")),
-    )
+    _fields_ = (("seed", c_uint64), ("temperature", c_float), ("penalty", c_float), ("filters", CFilterParams))
 
 
 class CPenaltyWindow(ctypes.Structure):
@@ -145,17 +147,9 @@ class NativeAdjustments:
 
 
 def sampling_params(params: SamplingParams, seed: int) -> CSamplingParams:
-    """Parameters as C wants them; the logarithm and the root are those of worker/drawing/sampling.py."""
-    return CSamplingParams(
-        seed=seed,
-        top_k=params.top_k,
-        temperature=params.temperature,
-        penalty=params.repetition_penalty,
-        rest=1.0 - params.top_p if params.top_p < 1.0 else -1.0,
-        log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
-        eta=params.eta,
-        root_eta=math.sqrt(params.eta),
-    )
+    """Parameters as C wants them."""
+    filters = CFilterParams(*filter_numbers(params))
+    return CSamplingParams(seed, params.temperature, params.repetition_penalty, filters)
 
 
 def check_logits(logits: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -1,8 +1,8 @@
 """Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the same token whenever it is drawn.
 
 Processors and their order are those of `transformers`: what comes in front of the temperature (adjustments.py), the
-temperature, top-k, top-p, min-p, eta; all in float32. Each works on one row, `[vocab] float32`, so that a row's
-neighbours cannot change it.
+temperature, the filters in the order of filters/filter_list.py; all in float32. Each works on one row,
+`[vocab] float32`, so that a row's neighbours cannot change it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import (
-    MASKED,
     Context,
     PenaltyWindow,
     adjusted,
@@ -23,51 +22,9 @@ from swiftbatch.worker.drawing.adjustments import (
     num_recent_tokens,
     output_counts,
 )
+from swiftbatch.worker.drawing.filters.filter_list import filtered
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sequence import Sequence
-
-SUM_UNITS = 2.0**60  # units of a running sum: 1 + its rounding stays below 2^63
-
-
-def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Mask all but the `top_k` highest scores, and their ties."""
-    smallest = torch.topk(scores, min(top_k, len(scores))).values[-1]
-    return scores.masked_fill(scores < smallest, MASKED)
-
-
-def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the smallest set of most probable tokens whose mass reaches `top_p` (Holtzman et al. 2020)."""
-    ascending, order = torch.sort(scores, stable=True)
-    removed = running_sum(torch.softmax(ascending, dim=-1)) <= 1.0 - top_p
-    removed[-1] = False
-    return scores.masked_fill(torch.zeros_like(removed).scatter(0, order, removed), MASKED)
-
-
-def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
-    """Sums of the first i + 1 of some probabilities `[n] float32`."""
-    if probabilities.device.type == "cpu":
-        return probabilities.cumsum(dim=-1)  # one after the other
-    return running_sum_in_any_order(probabilities)
-
-
-def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
-    """Running sums over whole numbers, where no order of summation changes a bit: GPUs choose theirs as they run."""
-    units = (probabilities.double() * SUM_UNITS).long()
-    return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
-
-
-def keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Mask tokens less probable than `min_p` times the most probable one (Nguyen et al. 2024)."""
-    return scores.masked_fill(scores < scores.max() + math.log(min_p), MASKED)
-
-
-def keep_eta(scores: torch.Tensor, eta: float) -> torch.Tensor:
-    """Mask tokens below min(eta, sqrt(eta) * exp(-entropy)) (Hewitt et al. 2022); the best one stays."""
-    probabilities = torch.softmax(scores, dim=-1)
-    entropy = torch.special.entr(probabilities).sum()
-    removed = probabilities < torch.clamp(math.sqrt(eta) * torch.exp(-entropy), max=eta)
-    removed[torch.argmax(scores)] = False
-    return scores.masked_fill(removed, MASKED)
 
 
 def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -80,16 +37,7 @@ def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Apply everything from the temperature on to one row; only for temperature > 0."""
-    scores = _tempered(logits, params.temperature)
-    if params.top_k:
-        scores = keep_top_k(scores, params.top_k)
-    if params.top_p < 1.0:
-        scores = keep_top_p(scores, params.top_p)
-    if params.min_p > 0.0:
-        scores = keep_min_p(scores, params.min_p)
-    if params.eta > 0.0:
-        scores = keep_eta(scores, params.eta)
-    return scores
+    return filtered(_tempered(logits, params.temperature), params)
 
 
 def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> int:

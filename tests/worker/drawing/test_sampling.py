@@ -10,17 +10,16 @@ from transformers.generation import logits_process as reference
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import PenaltyWindow, penalise
-from swiftbatch.worker.drawing.noise import GumbelNoise
-from swiftbatch.worker.drawing.sampling import (
-    draw,
+from swiftbatch.worker.drawing.filters.torch_filters import (
     keep_eta,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    process,
     running_sum,
     running_sum_in_any_order,
 )
+from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.drawing.sampling import draw, process
 from swiftbatch.worker.drawing.sequence import Sequence
 
 VOCAB = 500

@@ -16,6 +16,7 @@ from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.long.records import LongRecord, LongResult
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drawing.filters.filter_list import FILTERS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
@@ -67,9 +68,8 @@ class LongBenchOptions(BenchOptions):
         parts = [f"{self.engine} on {Path(self.model).name}", f"{self.prefill:,} tokens of prompt"]
         parts.append(f"T = {sampling.temperature:g}")
         if sampling.temperature > 0:
-            parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-            parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p > 0 else []
-            parts += [f"eta {sampling.eta:g}"] if sampling.eta > 0 else []
+            asked = [each.field for each in FILTERS if each.is_on(sampling)]
+            parts += [f"{field.replace('_', '-')} {getattr(sampling, field):g}" for field in asked]
         if sampling.repetition_penalty != 1.0:
             parts.append(f"penalty {sampling.repetition_penalty:g} over {sampling.penalty_window:,} tokens")
         return ", ".join(parts)

@@ -17,9 +17,10 @@ from swiftbatch.worker.drawing.adjustments import Context, bias_row, masked_behi
 from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs, DrawnRows
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows, rows_of
 from swiftbatch.worker.drawing.cuda.penalty_windows import committed_tokens
-from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, needs_filters, needs_slot
+from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, needs_slot
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.drawing import NO_MASKS, Masks, logprobs_by
+from swiftbatch.worker.drawing.filters.filter_list import needs_filters
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

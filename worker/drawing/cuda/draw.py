@@ -13,10 +13,10 @@ import triton
 
 from swiftbatch.worker.drawing.cuda.best_tokens import best_of_blocks, best_of_rows
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
-from swiftbatch.worker.drawing.cuda.filters import find_cuts, temper_blocks
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.filters.filter_kernels import find_cuts, temper_blocks
 
 NUM_WARPS = 4
 SORTED_BLOCK = 4096  # places of a sorted row that are looked at together
@@ -117,7 +117,7 @@ class Draw:
 
 
 class FilteredDraw(Draw):
-    """Draws behind top-k, top-p, min-p and eta; rows that want none of them come out as from `Draw`."""
+    """Draws behind all filters; rows that want none of them come out as from `Draw`."""
 
     def __init__(self, buffers: DrawBuffers) -> None:
         super().__init__(buffers)

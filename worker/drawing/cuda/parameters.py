@@ -15,13 +15,8 @@ POSITION = tl.constexpr(rows.column_of("position"))
 SLOT = tl.constexpr(rows.column_of("slot"))
 DEPTH = tl.constexpr(rows.column_of("depth"))
 WINDOW = tl.constexpr(rows.column_of("window"))
-TOP_K = tl.constexpr(rows.column_of("top_k"))
 TEMPERATURE = tl.constexpr(rows.column_of("temperature"))
 PENALTY = tl.constexpr(rows.column_of("penalty"))
-REST = tl.constexpr(rows.column_of("rest"))
-LOG_MIN_P = tl.constexpr(rows.column_of("log_min_p"))
-ETA = tl.constexpr(rows.column_of("eta"))
-ROOT_ETA = tl.constexpr(rows.column_of("root_eta"))
 FREQUENCY = tl.constexpr(rows.column_of("frequency"))
 PRESENCE = tl.constexpr(rows.column_of("presence"))
 HAS_BIAS = tl.constexpr(rows.column_of("has_bias"))
@@ -47,10 +42,3 @@ def seed_of(rows_ptr, row):
     low = whole(rows_ptr, row, SEED).to(tl.uint32).to(tl.uint64)
     high = whole(rows_ptr, row, SEED + 1).to(tl.uint32).to(tl.uint64)
     return (high << 32) | low
-
-
-@triton.jit
-def has_filters(rows_ptr, row):
-    """Return whether anything but min-p cuts the row."""
-    cuts = (whole(rows_ptr, row, TOP_K) > 0) | (real(rows_ptr, row, REST) >= 0.0)
-    return cuts | (real(rows_ptr, row, ETA) > 0.0)

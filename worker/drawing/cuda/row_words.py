@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import counts_output, has_bias
+from swiftbatch.worker.drawing.filters.filter_list import NUMBERS, filter_numbers
 
 ROW = np.dtype(
     [
@@ -19,13 +19,9 @@ ROW = np.dtype(
         ("slot", "<i4"),  # -1: a padding row, of which nothing is read
         ("depth", "<i4"),  # of the row's node in its draft tree: how many tokens it has behind the committed ones
         ("window", "<i4"),  # of the penalty, in tokens
-        ("top_k", "<i4"),  # 0: off
         ("temperature", "<f4"),  # 0: the best token, without noise
         ("penalty", "<f4"),  # 1: off
-        ("rest", "<f4"),  # 1 - top_p, the mass of what is left out; below 0: off
-        ("log_min_p", "<f4"),  # -inf: off
-        ("eta", "<f4"),  # 0: off
-        ("root_eta", "<f4"),
+        *((number.name, "<i4" if number.is_whole else "<f4") for number in NUMBERS),
         ("frequency", "<f4"),  # 0: off
         ("presence", "<f4"),  # 0: off
         ("has_bias", "<i4"),  # 0: none is read
@@ -62,20 +58,16 @@ def fill_row(
     num_masked: int = 0,
     is_restricted: bool = False,
 ) -> None:
-    """Say how row `index` is drawn; the logarithm and the root are those of worker/drawing/sampling.py."""
+    """Say how row `index` is drawn."""
     rows[index] = (
         params.seed or 0,
         position,
         slot,
         depth,
         params.penalty_window,
-        params.top_k,
         params.temperature,
         params.repetition_penalty,
-        1.0 - params.top_p if params.top_p < 1.0 else -1.0,
-        math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
-        params.eta,
-        math.sqrt(params.eta),
+        *filter_numbers(params),
         params.frequency_penalty,
         params.presence_penalty,
         has_bias(params),
@@ -87,8 +79,3 @@ def fill_row(
 def needs_slot(params: SamplingParams) -> bool:
     """Return whether a row reads anything of its slot: counts, or a bias."""
     return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
-
-
-def needs_filters(params: SamplingParams) -> bool:
-    """Return whether a row has to be sorted; min-p alone needs no more than the row's best score."""
-    return params.top_k > 0 or params.top_p < 1.0 or params.eta > 0.0

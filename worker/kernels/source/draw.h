@@ -1,6 +1,5 @@
 // One draw, and its parts. `memory` as `sampling_scratch_size` says.
 #pragma once
-#include "filters.h"
 #include "sampling.h"
 
 // Draw from one row, of which `mask` has the tokens that may come, or is NULL; says whether its logits were such that

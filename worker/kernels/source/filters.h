@@ -1,8 +1,17 @@
-// The filters of worker/sampling.py over what is left of one row: top-k, top-p, min-p, eta, as in `transformers`.
+// The filters of worker/drawing/filters over what is left of one row, as in `transformers`: all that C has of them.
 #pragma once
 #include <math.h>
 
 #include "elementary.h"
+
+// What is asked of them: the numbers of filter_list.py, in their order there.
+typedef struct {
+    int64_t top_k;    // 0: all
+    float rest;       // 1 - top_p; below 0: no such filter
+    float log_min_p;  // -inf: no such filter
+    float eta;        // 0: no such filter
+    float root_eta;
+} filter_params;
 
 #define NUM_BUCKETS 2048
 #define BUCKETS_PER_UNIT 32.0f  // of a score's distance from the best one
@@ -217,4 +226,12 @@ static void keep_eta(candidates *kept, float eta, float root_eta, const filter_r
         }
     for (int i = 1; i < LANES; i++) lowest[0] = lowest[i] < lowest[0] ? lowest[i] : lowest[0];
     if (lowest[0] > -INFINITY) keep_from(kept, (cut_point){lowest[0], 0}, room);
+}
+
+// Apply those that are asked for, in the order of filter_list.py.
+static void filter(candidates *kept, const filter_params *params, const filter_room *room) {
+    if (params->top_k) keep_top_k(kept, params->top_k, room);
+    if (params->rest >= 0.0f) keep_top_p(kept, params->rest, room);
+    if (params->log_min_p > -INFINITY) keep_min_p(kept, params->log_min_p, room);
+    if (params->eta > 0.0f) keep_eta(kept, params->eta, params->root_eta, room);
 }

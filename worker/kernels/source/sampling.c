@@ -162,13 +162,6 @@ static int64_t best_with_noise(const candidates *kept, noise_source noise) {
     return best.id;
 }
 
-static void filter(candidates *kept, const sampling_params *params, const filter_room *room) {
-    if (params->top_k) keep_top_k(kept, params->top_k, room);
-    if (params->rest >= 0.0f) keep_top_p(kept, params->rest, room);
-    if (params->log_min_p > -INFINITY) keep_min_p(kept, params->log_min_p, room);
-    if (params->eta > 0.0f) keep_eta(kept, params->eta, params->root_eta, room);
-}
-
 int64_t plain_row(const float *row, int64_t vocab, void *memory, candidates *kept) {
     float *score = scratch_at(memory, vocab).score;
     int64_t nan = copy_row(row, vocab, score);
@@ -190,7 +183,7 @@ void process_row(
     if (mask || counts || adjusted) kept->peak = highest(scratch.score, vocab);
     if (params->temperature == 0.0f || isinf(kept->peak)) return;
     temper(kept, params->temperature);
-    filter(kept, params, &scratch.filters);
+    filter(kept, &params->filters, &scratch.filters);
 }
 
 int64_t draw_token(

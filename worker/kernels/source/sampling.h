@@ -1,17 +1,14 @@
 // What Python sees of sampling. Every pointer, shape and index was checked there: nothing is checked here again.
 #pragma once
 #include "api.h"
+#include "filters.h"
 
 // How the tokens of one sequence are drawn, in the terms of worker/sampling.py.
 typedef struct {
     uint64_t seed;
-    int64_t top_k;      // 0: all
     float temperature;  // 0: the best token
     float penalty;
-    float rest;       // 1 - top_p; below 0: no such filter
-    float log_min_p;  // -inf: no such filter
-    float eta;        // 0: no such filter
-    float root_eta;
+    filter_params filters;
 } sampling_params;
 
 // The tokens among the last `window` of a sequence: those that are penalised.

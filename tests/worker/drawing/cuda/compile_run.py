@@ -14,13 +14,13 @@ from swiftbatch.worker.drawing.cuda import (
     candidates,
     counts,
     draw,
-    filters,
     scores,
 )
 from swiftbatch.worker.drawing.cuda import (
     ranked_tokens as ranking,
 )
 from swiftbatch.worker.drawing.drawing import UNLIKELY
+from swiftbatch.worker.drawing.filters import filter_kernels
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.cuda.moving import means, move_rows
 from tests.worker.drawing.cuda.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
@@ -72,8 +72,8 @@ def every_launch() -> list[Launch]:
         Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": False}, draw.NUM_WARPS),
         Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": True}, draw.NUM_WARPS),
         Launch(choice.best_of_rows, TYPES, width, draw.NUM_WARPS),
-        Launch(filters.temper_blocks, TYPES, block | width, draw.NUM_WARPS),
-        Launch(filters.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
+        Launch(filter_kernels.temper_blocks, TYPES, block | width, draw.NUM_WARPS),
+        Launch(filter_kernels.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
         Launch(candidate_kernels.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
         Launch(candidate_kernels.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
         Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),

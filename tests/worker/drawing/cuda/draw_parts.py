@@ -14,6 +14,7 @@ from swiftbatch.worker.drawing.cuda.draw import DrawBuffers
 from swiftbatch.worker.drawing.cuda.penalty_windows import leaving_tokens
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
 from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
+from swiftbatch.worker.drawing.filters.filter_list import FILTERS as FILTER_LIST
 from swiftbatch.worker.drawing.rules import mask_of, num_mask_words
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -24,7 +25,7 @@ NAN = float("nan")
 UNSEEN_COUNT = 2**30
 UNSEEN_TOKEN = 0  # a real one: whoever looks at it counts it
 VOCAB = 300
-NO_FILTERS = {"top_k": 0, "top_p": 1.0, "eta": 0.0}
+NO_FILTERS = {each.field: each.off for each in FILTER_LIST if each.is_sorted}
 FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
 
 

@@ -1,5 +1,5 @@
-"""Top-k, top-p, min-p and eta, in the order of `transformers`, over rows that are sorted: each moves a row's first kept
-place up. What is left is everything from one token on, in the order (score, token).
+"""The filters in Triton, in the order of filter_list.py, over rows that are sorted: each moves a row's first kept place
+up. What is left is everything from one token on, in the order (score, token).
 
 All sums of a row are of whole numbers: their order changes no bit, whichever layout the compiler gives a block, and no
 other row is in them (torch.cumsum on CUDA has an order that changes as it runs).
@@ -10,22 +10,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.drawing.cuda.parameters import (
-    ETA,
-    LOG_MIN_P,
-    REST,
-    ROOT_ETA,
-    SLOT,
-    TEMPERATURE,
-    TOP_K,
-    has_filters,
-    real,
-    whole,
-)
+from swiftbatch.worker.drawing.cuda.parameters import SLOT, TEMPERATURE, real, whole
+from swiftbatch.worker.drawing.cuda.row_words import column_of
 from swiftbatch.worker.drawing.cuda.scores import row_peak, temper
 
+TOP_K = tl.constexpr(column_of("top_k"))
+REST = tl.constexpr(column_of("rest"))
+LOG_MIN_P = tl.constexpr(column_of("log_min_p"))
+ETA = tl.constexpr(column_of("eta"))
+ROOT_ETA = tl.constexpr(column_of("root_eta"))
 WEIGHT_UNITS = tl.constexpr(2.0**44)  # of a weight e^(score - peak): as many as MAX_VOCAB of them stay below 2^63
 MASS_UNITS = tl.constexpr(2.0**60)  # of a probability: 1 and its rounding stay below 2^63
+
+
+@triton.jit
+def has_filters(rows_ptr, row):
+    """Return whether anything but min-p cuts the row."""
+    cuts = (whole(rows_ptr, row, TOP_K) > 0) | (real(rows_ptr, row, REST) >= 0.0)
+    return cuts | (real(rows_ptr, row, ETA) > 0.0)
 
 
 @triton.jit
@@ -118,26 +120,34 @@ def eta_start(sorted_ptr, start, vocab, peak, eta, root_eta, BLOCK: tl.constexpr
 
 
 @triton.jit
+def first_kept(rows_ptr, row, sorted_ptr, vocab, best, BLOCK: tl.constexpr):
+    """The place from which on a sorted row is kept: here the filters come one behind the other."""
+    start = tl.zeros([], tl.int32)
+    top_k, rest, eta = whole(rows_ptr, row, TOP_K), real(rows_ptr, row, REST), real(rows_ptr, row, ETA)
+    if (top_k > 0) & (top_k < vocab):
+        start = first_from(sorted_ptr, start, vocab, tl.load(sorted_ptr + vocab - top_k))
+    if rest >= 0.0:
+        start = top_p_start(sorted_ptr, start, vocab, best, rest, BLOCK)
+    start = first_from(sorted_ptr, start, vocab, best + real(rows_ptr, row, LOG_MIN_P))
+    if eta > 0.0:
+        start = eta_start(sorted_ptr, start, vocab, best, eta, real(rows_ptr, row, ROOT_ETA), BLOCK)
+    return start
+
+
+@triton.jit
 def find_cuts(
     rows_ptr, peaks_ptr, sorted_ptr, order_ptr, cut_scores_ptr, cut_tokens_ptr, vocab, num_blocks, num_rows,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The score and the token from which on each row is kept; nothing is cut off a row that no filter is asked for."""
     row = tl.program_id(0)
-    score, token, start = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int64), tl.zeros([], tl.int32)
+    score, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int64)
     if whole(rows_ptr, row, SLOT) >= 0:
         peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
         if is_cut(rows_ptr, row, peak):
             best = temper(peak, peak, real(rows_ptr, row, TEMPERATURE))
             scores = sorted_ptr + row.to(tl.int64) * vocab
-            top_k, rest, eta = whole(rows_ptr, row, TOP_K), real(rows_ptr, row, REST), real(rows_ptr, row, ETA)
-            if (top_k > 0) & (top_k < vocab):
-                start = first_from(scores, start, vocab, tl.load(scores + vocab - top_k))
-            if rest >= 0.0:
-                start = top_p_start(scores, start, vocab, best, rest, BLOCK)
-            start = first_from(scores, start, vocab, best + real(rows_ptr, row, LOG_MIN_P))
-            if eta > 0.0:
-                start = eta_start(scores, start, vocab, best, eta, real(rows_ptr, row, ROOT_ETA), BLOCK)
+            start = first_kept(rows_ptr, row, scores, vocab, best, BLOCK)
             score = tl.load(scores + start)
             token = tl.load(order_ptr + row.to(tl.int64) * vocab + start)
     tl.store(cut_scores_ptr + row, score)

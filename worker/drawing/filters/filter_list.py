@@ -1,0 +1,85 @@
+"""The filters of sampling in their order, and the numbers that kernels are given of each.
+
+All that repeats over filters follows from this list: the order in torch, the struct that C reads, the words of a row
+that Triton reads, and whether a GPU has to sort. A new filter is a field of jobs/sampling.py, an entry here with its
+definition in torch_filters.py, its Triton code in filter_kernels.py, and its C code with the struct's members in
+worker/kernels/source/filters.h. C and Triton call their filters in an order of their own text: a test holds it to this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.filters.torch_filters import keep_eta, keep_min_p, keep_top_k, keep_top_p
+
+
+@dataclass(frozen=True)
+class FilterNumber:
+    """A number that kernels read: float32, or a whole one, as they call it."""
+
+    name: str
+    of: Callable[[Any], float]  # the value of the filter's field; also where that is off
+    is_whole: bool = False
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One filter: a field of `SamplingParams`, and what it does to a row."""
+
+    field: str
+    off: float  # the value at which it leaves all tokens
+    keep: Callable[[torch.Tensor, Any], torch.Tensor]
+    numbers: tuple[FilterNumber, ...]
+    is_sorted: bool = True  # on a GPU it needs the row sorted
+
+    def is_on(self, params: SamplingParams) -> bool:
+        """Return whether it is asked for."""
+        return bool(getattr(params, self.field) != self.off)
+
+
+def _as_it_is(value: float) -> float:
+    return value
+
+
+def _rest(top_p: float) -> float:
+    """The mass of what is left out; below 0: off."""
+    return 1.0 - top_p if top_p < 1.0 else -1.0
+
+
+def _log(min_p: float) -> float:
+    """-inf: off."""
+    return math.log(min_p) if min_p > 0.0 else -math.inf
+
+
+FILTERS = (
+    Filter("top_k", 0, keep_top_k, (FilterNumber("top_k", _as_it_is, is_whole=True),)),
+    Filter("top_p", 1.0, keep_top_p, (FilterNumber("rest", _rest),)),
+    # min-p needs no more than the row's best score
+    Filter("min_p", 0.0, keep_min_p, (FilterNumber("log_min_p", _log),), is_sorted=False),
+    Filter("eta", 0.0, keep_eta, (FilterNumber("eta", _as_it_is), FilterNumber("root_eta", math.sqrt))),
+)
+NUMBERS = tuple(number for each in FILTERS for number in each.numbers)
+
+
+def filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Apply all filters that are asked for to one row behind the temperature."""
+    for each in FILTERS:
+        if each.is_on(params):
+            scores = each.keep(scores, getattr(params, each.field))
+    return scores
+
+
+def filter_numbers(params: SamplingParams) -> tuple[float, ...]:
+    """The values of `NUMBERS`."""
+    return tuple([number.of(getattr(params, each.field)) for each in FILTERS for number in each.numbers])
+
+
+def needs_filters(params: SamplingParams) -> bool:
+    """Return whether a row has to be sorted on a GPU."""
+    return any(each.is_sorted and each.is_on(params) for each in FILTERS)
