@@ -136,7 +136,7 @@ def _function(place: str) -> Any:
 ENGINES = {
     "auto": EngineEntry(
         ".drafters.two_level.auto:auto",
-        "whatever brings most tokens: recycled candidates, or chains drawn with scanned keys",
+        "whatever brings most tokens: recycled candidates, repeats, or chains drawn with scanned keys",
         scanned_best=256,
     ),
     "autoregressive": EngineEntry(

@@ -134,6 +134,22 @@ class SharedBudget:
         overhead, proposing = self._overhead(requests), self.clock.drafting_seconds
         return rate_of(self._costs, self.tokens(requests), own, shares, overhead, proposing)
 
+    def best(self, requests: list[DraftRequest], tokens: np.ndarray, has_trees: bool) -> tuple[np.ndarray, float]:
+        """Choose shares for other drafts, that bring `tokens [num_sequences, num_choices]`; and their rate.
+
+        `has_trees`: whether to propose them takes as long as trees do; else it takes nothing.
+        """
+        lengths, overhead = lengths_of(requests), self._overhead(requests)
+        proposing = self.clock.drafting_seconds if has_trees else 0.0
+        shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
+        own = self._costs.own_seconds(NUM_ROWS, lengths)
+        return shares, rate_of(self._costs, tokens, own, shares, overhead, proposing)
+
+    def leave_out_step(self) -> None:
+        """Learn nothing from the coming step, which has other drafts than trees: neither times nor a trial's tokens."""
+        self.clock.end()
+        self._trial.leave()
+
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """The tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
         return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])

@@ -22,7 +22,8 @@ def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 0.1)
-    jobs = {"unlogged-1": 600, "unlogged-2": 590, "unlogged-3": 580, "unlogged-4": 570, "a": 50, "b": 40}
+    # long enough to be under way still when the last worker of a busy machine has started
+    jobs = {"unlogged-1": 2400, "unlogged-2": 2360, "unlogged-3": 2320, "unlogged-4": 2280, "a": 50, "b": 40}
     calm = make_run(tmp_path / "calm", jobs)
     make_driver(calm, cluster, RecordingDisplay(), workers=1, slots=6).run()
     run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()

@@ -21,6 +21,7 @@ from swiftbatch.worker.drafters.two_level.auto_plan import (
     costs_on_a_gpu,
 )
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drafters.two_level.round_plan import NO_ROUNDS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -60,8 +61,9 @@ def new_sequence(target: TargetModel, sampler: str, length: int, num_tokens: int
 
 def drafter_with(target: TargetModel, costs: StepCosts) -> AutoDrafter:
     drafter = auto(target, lambda: costs, None)
-    assert isinstance(drafter, AutoDrafter)
-    return drafter
+    assert isinstance(drafter, RepeatingDrafter)
+    assert isinstance(drafter.otherwise, AutoDrafter)
+    return drafter.otherwise
 
 
 def run(engine: Engine, *sequences: Sequence) -> None:

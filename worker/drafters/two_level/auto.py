@@ -1,5 +1,6 @@
 """The engine that chooses by itself: plain decoding, trees of recycled candidates, or chains drawn with scanned keys.
 
+Beside these, `repeating` drafts what a text repeats of itself, wherever that promises more.
 Where caches are short a tree costs next to nothing, and recycled candidates are free. Where they are long, the target
 itself drafts, with scanned keys in place of all, and a forward verifies what it drew. Which of them brings most tokens
 per second follows from measured costs, from how much of each was accepted, and from all sequences of the step.
@@ -27,6 +28,7 @@ from swiftbatch.worker.drafters.two_level.auto_plan import (
 )
 from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -43,11 +45,14 @@ ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that i
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
-    """A `DrafterFactory`. Keys are scanned by our own kernels; elsewhere trees are all there is."""
+    """A `DrafterFactory`. Keys are scanned by our own kernels; elsewhere there are trees and repeats alone."""
     recycling, rounds = TokenRecyclingDrafter(target, costs), round_costs(target)
-    if rounds is None or recycling.budget is None:
+    if recycling.budget is None:
         return recycling
-    return AutoDrafter(target, RoundsPlanner(costs(), rounds), recycling, recycling.budget)
+    if rounds is None:
+        return RepeatingDrafter(recycling, recycling.budget.rate, recycling, recycling.budget)
+    otherwise = AutoDrafter(target, RoundsPlanner(costs(), rounds), recycling, recycling.budget)
+    return RepeatingDrafter(otherwise, otherwise.rate, recycling, recycling.budget)
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
@@ -104,6 +109,10 @@ class AutoDrafter(Drafter):
     @property
     def counters(self) -> DraftCounters:
         return self._chains.counters
+
+    def rate(self, requests: list[DraftRequest]) -> float:
+        """The tokens per second of all that the plan promises."""
+        return self._budget.rate(requests) if self._rounds is None else self._rounds.rate
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._recycling.start(sequence, cache)

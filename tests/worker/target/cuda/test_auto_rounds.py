@@ -18,6 +18,7 @@ from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingD
 from swiftbatch.worker.drafters.two_level import auto as auto_module
 from swiftbatch.worker.drafters.two_level import auto_plan as plan_module
 from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
@@ -106,8 +107,9 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
     target = make(files, torch.float32, 2, LONGEST)
     drafter = auto(target, rounds_always_pay, None)
-    assert isinstance(drafter, AutoDrafter)
-    arena = drafter._chains._new_entries.__self__  # type: ignore[attr-defined]
+    assert isinstance(drafter, RepeatingDrafter)
+    assert isinstance(drafter.otherwise, AutoDrafter)
+    arena = drafter.otherwise._chains._new_entries.__self__  # type: ignore[attr-defined]
     assert isinstance(arena, PartialArena)
     assert arena.texts is not None
     for tensor in arena.texts.tensors():
@@ -153,12 +155,14 @@ def test_a_round_says_nearly_what_the_target_says(
 def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> None:
     target = cuda_target(files, torch.float32, 1, LONGEST)
     drafter = auto(target, rounds_always_pay, None)
-    assert isinstance(drafter, AutoDrafter)
+    assert isinstance(drafter, RepeatingDrafter)
     [rounds] = target.forwards._rounds.values()  # type: ignore[attr-defined]
     assert isinstance(rounds._graph, CheckedGraph)
     assert len(rounds._graph.launches) == target.cache_shape.num_layers * 15 + 3
 
 
-def test_where_nothing_can_be_scanned_there_are_trees_alone(files: ModelFiles) -> None:
+def test_where_nothing_can_be_scanned_there_are_trees_and_repeats_alone(files: ModelFiles) -> None:
     for make in (cuda_target, offloaded_target):
-        assert isinstance(auto(make(files, torch.float32, 1, 16), rounds_always_pay, None), TokenRecyclingDrafter)
+        drafter = auto(make(files, torch.float32, 1, 16), rounds_always_pay, None)
+        assert isinstance(drafter, RepeatingDrafter)
+        assert isinstance(drafter.otherwise, TokenRecyclingDrafter)

@@ -1,0 +1,150 @@
+"""Drafts of what a text repeats of itself: found, followed, and counted for what they have brought."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.lookup.repeated_text import MOST_TOLD_APART, NGRAM, RepeatedText, RepeatShares
+from swiftbatch.worker.drafters.two_level.auto import auto
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.step_costs import StepCosts
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.drafters.drafter_parts import free_rows
+
+VOCAB = 50
+PHRASE = [7, 3, 9, 1, 4, 8, 2, 6]
+
+
+def sequence_of(tokens: list[int], room: int = 200) -> Sequence:
+    return Sequence("a", tokens, SamplingParams(max_tokens=room, seed=1), VOCAB)
+
+
+def grown(tokens: list[int], shares: RepeatShares, first: int) -> tuple[Sequence, RepeatedText]:
+    """A text that came token by token behind its first ones."""
+    sequence = sequence_of(tokens[:first])
+    text = RepeatedText(sequence, shares)
+    for token in tokens[first:]:
+        sequence.extend([token])
+        text.catch_up(sequence)
+    return sequence, text
+
+
+def test_what_followed_the_newest_place_is_drafted() -> None:
+    tokens = [*PHRASE, 11, 20, 21, 22, 23, *PHRASE, 12, 30, 31, 32, *PHRASE[2:]]
+    sequence = sequence_of(tokens)
+    assert RepeatedText(sequence, RepeatShares()).chain(sequence, 4) == [12, 30, 31, 32]
+    assert RepeatedText(sequence, RepeatShares()).num_matched == len(PHRASE) - 2
+
+
+def test_a_repeat_that_overlaps_itself_goes_on() -> None:
+    sequence = sequence_of([40, 41, *PHRASE[:3] * 4])
+    assert RepeatedText(sequence, RepeatShares()).chain(sequence, 7) == (PHRASE[:3] * 3)[:7]
+
+
+@pytest.mark.parametrize("length", [1, NGRAM, 2 * NGRAM - 1])
+def test_a_text_without_repeats_promises_its_next_token_alone(length: int) -> None:
+    text = RepeatedText(sequence_of(list(range(length))), RepeatShares())
+    assert (text.num_matched, text.tokens((0, 1, 7))) == (0, [1.0, 1.0, 1.0])
+
+
+def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
+    """However it came, the repeat is one that stands there, unless an older one is still under way."""
+    chance = random.Random(3)
+    for _ in range(30):
+        tokens = [chance.randrange(4) for _ in range(5)]
+        while len(tokens) < 150:
+            start = chance.randrange(len(tokens))
+            tokens.extend([*tokens[start : start + chance.randrange(1, 30)], chance.randrange(VOCAB)])
+        sequence, text = grown(tokens, RepeatShares(), 5)
+        at_once = RepeatedText(sequence, RepeatShares())
+        assert bool(text.num_matched) >= bool(at_once.num_matched)
+        if text.num_matched:
+            source = len(tokens) - text._source
+            most = min(text.num_matched, MOST_TOLD_APART)
+            assert tokens[-most:] == tokens[-most - source : -source]
+            assert text.chain(sequence, 1) == [tokens[-source]]
+
+
+def test_shares_are_those_of_the_tokens_that_went_on() -> None:
+    shares = RepeatShares()
+    for _ in range(400):
+        shares.observe(5, False)
+        shares.observe(40, True)
+    assert shares.tokens(5, (0, 1, 7)) == pytest.approx([1.0, 1.0, 1.0], abs=0.01)
+    assert shares.tokens(40, (0, 1, 7)) == pytest.approx([1.0, 2.0, 8.0], rel=0.01)
+
+
+def test_a_token_that_breaks_a_repeat_ends_it_and_lowers_its_share() -> None:
+    shares, tokens = RepeatShares(), [*PHRASE, 11, 20, *PHRASE[:6]]
+    before = shares.tokens(6, (1,))
+    _, text = grown([*tokens, 45], shares, len(tokens))
+    assert text.num_matched == 0
+    assert shares.tokens(6, (1,)) < before
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(target: TargetModel, temperature: float) -> None:
+    def sequences() -> list[Sequence]:
+        params = SamplingParams(max_tokens=150, temperature=temperature, seed=5, ignore_eos=True)
+        prompts = ([3, 1, 4, 1, 5], [2, 7, 1, 8] * 12, list(range(30)))
+        return [Sequence(f"s{i}", prompt, params, target.vocab_size) for i, prompt in enumerate(prompts)]
+
+    def outputs(engine: Engine) -> list[list[int]]:
+        found = sequences()
+        run(engine, found)
+        return [sequence.output_ids.tolist() for sequence in found]
+
+    plain = outputs(Engine(target, AutoregressiveDrafter(target, free_rows, None)))
+    drafter = auto(target, free_rows, None)
+    assert isinstance(drafter, RepeatingDrafter)
+    num_repeating = count_repeating_steps(drafter)
+    assert outputs(Engine(target, drafter)) == plain
+    assert num_repeating[0] > 0
+    assert not drafter._texts
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in sequences):
+        engine.step()
+    for sequence in sequences:
+        engine.stop(sequence)
+
+
+def count_repeating_steps(drafter: RepeatingDrafter) -> list[int]:
+    """A number that grows with every step in which the drafter itself proposed."""
+    counted, choose = [0], drafter._sizes_that_pay
+
+    def counting(*given: object) -> list[int] | None:
+        sizes = choose(*given)  # type: ignore[arg-type]
+        counted[0] += sizes is not None
+        return sizes
+
+    drafter._sizes_that_pay = counting  # type: ignore[method-assign, assignment]
+    return counted
+
+
+def test_where_rows_cost_as_much_as_steps_repeats_are_not_drafted(target: TargetModel) -> None:
+    dear = StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
+    drafter = auto(target, lambda: dear, None)
+    assert isinstance(drafter, RepeatingDrafter)
+    num_repeating = count_repeating_steps(drafter)
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    sequence = Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
+    run(Engine(target, drafter), [sequence])
+    assert num_repeating[0] == 0

@@ -1,0 +1,114 @@
+"""Where a growing text repeats itself: the earlier place that its end agrees with, and how long such repeats last.
+
+Every token tells whether the repeat under way went on, whoever drafted it or nobody. So what a chain from there would
+bring is known before one is drafted.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from swiftbatch.worker.drawing.sequence import Sequence
+
+NGRAM = 4  # tokens that begin a repeat
+FACTORS = np.array([1_000_003, 1_618_033_989, 2_147_483_629, 1_414_213_573])  # sums of four stay below 2**63
+MOST_TOLD_APART = 32  # matched tokens
+PRIORS = (0.5, 0.7, 0.85, 0.92)  # shares that go on behind 4, 8, 16 and 32 matched tokens, before any was seen
+LEARNING_RATE = 0.02
+PRIOR_STEPS = 8  # that a prior counts for
+
+
+class RepeatShares:
+    """The running shares of tokens that a repeat went on with, by how many it had matched before."""
+
+    def __init__(self) -> None:
+        self._shares = list(PRIORS)
+        self._num_seen = [0] * len(PRIORS)
+
+    def observe(self, num_matched: int, goes_on: bool) -> None:
+        """Learn from one token behind `num_matched` matched ones."""
+        level = _level(num_matched)
+        self._num_seen[level] += 1
+        rate = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_seen[level]))
+        self._shares[level] += rate * (goes_on - self._shares[level])
+
+    def tokens(self, num_matched: int, choices: tuple[int, ...]) -> list[float]:
+        """The tokens that chains of so many nodes bring in a step, the bonus token included."""
+        levels = (_level(num_matched + i) for i in range(max(choices)))
+        reached = accumulate((self._shares[level] for level in levels), lambda path, share: path * share, initial=1.0)
+        brought = list(accumulate(reached))
+        return [brought[nodes] for nodes in choices]
+
+
+def _level(num_matched: int) -> int:
+    """The index into `PRIORS`."""
+    return min(num_matched, MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
+
+
+class RepeatedText:
+    """One sequence: the newest place behind every n-gram, and the place that its end agrees with."""
+
+    def __init__(self, sequence: Sequence, shares: RepeatShares) -> None:
+        """Index what is there; `shares` may belong to several sequences."""
+        self._shares = shares
+        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # behind an n-gram, by its hash; 0: none
+        self._num_tokens = len(sequence)
+        self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
+        self._source = 0  # the place that the next token would be repeated from
+        self._index(sequence.token_ids)
+        self._begin(sequence.token_ids)
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Follow the repeat over the tokens that came since the last call."""
+        token_ids = sequence.token_ids
+        for end in range(self._num_tokens + 1, len(sequence) + 1):
+            if self.num_matched:
+                self._follow(bool(token_ids[self._source] == token_ids[end - 1]))
+            if not self.num_matched:
+                self._begin(token_ids[:end])
+            if end >= NGRAM:
+                self._places[self._hash(token_ids[end - NGRAM : end])] = end
+        self._num_tokens = len(sequence)
+
+    def tokens(self, choices: tuple[int, ...]) -> list[float]:
+        """The tokens that chains of so many nodes bring in a step; 1 where the text repeats nothing."""
+        return self._shares.tokens(self.num_matched, choices) if self.num_matched else [1.0] * len(choices)
+
+    def chain(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The tokens that follow if the repeat goes on; one that overlaps itself goes on from what it repeated."""
+        period = len(sequence) - self._source
+        offsets = np.arange(num_tokens) % period
+        found: list[int] = sequence.token_ids[self._source + offsets].tolist()
+        return found
+
+    def _follow(self, goes_on: bool) -> None:
+        self._shares.observe(self.num_matched, goes_on)
+        if goes_on:
+            self._source, self.num_matched = self._source + 1, self.num_matched + 1
+        else:
+            self.num_matched = 0
+
+    def _begin(self, token_ids: np.ndarray) -> None:
+        """Look for the newest earlier place whose tokens the end agrees with."""
+        end = len(token_ids)
+        if end <= NGRAM:
+            return
+        place = int(self._places[self._hash(token_ids[-NGRAM:])])
+        if not NGRAM <= place < end:
+            return
+        most = min(place, MOST_TOLD_APART)
+        differ = np.flatnonzero(token_ids[place - most : place] != token_ids[end - most : end])
+        num_matched = most - 1 - int(differ[-1]) if len(differ) else most
+        if num_matched >= NGRAM:  # another n-gram may have the same hash
+            self._source, self.num_matched = place, num_matched
+
+    def _index(self, token_ids: np.ndarray) -> None:
+        """Keep the newest place of every n-gram but that of the end, which `_begin` looks for first."""
+        if len(token_ids) > NGRAM:
+            ngrams = np.lib.stride_tricks.sliding_window_view(token_ids[:-1], NGRAM)
+            self._places[(ngrams @ FACTORS) % len(self._places)] = np.arange(NGRAM, len(token_ids))
+
+    def _hash(self, ngram: np.ndarray) -> int:
+        return int(ngram @ FACTORS) % len(self._places)

@@ -1,0 +1,118 @@
+"""Drafts what a text repeats of itself, where that promises more than another drafter's proposals do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.budget import NODE_CHOICES
+from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, RepeatShares
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.shared_budget import SharedBudget
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+
+FEW_NODES = (7,)
+PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
+BETTER = 1.05  # times the other drafter's rate
+
+
+class RepeatingDrafter(Drafter):
+    """In a step with repeats, sequences that repeat nothing have trees; all other steps are the other drafter's."""
+
+    needs_top_k = True
+
+    def __init__(
+        self,
+        otherwise: Drafter,
+        rate: Callable[[list[DraftRequest]], float],
+        recycling: TokenRecyclingDrafter,
+        budget: SharedBudget,
+    ) -> None:
+        """`rate`: the tokens per second that `otherwise` promises; `budget` is that of `recycling`."""
+        self.otherwise, self.phases, self._rate_otherwise = otherwise, otherwise.phases, rate
+        self._recycling, self._budget = recycling, budget
+        self._shares = RepeatShares()
+        self._texts: dict[str, RepeatedText] = {}
+        self._repeated: set[str] = set()  # sequences that have chains in the newest step
+        self._is_repeating = False  # in that step
+
+    @property
+    def draft_kind(self) -> str:
+        return "tree" if self._is_repeating else self.otherwise.draft_kind
+
+    @property
+    def wants_candidates(self) -> bool:
+        return self._recycling.is_drafting if self._is_repeating else self.otherwise.wants_candidates
+
+    @property
+    def counters(self) -> DraftCounters:
+        return self.otherwise.counters
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self.otherwise.start(sequence, cache)  # first, since it may fail
+        self._texts[sequence.sequence_id] = RepeatedText(sequence, self._shares)
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        repeated = {r.sequence.sequence_id for r in requests if self._text(r.sequence).tokens(FEW_NODES)[0] > PROMISING}
+        sizes = self._sizes_that_pay(requests, repeated) if repeated else None
+        self._is_repeating = sizes is not None
+        if sizes is None:
+            return self.otherwise.propose(requests)
+        self._repeated = repeated
+        self._budget.leave_out_step()
+        trees = [self._tree(request, size) for request, size in zip(requests, sizes, strict=True)]
+        self._recycling.is_drafting = any(
+            len(tree) and request.sequence.sequence_id not in repeated
+            for request, tree in zip(requests, trees, strict=True)
+        )
+        return trees
+
+    def learn(self, rows: ReadRows) -> None:
+        self.otherwise.learn(rows)
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        self._text(sequence).catch_up(sequence)
+        if not self._is_repeating:
+            self.otherwise.update(sequence, verification)
+        elif sequence.sequence_id not in self._repeated:
+            self._recycling.update(sequence, verification)
+        elif verification.top_ids is not None:
+            self._recycling.take(sequence, verification)
+
+    def stop(self, sequence: Sequence) -> None:
+        del self._texts[sequence.sequence_id]
+        self.otherwise.stop(sequence)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        return self.otherwise.state(sequence)
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        self.otherwise.restore(sequence, state)
+
+    def _text(self, sequence: Sequence) -> RepeatedText:
+        return self._texts[sequence.sequence_id]
+
+    def _sizes_that_pay(self, requests: list[DraftRequest], repeated: set[str]) -> list[int] | None:
+        """The nodes of each sequence; None where the other drafter promises more."""
+        tokens = self._budget.tokens(requests)
+        for number, request in enumerate(requests):
+            if request.sequence.sequence_id in repeated:
+                tokens[number] = self._text(request.sequence).tokens(NODE_CHOICES)
+        has_trees = len(repeated) < len(requests)
+        chosen, rate = self._budget.best(requests, tokens, has_trees)
+        if rate < BETTER * self._rate_otherwise(requests):
+            return None
+        return [NODE_CHOICES[choice] for choice in chosen]
+
+    def _tree(self, request: DraftRequest, num_nodes: int) -> DraftTree:
+        sequence, most = request.sequence, min(num_nodes, request.max_nodes)
+        if not most:
+            return DraftTree()
+        if sequence.sequence_id in self._repeated:
+            return DraftTree.chain(self._text(sequence).chain(sequence, min(most, request.max_depth)))
+        return self._recycling.tree(sequence, most, request.max_depth)
