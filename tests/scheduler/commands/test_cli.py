@@ -144,7 +144,7 @@ def test_an_interrupted_bench_all_tells_how_to_go_on(tmp_path: Path, monkeypatch
     result = invoke("bench", "all", "--text", str(tmp_path / "book.txt"), "--output", str(tmp_path / "figures"))
     assert result.exit_code == 130
     hint = "`swiftbatch bench all` with the same options goes on from what is in"
-    assert result.stderr == f"interrupted; {hint} {tmp_path / 'figures'}\n"
+    assert result.stderr.strip() == f"interrupted; {hint} {tmp_path / 'figures'}"
 
 
 def test_a_standard_output_that_takes_nothing_is_told_in_one_line_or_closed_on_purpose(run: Run) -> None:

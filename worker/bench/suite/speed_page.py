@@ -56,10 +56,7 @@ SECTIONS = (
     Section("Forwards", ("kernels",), kernels_table),
 )
 NAMES = tuple(name for section in SECTIONS for name in section.stages)
-PICTURES = {
-    "long": "Curves of one long text: minutes, accepted drafts and speed-up over plain decoding, by generated tokens",
-    "kernels": "Curves of the CPU kernels: forwards by length, and each operation below what the machine allows",
-}
+CURVES = "Curves of this text: minutes, accepted drafts and speed-up over plain decoding, by generated tokens"
 
 
 def stage_files(folder: Path) -> dict[str, StageFile]:
@@ -77,7 +74,7 @@ def tables_of(folder: Path, place: str) -> Iterator[str]:
     files = stage_files(folder)
     if not files:
         raise BenchError(f"{folder}: no figures of `swiftbatch bench all`")
-    yield from _measured_on(files)
+    yield from _wrapped([*_measured_on(files), ""])[:-1]
     for section in SECTIONS:
         if found := [name for name in section.stages if name in files]:
             yield from ("", f"## {section.title}", "")
@@ -86,8 +83,8 @@ def tables_of(folder: Path, place: str) -> Iterator[str]:
             except (ValidationError, LookupError, TypeError, ValueError) as error:
                 names = " and ".join(f"{name}.json" for name in found)
                 raise BenchError(f"{folder}: no table in {names}; delete them and measure again") from error
-        for name in PICTURES.keys() & set(found):
-            yield from ("", f"![{PICTURES[name]}]({place}/{name}.png)")
+        if "long" in found:
+            yield from ("", f"![{CURVES}]({place}/long.png)")
 
 
 def _wrapped(lines: list[str]) -> list[str]:
@@ -102,13 +99,13 @@ def _measured_on(files: dict[str, StageFile]) -> Iterator[str]:
     dates = sorted({file.date for file in files.values()})
     numerics = sorted({file.figures["machine"]["numerics"] for file in files.values() if "machine" in file.figures})
     minutes = sum(file.seconds for file in files.values()) / 60
-    yield f"- machine: {machine['cpu']}, {machine['cores']} cores, instructions `{machine['instructions']}`"
-    yield f"- date: {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {minutes:.0f} minutes in all"
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield f"- versions: {told}; numerics {', '.join(f'`{each}`' for each in numerics)}"
-    yield f"- model: fingerprint `{made[0].weights[:16]}`; code `{made[0].code[:16]}`"
+    yield f"{machine['cpu']}, {machine['cores']} cores, instructions `{machine['instructions']}`, numerics"
+    yield f"{', '.join(f'`{each}`' for each in numerics)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))},"
+    yield f"{minutes:.0f} minutes in all; {told}; fingerprint of the model `{made[0].weights[:16]}`, digest of the code"
+    yield f"`{made[0].code[:16]}`."
     if missing := [name for name in NAMES if name not in files]:
-        yield f"- not measured: {', '.join(missing)}"
+        yield f"Not measured: {', '.join(missing)}."
 
 
 def draw_plots(folder: Path) -> None:

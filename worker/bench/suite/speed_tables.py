@@ -14,7 +14,7 @@ from swiftbatch.worker.bench.kernels.records import KernelResult
 from swiftbatch.worker.bench.long.records import LongResult
 
 Figures = dict[str, Any]  # as a benchmark writes them to its file
-NUM_FIELD_COLUMNS = 2
+NUM_FIELD_COLUMNS = 3
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

@@ -16,7 +16,7 @@ from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.bench.suite.speed_page import PAGE, draw_plots, page_of
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, known, made_with, sha256_of, write_whole
-from swiftbatch.worker.bench.suite.stages import Stage, stages_of
+from swiftbatch.worker.bench.suite.suite_stages import SuiteStage, stages_of
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 
 Report = Callable[[str], None]
@@ -61,7 +61,7 @@ def run_suite(options: SuiteOptions, code: str, report: Report = lambda line: No
     write_whole(options.output / PAGE, page_of(options.output))
 
 
-def _measure(stage: Stage, path: Path, asked: MadeWith, files: ModelFiles, report: Report) -> None:
+def _measure(stage: SuiteStage, path: Path, asked: MadeWith, files: ModelFiles, report: Report) -> None:
     """Run one benchmark, which writes to a file aside, and put its figures in place once they are whole."""
     aside = path.with_name(f"{path.name}.running")
     started = time.monotonic()
@@ -83,14 +83,14 @@ def _without_places(settings: dict[str, Any], files: ModelFiles) -> dict[str, An
     }
 
 
-def _text_length(stage: Stage) -> int:
+def _text_length(stage: SuiteStage) -> int:
     """Tokens of the book that a stage reads."""
     settings = stage.options.model_dump()
     longest: int = max(*settings.get("positions", ()), settings.get("position", 0), settings.get("prefill", 0))
     return longest
 
 
-def _path(options: SuiteOptions, stage: Stage) -> Path:
+def _path(options: SuiteOptions, stage: SuiteStage) -> Path:
     return options.output / f"{stage.name}.json"
 
 

@@ -16,8 +16,8 @@ from swiftbatch.worker.bench.kernels import roof
 from swiftbatch.worker.bench.suite import suite
 from swiftbatch.worker.bench.suite.speed_page import NAMES, PAGE, SECTIONS, page_of, with_figures
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_name, read_stage_file
-from swiftbatch.worker.bench.suite.stages import STAGES, Stage, stages_of
 from swiftbatch.worker.bench.suite.suite import SuiteOptions, run_suite
+from swiftbatch.worker.bench.suite.suite_stages import STAGES, SuiteStage, stages_of
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from tests.worker.kernels.kernel_parts import needs_kernels
 
@@ -47,12 +47,12 @@ def only_two(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The two quickest stages alone; returns the names of those that were measured, as they are."""
     measured: list[str] = []
 
-    def few(*asked: object) -> Iterator[Stage]:
+    def few(*asked: object) -> Iterator[SuiteStage]:
         for stage in stages_of(*asked):  # type: ignore[arg-type]
             if stage.name in ("greedy", "agreement"):
                 yield dataclasses.replace(stage, run=noted(stage))
 
-    def noted(stage: Stage):  # type: ignore[no-untyped-def]
+    def noted(stage: SuiteStage):  # type: ignore[no-untyped-def]
         return lambda options, report: (measured.append(stage.name), stage.run(options, report))
 
     monkeypatch.setattr(suite, "stages_of", few)
@@ -148,7 +148,7 @@ def test_a_stage_that_cannot_run_is_left_out_and_the_others_run(
     monkeypatch.setattr(decode, "warm_drafters", refuse)
     assert told(options)[1] == "stage 1 of 2, greedy: left out: not on this model"
     assert not (options.output / "greedy.json").exists()
-    assert "- not measured: long, decode, greedy, auto" in (options.output / PAGE).read_text()
+    assert "Not measured: long, decode, greedy, auto," in (options.output / PAGE).read_text()
 
 
 def test_a_text_that_is_too_short_is_told_before_anything_is_measured(
@@ -180,7 +180,7 @@ def test_a_page_takes_the_tables_between_its_marks_and_keeps_the_rest(
     told(options)
     text = "before\n<!-- figures: old -->\nstale\n<!-- end of the figures -->\nafter\n"
     once = with_figures(text, options.output, "figures/new")
-    assert once.startswith("before\n<!-- figures: figures/new -->\n\n- machine: ")
+    assert once.startswith("before\n<!-- figures: figures/new -->\n\n")
     assert once.endswith("\n\n<!-- end of the figures -->\nafter\n")
     assert with_figures(once, options.output, "figures/new") == once
     assert page_of(options.output).split("\n", 2)[2].strip() in once

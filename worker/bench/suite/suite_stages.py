@@ -42,7 +42,7 @@ class StageKind:
 
 
 @dataclass(frozen=True)
-class Stage:
+class SuiteStage:
     """A stage as it runs for one model: its options lack the file for the figures."""
 
     name: str
@@ -76,7 +76,7 @@ STAGES = (
         DecodeBenchOptions,
         run_decode_bench,
         256,
-        DECODE | {"positions": (3000, 20_000, 50_000), "num_tokens": 256, "temperature": 0.0},
+        DECODE | {"positions": (3000, 50_000), "num_tokens": 256, "temperature": 0.0},
         {"positions": (256,), "num_tokens": 32},
     ),
     StageKind(
@@ -97,7 +97,7 @@ STAGES = (
         run_auto_bench,
         2048,
         AUTO
-        | {"engines": ("token-recycling",), "positions": (2048, 8192)}
+        | {"engines": ("token-recycling",), "positions": (2048,)}
         | {"slot_counts": (1,), "num_tokens": (64, 1024)},
         {"positions": (256,), "num_tokens": (64,)},
     ),
@@ -107,7 +107,7 @@ STAGES = (
         AutoBenchOptions,
         run_auto_bench,
         512,
-        AUTO | {"engines": (), "positions": (512,), "slot_counts": (1, 8, 16, 32), "num_tokens": (256,)},
+        AUTO | {"engines": (), "positions": (512,), "slot_counts": (8, 16, 32), "num_tokens": (256,)},
         {"slot_counts": (1, 2)},
     ),
     StageKind(
@@ -155,7 +155,7 @@ STAGES = (
 )
 
 
-def stages_of(computing: dict[str, Any], files: ModelFiles, is_small: bool) -> Iterator[Stage]:
+def stages_of(computing: dict[str, Any], files: ModelFiles, is_small: bool) -> Iterator[SuiteStage]:
     """Yield the stages of a model: places and lengths as far as it has positions, engines as far as it has parts.
 
     `computing` holds the fields that all have in common. A stage that has nothing left is left out.
@@ -167,7 +167,7 @@ def stages_of(computing: dict[str, Any], files: ModelFiles, is_small: bool) -> I
         if fitted is not None:
             given = {name: value for name, value in computing.items() if name in kind.options.model_fields}
             minutes = SMALL_MINUTES if is_small else kind.minutes
-            yield Stage(kind.name, minutes, kind.options.model_validate(given | fitted), kind.run)
+            yield SuiteStage(kind.name, minutes, kind.options.model_validate(given | fitted), kind.run)
 
 
 def _fitted(asked: dict[str, Any], files: ModelFiles, num_behind: int) -> dict[str, Any] | None:
