@@ -102,8 +102,9 @@ def _measured_on(files: dict[str, StageFile]) -> Iterator[str]:
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield f"{machine['cpu']}, {machine['cores']} cores, instructions `{machine['instructions']}`, numerics"
     yield f"{', '.join(f'`{each}`' for each in numerics)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))},"
-    yield f"{minutes:.0f} minutes in all; {told}; fingerprint of the model `{made[0].weights[:16]}`, digest of the code"
-    yield f"`{made[0].code[:16]}`."
+    yield f"{minutes:.0f} minutes in all; {told}; model `{made[0].weights[:12]}`, code `{made[0].code[:12]}`."
+    if any(file.is_small for file in files.values()):
+        yield "**These are from `--small`: they show that all of it runs, and say nothing about speed.**"
     if missing := [name for name in NAMES if name not in files]:
         yield f"Not measured: {', '.join(missing)}."
 

@@ -44,6 +44,7 @@ class StageFile(Frozen):
     stage: str
     date: str  # of their end, as 2026-11-25
     seconds: float
+    is_small: bool  # measured on too few tokens for figures to keep
     made_with: MadeWith
     figures: dict[str, Any]
 
@@ -94,11 +95,7 @@ def made_with(options: BenchOptions, text_sha256: str, weights: str, code: str) 
     """Describe this process and what a stage is asked for."""
     cores = len(os.sched_getaffinity(0))
     machine = {"cpu": cpu_name(), "cores": cores, "instructions": chosen_variant() or "none"}
-    versions = {
-        "swiftbatch": swiftbatch.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    versions = {"swiftbatch": swiftbatch.__version__, "torch": torch.__version__}
     asked = options.model_dump(mode="json", exclude=PATHS)
     return MadeWith(options=asked, text=text_sha256, weights=weights, code=code, machine=machine, versions=versions)
 

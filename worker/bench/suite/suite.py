@@ -53,7 +53,7 @@ def run_suite(options: SuiteOptions, code: str, report: Report = lambda line: No
         left = sum(each.minutes for each in missing[missing.index(stage) :])
         report(f"{name}: about {stage.minutes:g} minutes, {left:g} with all that follows; embedded model, 2 cores")
         try:
-            _measure(stage, _path(options, stage), asked[stage.name], files, report)
+            _measure(stage, options, asked[stage.name], files, report)
         except UserError as error:
             report(f"{name}: left out: {error}")
             _path(options, stage).unlink(missing_ok=True)  # what another model or text left there
@@ -61,8 +61,9 @@ def run_suite(options: SuiteOptions, code: str, report: Report = lambda line: No
     write_whole(options.output / PAGE, page_of(options.output))
 
 
-def _measure(stage: SuiteStage, path: Path, asked: MadeWith, files: ModelFiles, report: Report) -> None:
+def _measure(stage: SuiteStage, options: SuiteOptions, asked: MadeWith, files: ModelFiles, report: Report) -> None:
     """Run one benchmark, which writes to a file aside, and put its figures in place once they are whole."""
+    path = _path(options, stage)
     aside = path.with_name(f"{path.name}.running")
     started = time.monotonic()
     try:
@@ -71,8 +72,14 @@ def _measure(stage: SuiteStage, path: Path, asked: MadeWith, files: ModelFiles, 
     finally:
         aside.unlink(missing_ok=True)
     figures["settings"] = _without_places(figures["settings"], files)
-    date, seconds = datetime.datetime.now(datetime.UTC).date().isoformat(), round(time.monotonic() - started, 1)
-    StageFile(stage=stage.name, date=date, seconds=seconds, made_with=asked, figures=figures).write(path)
+    StageFile(
+        stage=stage.name,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        seconds=round(time.monotonic() - started, 1),
+        is_small=options.is_small,
+        made_with=asked,
+        figures=figures,
+    ).write(path)
 
 
 def _without_places(settings: dict[str, Any], files: ModelFiles) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class SuiteStage:
 STAGES = (
     StageKind(
         "kernels",
-        1.5,
+        0.5,
         KernelBenchOptions,
         run_kernel_bench,
         32,
