@@ -72,7 +72,7 @@ STAGES = (
     ),
     StageKind(
         "greedy",
-        2,
+        1.5,
         DecodeBenchOptions,
         run_decode_bench,
         256,
@@ -81,7 +81,7 @@ STAGES = (
     ),
     StageKind(
         "auto",
-        3.5,
+        5,
         AutoBenchOptions,
         run_auto_bench,
         512,
@@ -92,7 +92,7 @@ STAGES = (
     ),
     StageKind(
         "short-jobs",
-        1,
+        0.5,
         AutoBenchOptions,
         run_auto_bench,
         2048,
@@ -103,7 +103,7 @@ STAGES = (
     ),
     StageKind(
         "slots",
-        2,
+        1.5,
         AutoBenchOptions,
         run_auto_bench,
         512,
