@@ -21,6 +21,7 @@ from swiftbatch.worker.bench.fields import FieldBenchOptions
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
 from swiftbatch.worker.bench.long.long import LongBenchOptions
+from swiftbatch.worker.bench.suite.suite import SuiteOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOptions
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
@@ -59,6 +60,7 @@ FIELDS = {
     "bench agreement": defaults(AgreementOptions),
     "bench checkpoints": defaults(CheckpointBenchOptions),
     "bench long": defaults(LongBenchOptions),
+    "bench all": defaults(SuiteOptions),
     "bench gpu": defaults(GPUBenchOptions),
     "bench ablation tokenswift": defaults(AblationOptions),
     "bench ablation triforce": defaults(PromptAblationOptions),

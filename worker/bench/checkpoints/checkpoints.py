@@ -70,7 +70,8 @@ def run_checkpoint_bench(
             make_run(Path(folder) / "state", options.model, prompt, num_tokens)
             records.append(_measure(options, position, Path(folder)))
     if options.json_path is not None:
-        document = {"results": [r.model_dump() for r in records], "settings": options.model_dump(mode="json")}
+        settings = options.model_dump(mode="json", exclude={"json_path"})
+        document = {"results": [r.model_dump() for r in records], "settings": settings}
         options.json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return records
 

@@ -1,0 +1,27 @@
+"""The page about speed: its tables are those of the figures beside it, and what the README quotes stands there."""
+
+from __future__ import annotations
+
+import re
+
+from swiftbatch.worker.bench.suite.speed_page import BEGIN, with_figures
+from tests.readme.command_lines import ROOT, page, section, table
+
+SPEED = page("docs/speed.md")
+PLACE = re.compile(re.escape(BEGIN).replace(r"\{\}", "(.*)"))
+
+
+def test_the_tables_are_those_of_the_figures() -> None:
+    (place,) = PLACE.findall(SPEED)
+    again = f"write them again: python -m swiftbatch.worker.bench.suite.speed_page docs/{place}"
+    assert with_figures(SPEED, ROOT / "docs" / place, place) == SPEED, again
+
+
+def test_what_the_readme_quotes_is_on_the_page() -> None:
+    quoted = table(section(page("README.md"), "How fast"), "tokens of context")
+    assert len(quoted) == 3
+    assert quoted == table(SPEED, "tokens of context")
+
+
+def test_the_page_is_short() -> None:
+    assert len(SPEED.splitlines()) <= 150
