@@ -15,6 +15,7 @@ from swiftbatch.worker.drafters.two_level.auto import auto
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import TargetModel
@@ -64,6 +65,7 @@ def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
         while len(tokens) < 150:
             start = chance.randrange(len(tokens))
             tokens.extend([*tokens[start : start + chance.randrange(1, 30)], chance.randrange(VOCAB)])
+        del tokens[chance.randrange(100, 150) :]  # amid a repeat, often
         sequence, text = grown(tokens, RepeatShares(), 5)
         at_once = RepeatedText(sequence, RepeatShares())
         assert bool(text.num_matched) >= bool(at_once.num_matched)
@@ -72,6 +74,21 @@ def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
             most = min(text.num_matched, MOST_TOLD_APART)
             assert tokens[-most:] == tokens[-most - source : -source]
             assert text.chain(sequence, 1) == [tokens[-source]]
+
+
+def test_a_repeat_is_followed_as_it_goes_on() -> None:
+    tokens = [*PHRASE, 11, 20, *PHRASE[:4]]
+    sequence, text = grown([*tokens, *PHRASE[4:7]], RepeatShares(), len(tokens))
+    assert text.num_matched == 7
+    assert text.chain(sequence, 3) == [PHRASE[7], 11, 20]
+
+
+def test_another_n_gram_with_the_same_hash_is_no_repeat() -> None:
+    tokens = [10, 11, 12, 13, 14, 15, 20, 21, 22, 14, 15]
+    text = RepeatedText(sequence_of(tokens), RepeatShares())
+    text._places[:] = 6  # behind 14, 15
+    text._begin(np.array(tokens))
+    assert text.num_matched == 0
 
 
 def test_shares_are_those_of_the_tokens_that_went_on() -> None:
@@ -115,6 +132,21 @@ def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(target: Targ
     assert outputs(Engine(target, drafter)) == plain
     assert num_repeating[0] > 0
     assert not drafter._texts
+
+
+def test_what_repeats_bring_is_not_learned_of_trees(target: TargetModel) -> None:
+    drafter = auto(target, free_rows, None)
+    assert isinstance(drafter, RepeatingDrafter)
+    num_repeating, num_drafted = count_repeating_steps(drafter), 0
+    engine, params = Engine(target, drafter), SamplingParams(max_tokens=150, temperature=0.0, seed=5, ignore_eos=True)
+    sequence = Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
+    engine.start(sequence)
+    drafter._budget.clock.begin(1.0, "tree")
+    while sequence.finish_reason is None:
+        num_drafted += sum(verification.num_proposed_tokens > 0 for _, verification in engine.step())
+        assert drafter._budget.clock._open is None or not drafter._is_repeating  # such a step is not timed
+    assert num_repeating[0] > 0
+    assert drafter._budget.state(sequence)[TILE_ROWS] == num_drafted - num_repeating[0]
 
 
 def run(engine: Engine, sequences: list[Sequence]) -> None:
