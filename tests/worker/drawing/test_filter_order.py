@@ -64,7 +64,7 @@ def noise() -> GumbelNoise:
 
 
 def kept(row: torch.Tensor, settings: dict[str, float], order: Sequence[str]) -> torch.Tensor:
-    """What filters leave of a row, one behind the other: of each its definition alone is used."""
+    """The scores that filters leave of a row, applied one behind the other by their definitions alone."""
     for field in order:
         row = KEEP[field](row, settings[field])
     return row

@@ -24,7 +24,7 @@ PATHS = {"json_path", "plot_path", "text", "model"}  # options that say where, a
 
 
 class MadeWith(Frozen):
-    """What figures depend on. Those of another machine, text, model, code or options are not ours."""
+    """All that figures depend on: machine, text, model, code and options. Figures with others are measured again."""
 
     options: dict[str, Any]
     text: str  # SHA-256

@@ -171,7 +171,7 @@ def stages_of(computing: dict[str, Any], files: ModelFiles, is_small: bool) -> I
 
 
 def _fitted(asked: dict[str, Any], files: ModelFiles, num_behind: int) -> dict[str, Any] | None:
-    """What a benchmark is asked for of this model; None where no place has room for what comes behind it."""
+    """Cut the options of a benchmark to this model; None where the model has no position that they need."""
     fitted = dict(asked)
     if "engines" in asked:
         fitted["engines"] = tuple(name for name in asked["engines"] if _has_parts(name, files))

@@ -1,4 +1,4 @@
-"""Where a growing text repeats itself: the earlier place that its end agrees with, and how long such repeats last.
+"""Follows a growing text that repeats itself: the earlier place that its end agrees with, and how long repeats last.
 
 Every token tells whether the repeat under way went on, whoever drafted it or nobody. So what a chain from there would
 bring is known before one is drafted.

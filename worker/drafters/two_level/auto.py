@@ -1,6 +1,7 @@
 """The engine that chooses by itself: plain decoding, trees of recycled candidates, or chains drawn with scanned keys.
 
 Beside these, `repeating` drafts what a text repeats of itself, wherever that promises more.
+
 Where caches are short a tree costs next to nothing, and recycled candidates are free. Where they are long, the target
 itself drafts, with scanned keys in place of all, and a forward verifies what it drew. Which of them brings most tokens
 per second follows from measured costs, from how much of each was accepted, and from all sequences of the step.

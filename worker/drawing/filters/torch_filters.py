@@ -1,4 +1,4 @@
-"""What each filter leaves of one row of scores, `[vocab] float32`, in torch: the definition that C and Triton meet."""
+"""The filters in torch, over one row of scores `[vocab] float32`: the definition that C and Triton meet."""
 
 from __future__ import annotations
 
