@@ -1,4 +1,4 @@
-"""The hold of a training on its folder: the kernel's lock, which is free as soon as the training's process is gone."""
+"""The hold of a process on its output folder: the kernel's lock, which is free as soon as the process is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _held: set[Path] = set()  # by this process: a training may be a part of another
 def held(path: Path) -> Iterator[None]:
     """Hold a folder within the block; it is made where it is not there, and stays where something is in it then.
 
-    Raises ModelError where another process trains there, and for what can't be a folder.
+    Raises ModelError where another process holds it, and for what can't be a folder.
     """
     folder = path.resolve()
     if folder in _held:
@@ -55,7 +55,7 @@ def _lock(file: Path, path: Path) -> int:
             holder = os.read(descriptor, 1000).decode(errors="replace") or "one that is just starting"
             os.close(descriptor)
             raise ModelError(
-                f"output {path}: another training is at work there, {holder}; wait for its end, end it, or name "
+                f"output {path}: another process is at work there, {holder}; wait for its end, end it, or name "
                 "another folder"
             ) from None
         except OSError:

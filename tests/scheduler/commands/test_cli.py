@@ -126,7 +126,10 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["bench", "decode", "--positions", "many"], "positions"),
         (["bench", "decode", "--positions", "100", "--temperature", "nan"], "temperature"),
         (["bench", "all", "--output", "O"], "Missing option '--text'"),
-        (["bench", "all", "--text", "/dev/null", "--output", "/proc/figures"], "output /proc/figures: cannot be made"),
+        (
+            ["bench", "all", "--text", "/dev/null", "--output", "/proc/figures"],
+            "output /proc/figures: cannot be written",
+        ),
         (["train", "target", "--data", "/nowhere", "--output", "/proc/model"], "no file matches"),
         (["doctor", "--model", "./absent"], "./absent"),
     ],

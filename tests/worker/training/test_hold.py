@@ -83,9 +83,7 @@ def test_a_training_of_any_kind_is_refused_where_one_is_at_work(
         assert other.poll() is None
         names = [path.name for path in output.iterdir()]
     who = f"process {other.pid} on {re.escape(socket.gethostname())} since [0-9-]+ [0-9:+-]+"
-    line = (
-        f"output {output}: another training is at work there, {who}; wait for its end, end it, or name another folder"
-    )
+    line = f"output {output}: another process is at work there, {who}; wait for its end, end it, or name another folder"
     assert re.fullmatch(line, str(refusal.value))
     assert names == [".training.lock"]
     assert not output.exists()  # it was made for nothing
@@ -94,7 +92,7 @@ def test_a_training_of_any_kind_is_refused_where_one_is_at_work(
 @pytest.mark.parametrize("part", [PARTS_FOLDER, f"{PARTS_FOLDER}/{DRAFT_FOLDER}"])
 def test_all_of_them_begin_only_where_nobody_trains_a_part(books: Path, tmp_path: Path, part: str) -> None:
     output = tmp_path / "model"
-    with held_elsewhere(output / part), pytest.raises(ModelError, match=f"output {output / part}: another training is"):
+    with held_elsewhere(output / part), pytest.raises(ModelError, match=f"output {output / part}: another process is"):
         everything(books, output, "")
     assert not list(output.rglob("*.safetensors"))
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.dtypes import Device
-from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.bench.suite.speed_page import PAGE, draw_plots, page_of
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, known, made_with, sha256_of, write_whole
 from swiftbatch.worker.bench.suite.suite_stages import SuiteStage, stages_of
 from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.training.hold import held
 
 Report = Callable[[str], None]
 
@@ -35,12 +35,16 @@ def run_suite(options: SuiteOptions, code: str, report: Report = lambda line: No
     """Measure what the folder lacks, and write its page. `report` gets a line about each stage.
 
     `code` tells versions of the program apart. A stage that this model cannot run is told in a line and left out.
-    Raises BenchError, ModelError.
+    Raises BenchError, ModelError, the latter where another process measures into the same folder, too.
     """
+    with held(options.output):
+        _run(options, code, report)
+
+
+def _run(options: SuiteOptions, code: str, report: Report) -> None:
     files = locate_model(options.model)
     stages = list(stages_of(options.model_dump(exclude={"json_path", "output", "is_small"}), files, options.is_small))
     sha256 = sha256_of(options.text)
-    _make_folder(options.output)
     asked = {stage.name: made_with(stage.options, sha256, files.fingerprint, code) for stage in stages}
     missing = [stage for stage in stages if not known(_path(options, stage), asked[stage.name], report)]
     if missing:
@@ -99,10 +103,3 @@ def _text_length(stage: SuiteStage) -> int:
 
 def _path(options: SuiteOptions, stage: SuiteStage) -> Path:
     return options.output / f"{stage.name}.json"
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchError(f"output {folder}: cannot be made: {error.strerror}; name another folder") from error

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.auto import auto_bench
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.decode import decode
@@ -19,6 +22,7 @@ from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_na
 from swiftbatch.worker.bench.suite.suite import SuiteOptions, run_suite
 from swiftbatch.worker.bench.suite.suite_stages import STAGES, SuiteStage, stages_of
 from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.training.hold import held
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = [pytest.mark.long, needs_kernels]
@@ -204,3 +208,16 @@ def test_a_processor_without_a_name_has_its_kind(tmp_path: Path) -> None:
     assert cpu_name(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text("model name\t: Some CPU @ 3 GHz\nflags\t: a\n")
     assert cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 3 GHz"
+
+
+def test_a_folder_that_another_process_measures_into_is_refused(options: SuiteOptions, tmp_path: Path) -> None:
+    options.output.mkdir(parents=True)
+    holding = f"import time; from pathlib import Path; from {held.__module__} import held\n"
+    holding += f"with held(Path({str(options.output)!r})): print('held', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ModelError, match="another process is at work there"):
+            told(options)
+        other.kill()
+    assert not list(options.output.glob("*.json"))
