@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
+from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import sizes_fault
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -63,6 +64,31 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer whose weight lies in 8 or 4 bits."""
+
+    weight: PackedMatrix
+    bias: Tensor | None = None
+
+    def plain(self) -> Linear:
+        """The layer that this one stands for."""
+        return Linear(self.weight.dequantized(), self.bias)
+
+
+AnyLinear = Linear | PackedLinear
+
+
+def linear_from(weight: Weight, bias: Tensor | None = None) -> AnyLinear:
+    """A linear layer of a weight in either form."""
+    return PackedLinear(weight, bias) if isinstance(weight, PackedMatrix) else Linear(weight, bias)
+
+
+def plain_linear(linear: AnyLinear) -> Linear:
+    """A linear layer without packed weights."""
+    return linear.plain() if isinstance(linear, PackedLinear) else linear
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models.
 
@@ -70,14 +96,14 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
+    query: AnyLinear
+    key: AnyLinear
+    value: AnyLinear
+    output: AnyLinear
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: AnyLinear
+    up: AnyLinear
+    down: AnyLinear
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_still: bool = False
@@ -91,7 +117,7 @@ class DecoderWeights:
     embedding: Tensor
     layers: list[LayerWeights]
     final_norm: Tensor
-    head: Linear
+    head: AnyLinear
     rotary: Rotary
 
 
@@ -181,7 +207,7 @@ def linear_of(module: Any) -> Linear:
     return Linear(module.weight, module.bias)
 
 
-def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
+def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
     """Every tensor of a layer with its name and the shape that it must have."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     widths = {

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import AngleTable
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, Linear, shapes
+from swiftbatch.worker.kernels.decoder_weights import (
+    AnyLinear,
+    DecoderSizes,
+    LayerWeights,
+    Linear,
+    PackedLinear,
+    plain_linear,
+    shapes,
+)
 from swiftbatch.worker.kernels.frequencies import Rotary
+from swiftbatch.worker.kernels.packed import Weight
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 
@@ -148,12 +157,16 @@ class NativeLayers:
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
         for name, role in LAYER_ROLES.items():
             part = getattr(layer, name)
-            if isinstance(part, Linear):
-                self._load(number, role, part.weight, part.bias)
+            if isinstance(part, Linear | PackedLinear):
+                self._load_linear(number, role, part)
             elif part is not None:
                 self._load(number, role, part)
         if layer.is_still:
             self._library.decoder_load(self.handle, number, STILL, None, None)
+
+    def _load_linear(self, layer: int, role: int, linear: AnyLinear) -> None:
+        found = plain_linear(linear)
+        self._load(layer, role, found.weight, found.bias)
 
     def _load(self, layer: int, role: int, weight: Tensor, bias: Tensor | None = None) -> None:
         weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
@@ -164,14 +177,18 @@ class NativeLayers:
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor as the kernels read it. Raises ValueError for one of another dtype, shape or device."""
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
-        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise ValueError(f"found {name} of {found}, expected {dtype} {list(shape)} on cpu")
+    _check(name, tensor, shape, dtype)
     return tensor.detach().contiguous()
 
 
-def check_weights(weights: Iterable[tuple[str, Tensor | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
+def check_weights(weights: Iterable[tuple[str, Weight | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
     """Raises ValueError for one with a name that is not of this dtype and its shape."""
-    for name, tensor, shape in weights:
-        if tensor is not None:
-            checked(name, tensor, shape, dtype)
+    for name, weight, shape in weights:
+        if weight is not None:
+            _check(name, weight, shape, dtype)
+
+
+def _check(name: str, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(weight.shape) != shape or weight.dtype != dtype or weight.device.type != "cpu":
+        found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        raise ValueError(f"found {name} of {found}, expected {dtype} {list(shape)} on cpu")

@@ -11,6 +11,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.packed import Weight
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
@@ -40,7 +41,7 @@ class NativeDecoder(NativeLayers):
         self.embedding = weights.embedding.contiguous()  # the kernels read it where it is
         self._load(0, EMBEDDING, self.embedding)
         self._load(0, FINAL_NORM, weights.final_norm)
-        self._load(0, HEAD, weights.head.weight, weights.head.bias)
+        self._load_linear(0, HEAD, weights.head)
 
     def forward(
         self,
@@ -130,6 +131,10 @@ def _check_ends(weights: DecoderWeights) -> None:
     """Raises ValueError for an embedding, a norm or a head that does not fit."""
     sizes = weights.sizes
     table = (sizes.vocab, sizes.hidden)
-    ends = [("head", weights.head.weight, table), ("bias of head", weights.head.bias, (sizes.vocab,))]
-    ends += [("embedding", weights.embedding, table), ("final_norm", weights.final_norm, (sizes.hidden,))]
+    ends: list[tuple[str, Weight | None, tuple[int, ...]]] = [
+        ("head", weights.head.weight, table),
+        ("bias of head", weights.head.bias, (sizes.vocab,)),
+        ("embedding", weights.embedding, table),
+        ("final_norm", weights.final_norm, (sizes.hidden,)),
+    ]
     check_weights(ends, sizes.dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, DecoderWeights, LayerWeights, linear_from
+from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.dense_config import (
     FINAL_NORM,
     HEAD_NORMS,
@@ -40,10 +41,10 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
         return None
     # in this order: fewer bytes pass where files are the narrower
     tensors = read_tensors(files, lambda tensor: tensor.to(device).to(dtype))
-    embedding = tensors[EMBEDDING]
+    embedding = plain(tensors[EMBEDDING])
     layers = [_layer(tensors, number, dense) for number in range(dense.num_layers)]
-    head = embedding if dense.is_tied else tensors[HEAD]
-    return DecoderWeights(_sizes(dense, dtype), embedding, layers, tensors[FINAL_NORM], Linear(head), dense.rotary)
+    head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
+    return DecoderWeights(_sizes(dense, dtype), embedding, layers, plain(tensors[FINAL_NORM]), head, dense.rotary)
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
@@ -76,11 +77,12 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
     return set(names) if len(set(names)) == len(names) else set()
 
 
-def _layer(tensors: dict[str, torch.Tensor], number: int, dense: DenseConfig) -> LayerWeights:
+def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> LayerWeights:
     prefix = f"model.layers.{number}."
     linears = {role: linear for part in _parts(dense) for role, linear in _linears(tensors, prefix, part, dense)}
-    norms = {role: tensors[f"{prefix}{part}.weight"] for role, part in NORMS.items()}
-    head_norms = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
+    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in NORMS.items()}
+    found = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
+    head_norms = {role: None if norm is None else plain(norm) for role, norm in found.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
     return LayerWeights(**linears, **norms, **head_norms, is_still=number in dense.still_layers)  # type: ignore[arg-type]
@@ -95,23 +97,23 @@ def _parts(dense: DenseConfig) -> dict[str, list[str]]:
 
 
 def _linears(
-    tensors: dict[str, torch.Tensor], prefix: str, part: str, dense: DenseConfig
-) -> Iterator[tuple[str, Linear]]:
+    tensors: Mapping[str, Weight], prefix: str, part: str, dense: DenseConfig
+) -> Iterator[tuple[str, AnyLinear]]:
     """The roles of a stored linear layer, each with its rows."""
-    roles, weight, bias = _parts(dense)[part], tensors[f"{prefix}{part}.weight"], tensors.get(f"{prefix}{part}.bias")
+    roles, weight, stored = _parts(dense)[part], tensors[f"{prefix}{part}.weight"], tensors.get(f"{prefix}{part}.bias")
+    bias = None if stored is None else plain(stored)
     if len(roles) == 1:
-        yield roles[0], Linear(weight, bias)
+        yield roles[0], linear_from(weight, bias)
         return
     widths = [dense.widths[role] for role in roles]
     biases = [None] * len(roles) if bias is None else bias.split(widths)
-    yield from zip(roles, map(Linear, weight.split(widths), biases), strict=True)
+    yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
 
 
-def _reordered(linear: Linear, order: list[int]) -> Linear:
+def _reordered(linear: AnyLinear, order: list[int]) -> AnyLinear:
     """The same heads with their dimensions in another order."""
-
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-        return found
-
-    return Linear(rows(linear.weight), None if linear.bias is None else rows(linear.bias))
+    num_rows = linear.weight.shape[0]
+    rows = torch.arange(num_rows).unflatten(0, (-1, len(order)))[:, order].flatten()
+    weight = linear.weight
+    chosen = weight.rows(rows) if isinstance(weight, PackedMatrix) else weight[rows.to(weight.device)]
+    return linear_from(chosen, None if linear.bias is None else linear.bias[rows.to(linear.bias.device)])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import (
+    AnyLinear,
+    DecoderSizes,
+    DecoderWeights,
+    LayerWeights,
+    Linear,
+    plain_linear,
+)
 from swiftbatch.worker.kernels.frequencies import Rotary
 
 
@@ -53,7 +60,7 @@ def stacked_weights(
     """
     embedding = _moved(weights.embedding, device)
     is_tied = weights.head.weight is weights.embedding
-    head = weights.head if not is_tied else Linear(embedding, weights.head.bias)
+    head = Linear(embedding, weights.head.bias) if is_tied else weights.head
     return StackedWeights(
         weights.sizes,
         embedding,
@@ -79,8 +86,9 @@ def stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
     )
 
 
-def _stacked(parts: list[Linear], device: torch.device) -> Linear:
+def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> Linear:
     """Raises ValueError where only some of the parts have a bias."""
+    parts = [plain_linear(each) for each in linears]
     weights = [_moved(part.weight, device) for part in parts]
     biases = [_moved(part.bias, device) for part in parts if part.bias is not None]
     if biases and len(biases) < len(parts):
