@@ -46,14 +46,10 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
 
     with ThreadPoolExecutor() as threads:
         parts = list(threads.map(unpack, range(0, num_rows, step)))
-    codes, scales, offsets = (_joined([each[place] for each in parts]) for place in (1, 2, 3))
-    assert codes is not None
-    assert scales is not None
-    return PackedMatrix(parts[0].code, codes, scales, dtype, offsets)
-
-
-def _joined(parts: list[Array]) -> Tensor | None:
-    return None if parts[0] is None else torch.from_numpy(np.concatenate(parts))
+    codes, scales = (np.concatenate(each) for each in ([each.codes for each in parts], [each.scales for each in parts]))
+    found = [each.offsets for each in parts if each.offsets is not None]
+    offsets = torch.from_numpy(np.concatenate(found)) if found else None
+    return PackedMatrix(parts[0].code, torch.from_numpy(codes), torch.from_numpy(scales), dtype, offsets)
 
 
 def _by_rows(parts: Parts, num_rows: int) -> Parts:

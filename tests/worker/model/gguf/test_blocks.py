@@ -9,34 +9,7 @@ import torch
 
 from swiftbatch.worker.model.gguf.blocks import MOST_AT_ONCE, UNPACKED, packed_from
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
-
-HALVES = {  # where blocks have numbers of two bytes
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
-EXTREMES = (65504.0, -65504.0, 6e-8, -6e-8, 6.1e-5, 0.0, -0.0, 1.0)
-
-
-def random_blocks(name: str, num_blocks: int, seed: int = 0) -> np.ndarray:
-    """Blocks with any bits at all, but for scales that are no finite numbers."""
-    kind = next(each for each in READABLE.values() if each.name == name)
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (num_blocks, kind.num_bytes), dtype=np.uint8)
-    for place in HALVES[name]:
-        halves = rng.normal(0, 1, num_blocks).astype(np.float16)
-        halves[: len(EXTREMES)] = rng.permutation(EXTREMES).astype(np.float16)
-        blocks[:, place : place + 2] = halves.view(np.uint8).reshape(-1, 2)
-    return blocks
+from tests.worker.model.gguf.block_bytes import HALVES, random_blocks
 
 
 @pytest.mark.parametrize("name", UNPACKED)
