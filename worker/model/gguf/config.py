@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,6 +81,8 @@ def _scalar(value: Any, key: str) -> Any:
     """A number as it was written before float32. Raises GGUFError for one of each layer."""
     if isinstance(value, list | np.ndarray | str):
         raise GGUFError(f"its metadata has {key} as {value!r:.60}, expected one number for all layers")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise GGUFError(f"its metadata has {key} = {value}")
     return shortest(value) if isinstance(value, float) else value
 
 
@@ -90,6 +93,8 @@ def _refuse_missing(model: GGUFModel, config: Config) -> None:
         is_size = name not in ("rms_norm_eps", *model.architecture.said.values())
         if is_size and not (isinstance(config[name], int) and config[name] > 0):
             raise GGUFError(f"its metadata has {model.name}.{key} = {config[name]!r}, expected a positive integer")
+    if (number := config["num_hidden_layers"]) > len(model.tensors):
+        raise GGUFError(f"it holds {len(model.tensors):,} tensors, fewer than its {number:,} layers")
 
 
 def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:

@@ -22,10 +22,12 @@ from swiftbatch.worker.model.gguf.config import config_of, generation_of
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, link_names, write_index
+from swiftbatch.worker.model.gguf.splits import refuse_unknown_split
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
 FORM = 1  # of the derived files: another one where they are derived in another way
 NAME_LENGTH = 32
+MAX_WORDS = 500  # characters of an error
 LIBRARIES = ("transformers", "tokenizers")  # that write the tokenizer
 
 
@@ -36,10 +38,11 @@ def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
         folder = _base() / _key(read)
         if not (folder / INDEX_FILE).exists():
             _refuse_unknown_tensors(read)
+            refuse_unknown_split(read)
             with _made_whole(folder) as aside:
                 _write_small_files(read, aside)
     except GGUFError as error:
-        raise ModelError(f"model {model}: {file} is no GGUF file that runs here: {error}") from None
+        raise ModelError(f"model {model}: {file} is no GGUF file that runs here: {_line(error)}") from None
     except OSError as error:
         raise ModelError(
             f"model {model}: its small files can't be kept in {_base()} ({error}); set XDG_CACHE_HOME"
@@ -100,12 +103,16 @@ def _add_tokenizer(model: str, folder: Path) -> None:
         try:
             save_tokenizer(folder / link_names(folder)[0], Path(aside))
         except Exception as error:  # of any kind: the library raises bare ones
-            words = " ".join(str(error).split())[:500]
             raise ModelError(
-                f"model {model}: no tokenizer comes of its metadata: {type(error).__name__}: {words}"
+                f"model {model}: no tokenizer comes of its metadata: {type(error).__name__}: {_line(error)}"
             ) from error
         for name in TOKENIZER_FILES:
             os.replace(Path(aside) / name, folder / name)
+
+
+def _line(error: Exception) -> str:
+    """The words of an error, which may hold names from a file."""
+    return " ".join(str(error).split())[:MAX_WORDS]
 
 
 def _write_json(file: Path, value: Any) -> None:
