@@ -16,7 +16,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.packed import plain
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
+from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import is_another, is_turned
 
@@ -30,7 +32,9 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong, and
     OtherModelError as `read_tensors` does.
     """
-    tensors, whole = read_tensors(files, lambda tensor: tensor), read_whole_config(files.name, files.path)
+    weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
+    tensors = {name: plain(weight) for name, weight in weights.items()}
+    del weights  # each tensor is given away below
     for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     try:
@@ -62,9 +66,12 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
 def _config(files: ModelFiles) -> PreTrainedConfig:
     """The config of the text model in `transformers`' own class."""
     if is_another(read_whole_config(files.name, files.path)):
-        view = read_config(files.name, files.path)
+        view = {key: each for key, each in read_config(files.name, files.path).items() if key not in CONFIG_KEYS}
         return AutoConfig.for_model(view.pop("model_type"), **view)
-    return AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+    config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+    for key in CONFIG_KEYS:  # the weights that it gets are numbers
+        config.__dict__.pop(key, None)
+    return config
 
 
 class _Once:

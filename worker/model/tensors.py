@@ -16,9 +16,12 @@ from typing import Any, cast
 import torch
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.packed import Weight, plain
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelFiles, read_config
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
+from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.formats.assembly import Assembly
+from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 DTYPES = {
     "F64": torch.float64,
@@ -31,41 +34,47 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
-def read_tensors(files: ModelFiles, place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of a text model's files by their names in it, each as `place` gives it back: on its device, say.
+def read_tensors(files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight]) -> dict[str, Weight]:
+    """All weights of a text model's files by their names in it, each as `place` gives it back: on its device, say.
 
-    Those that change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
+    Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those that
+    change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
 
-    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere.
-    Raises ModelError for a damaged file, OtherModelError for one whose bytes are not those of `files.digests`.
+    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere,
+    and the parts of a matrix that is not whole. Raises ModelError for a damaged file, OtherModelError for one whose
+    bytes are not those of `files.digests`.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    config = read_config(files.name, files.path)
+    weights: dict[str, Weight] = {}
+    assembly = Assembly(stored_layout(files.name, files.path), dtype)
     for file in weight_files(files.path):
         with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
             hashing = _Hashing(thread)
             try:
                 for name, tensor in _stored(cast(RawIOBase, stream), hashing):
-                    if (known := text_name(name, config)) is not None:
-                        tensors[known] = place(tensor)
+                    if (found := assembly.take(name, tensor)) is not None:
+                        weights[found[0]] = place(found[1])
+            except FormatError as error:
+                raise ModelError(f"model {files.name}: {file} has {error}") from None
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ModelError(
                     f"model {files.name}: {file} can't be read as safetensors ({error}); copy it again"
                 ) from None
             files.refuse_other_weights(file.name, hashing.digest())
-    if config.get("tie_word_embeddings") and EMBEDDING in tensors:
-        _drop_head_of(tensors, files)
-    return tensors
+    if read_config(files.name, files.path).get("tie_word_embeddings") and EMBEDDING in weights:
+        _drop_head_of(weights, files)
+    return weights
 
 
-def _drop_head_of(tensors: dict[str, torch.Tensor], files: ModelFiles) -> None:
+def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
     """Drop a head that is stored beside the embedding it is tied to. Raises ModelError for another one."""
-    head = tensors.pop(HEAD, None)
-    if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+    head = weights.pop(HEAD, None)
+    if head is not None and not torch.equal(plain(head), plain(weights[EMBEDDING])):
         raise ModelError(
             f"model {files.name}: config.json ties the head to the embedding, and its weights hold another {HEAD}; "
             "copy all files again, or say tie_word_embeddings = false"
