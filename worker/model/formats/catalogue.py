@@ -38,7 +38,7 @@ def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
         return None if in_file is None else read_modelopt(in_file)
     key, said = in_config
     method = _method(said)
-    if method not in FORMATS:
+    if not isinstance(said, dict) or not isinstance(method, str) or method not in FORMATS:
         raise FormatError(
             f"its weights are quantized (config.json has {key}, {method!r}); expected weights in bfloat16, float16, "
             f"float32 or float64, or one of the formats {', '.join(FORMATS)}"

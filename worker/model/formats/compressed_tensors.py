@@ -19,7 +19,7 @@ SUFFIXES = {
     "_zero_point": "zero_point",
     "_shape": "shape",
     "_g_idx": "g_idx",
-    "_global_scale": "whole",
+    "_global_scale": "global_scale",
 }
 # the status of a compression, and a cache that some engines quantize, change no weight
 KNOWN = (
@@ -93,7 +93,7 @@ def _either_rows(weights: _Weights) -> tuple[str, Scheme]:
 def _nvfp4(weights: _Weights) -> tuple[str, Scheme]:
     weights.of_type("float", (4,), "tensor_group")
     one_of(weights.said, "group_size", (NVFP4_GROUP,), weights.where)
-    return "NVFP4", NVFP4Scheme("packed", "whole", is_divided=True)
+    return "NVFP4", NVFP4Scheme("packed", "global_scale", is_divided=True)
 
 
 def _mxfp4(weights: _Weights) -> tuple[str, Scheme]:

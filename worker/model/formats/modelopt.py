@@ -10,10 +10,10 @@ from swiftbatch.worker.model.formats.e2m1 import BYTES, NVFP4_GROUP, NVFP4Scheme
 from swiftbatch.worker.model.formats.e4m3 import E4M3, FloatScheme
 from swiftbatch.worker.model.formats.keys import mapping, one_of, refuse_unknown
 
-SUFFIXES = {"_scale": "scale", "_scale_2": "whole"}
+SUFFIXES = {"_scale": "scale", "_scale_2": "scale_2"}
 SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # by algorithm: what codes are stored as, and in words
     "FP8": (E4M3, FloatScheme("scale"), "FP8 (e4m3, a scale per tensor)"),
-    "NVFP4": (BYTES, NVFP4Scheme(WHOLE, "whole", is_divided=False), "NVFP4 (e2m1, a scale for 16)"),
+    "NVFP4": (BYTES, NVFP4Scheme(WHOLE, "scale_2", is_divided=False), "NVFP4 (e2m1, a scale for 16)"),
 }
 MIXED = "MIXED_PRECISION"
 # scales of the cache are for engines that quantize keys and values, which changes no weight

@@ -44,4 +44,4 @@ def powers(exponents: Tensor) -> Tensor:
     """Raises FormatError for the exponent that stands for no number."""
     if bool((exponents == 255).any()):
         raise FormatError("its scales are not all numbers: the file is damaged")
-    return torch.ldexp(torch.ones(()), exponents.int() - BIAS)
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)
