@@ -41,7 +41,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
     from swiftbatch.worker.quantization.quantizing import quantize_model
 
     files = locate_model(model)
-    words = None if text is None else _words(text)
+    token_ids = None if text is None else _token_ids(files, text)
     made = quantize_model(files, format_, output)
     click.echo(
         f"{made.num_matrices:,} matrices in {format_}; weights: {made.bytes_before:,} bytes before, "
@@ -50,23 +50,24 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
     if len(made.left) > 1:
         click.echo(f"as they were: {', '.join(made.left[:5])}{' and others' if len(made.left) > 5 else ''}")
     click.echo(f"{output}: use it with --model {output}")
-    if words is not None:
-        _score(files, locate_model(str(output)), words)
+    if token_ids is not None:
+        _score(files, locate_model(str(output)), token_ids)
 
 
-def _words(text: Path) -> str:
-    """Raises UsageError for a file that is no text."""
+def _token_ids(files: ModelFiles, text: Path) -> list[int]:
+    """Raises UsageError for a file that is no text, and ModelError for one without tokens."""
+    from swiftbatch.worker.quantization.text_loss import text_token_ids
+
     try:
-        return text.read_text(encoding="utf-8")
-    except ValueError as error:
+        return text_token_ids(files, text.read_text(encoding="utf-8"))
+    except UnicodeError as error:
         raise click.UsageError(f"--text {text}: expected UTF-8 ({error})") from None
 
 
-def _score(before: ModelFiles, after: ModelFiles, words: str) -> None:
-    from swiftbatch.worker.quantization.text_loss import text_loss, text_token_ids
+def _score(before: ModelFiles, after: ModelFiles, token_ids: list[int]) -> None:
+    from swiftbatch.worker.quantization.text_loss import text_loss
     from swiftbatch.worker.target.target import TargetModel
 
-    token_ids = text_token_ids(before, words)
     say(f"scoring {len(token_ids):,} tokens with both models")
     losses = [text_loss(TargetModel.load(files, "bfloat16", "auto"), token_ids) for files in (before, after)]
     click.echo(
