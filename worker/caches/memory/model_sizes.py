@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
-from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelFiles, read_config
-from swiftbatch.worker.model.stored import shapes_in
+from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.text_view import is_of_text
 
 
@@ -30,13 +28,17 @@ class ModelSizes:
 
     @property
     def weight_bytes(self) -> int:
+        """What the weights take on the device: all of them in the run's dtype, quantized ones as well."""
         return self.num_parameters * self.item_size
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
-    """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
-    config = read_config(files.name, files.path)
-    return sizes_of(config, num_parameters(weight_files(files.path), config), dtype)
+    """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some.
+
+    A tied head counts once, as on the device.
+    """
+    config, heads = read_config(files.name, files.path), stored_layout(files.name, files.path).heads
+    return sizes_of(config, sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config)), dtype)
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | None:
@@ -60,12 +62,6 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | No
     )
 
 
-def num_parameters(files: list[Path], config: dict[str, Any] | None = None) -> int:
-    """Numbers in the tensors of these files, those of a text model where its config is given.
-
-    A tied head is in them once, as on the device.
-    """
-    total = 0
-    for file in files:
-        total += sum(math.prod(shape) for name, shape in shapes_in(file).items() if is_of_text(name, config or {}))
-    return total
+def num_parameters(files: list[Path]) -> int:
+    """Numbers in the tensors of these files."""
+    return sum(head.num_numbers for file in files for head in heads_in(file).values())
