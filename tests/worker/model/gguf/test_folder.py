@@ -101,7 +101,7 @@ def test_a_head_that_changes_makes_another_folder(file: Path, stored: tuple[Path
 def test_a_file_that_is_cut_off_meanwhile_is_refused(file: Path) -> None:
     files = locate_model(str(file))
     file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(ModelError, match="can't be read as GGUF|is damaged or cut off"):
+    with pytest.raises(ModelError, match=r"can't be read as GGUF|is damaged or cut off"):
         read_tensors(files, BF16, lambda weight: weight)
 
 
