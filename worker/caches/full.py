@@ -14,6 +14,29 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
+from swiftbatch.worker.kernels.sizes import BLOCK
+
+NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # kept behind the boundary: of two blocks, of a root, of a tree
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Sizes of the gated delta nets of a model."""
+
+    num_layers: int
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    num_channels: int  # of the convolution in front
+    conv_width: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a sequence's states and steps in all layers, at most."""
+        state = 2 * self.num_heads * self.key_dim * self.value_dim
+        step = self.num_channels + self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + 1)
+        return 4 * self.num_layers * (state + (NUM_STEPS + self.conv_width) * step)
 
 
 @dataclass(frozen=True)
@@ -25,6 +48,7 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    recurrent: RecurrentShape | None = None  # of layers with a state in place of keys and values
 
     def bytes_per_position(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -46,6 +70,7 @@ class FullKVCache:
     """
 
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
+    is_by_position = True  # whether `kv` tells all that the positions leave behind
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""

@@ -43,7 +43,7 @@ class Sharing:
     def join(self, slot: Slot) -> None:
         """Take a sequence in."""
         new = _Member(slot, slot.sequence.token_ids[:-1])
-        for name, other in self._members.items():
+        for name, other in self._members.items() if slot.cache.is_by_position else ():
             if (num_tokens := num_alike(new.token_ids, other.token_ids)) >= SHORTEST:
                 new.num_alike[name] = other.num_alike[slot.sequence.sequence_id] = num_tokens
         self._members[slot.sequence.sequence_id] = new
@@ -58,7 +58,9 @@ class Sharing:
         """Keep what a sequence that is about to leave has read for others, where none of those here has it too."""
         own = self._members[slot.sequence.sequence_id]
         num_shared = min(slot.num_shared_tokens, slot.cache.length, len(own.token_ids))
-        if num_shared < SHORTEST or any(self._holds(own, name, num_shared) for name in own.num_alike):
+        if num_shared < SHORTEST or not slot.cache.is_by_position:
+            return
+        if any(self._holds(own, name, num_shared) for name in own.num_alike):
             return
         end = min(num_shared + SHORTEST, slot.cache.length, len(own.token_ids))  # others may part a little later
         self.kept.keep(own.token_ids[:end], num_shared, slot.cache)

@@ -13,7 +13,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_config import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.model.kinds import RECURRENT_KINDS, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
@@ -51,6 +51,15 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
 ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
@@ -61,6 +70,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,
     "qwen3": ALL_WINDOWED,
+    **dict.fromkeys(RECURRENT_KINDS, RECURRENT),
 }
 
 
@@ -106,6 +116,8 @@ def asks_for(target: TargetModel) -> str:
         words.append("sinks")
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
+    if target.cache_shape.recurrent is not None:
+        words.append("gated delta nets")
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         words.append("experts")
     return ", ".join(dict.fromkeys(filter(None, words))) or "-"
@@ -160,9 +172,13 @@ AVX-512, with attention in torch. On a CPU, layers that need nothing beside expe
 attention of the [kernels](kernels.md), which is tested with every kind.
 
 Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
-other texts in the batch. Not supported: state-space and linear-attention layers, position biases, learned positions,
-quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
+other texts in the batch. Not supported: state-space layers and other recurrent ones than gated delta nets, position
+biases, learned positions, quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
 have one that the model has no place for, are refused, because `transformers` would fill gaps with random numbers.
+
+Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
+exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
+through the model again. They share no prompt prefixes, and engines with trained parts are refused.
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
