@@ -160,9 +160,10 @@ AVX-512, with attention in torch. On a CPU, layers that need nothing beside expe
 attention of the [kernels](kernels.md), which is tested with every kind.
 
 Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
-other texts in the batch. Not supported: state-space and linear-attention layers, position biases, learned positions,
-quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
-have one that the model has no place for, are refused, because `transformers` would fill gaps with random numbers.
+other texts in the batch; the `dynamic` ones of Hunyuan, which a fixed `alpha` stretches once, run. Not supported:
+state-space and linear-attention layers, position biases, learned positions, quantized weights, adapters (merge them
+first). Weights that lack a tensor of the model, or have one that the model has no place for, are refused, because
+`transformers` would fill gaps with random numbers.
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
