@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from swiftbatch.worker.model.files import ModelFiles
 def saved_as(config: dict[str, Any], folder: Path) -> ModelFiles:
     """A random model of a published config, which lies beside the weights word by word."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**copy.deepcopy(config))
+    )  # it writes into what it reads
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)

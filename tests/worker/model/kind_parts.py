@@ -159,11 +159,15 @@ logits (which spread over about 10); the rows with the same best token.
 AVX-512, with attention in torch. On a CPU, layers that need nothing beside experts or latent keys and values use the
 attention of the [kernels](kernels.md), which is tested with every kind.
 
-Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
-other texts in the batch; the `dynamic` ones of Hunyuan, which a fixed `alpha` stretches once, run. Not supported:
-state-space and linear-attention layers, position biases, learned positions, quantized weights, adapters (merge them
-first). Weights that lack a tensor of the model, or have one that the model has no place for, are refused, because
-`transformers` would fill gaps with random numbers.
+Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
+batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kernels run all of a model: prompt and
+`max_tokens` together choose the short or the long factors, once for all of a job, and `swiftbatch extend` takes no job
+from one side to the other. Of the type `dynamic` those of Hunyuan run, which a fixed `alpha` stretches once. All others
+of these two types are refused.
+
+Not supported: state-space and linear-attention layers, position biases, learned positions, quantized weights, adapters
+(merge them first). Weights that lack a tensor of the model, or have one that the model has no place for, are refused,
+because `transformers` would fill gaps with random numbers.
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
