@@ -127,7 +127,7 @@ def table() -> str:
         rows.append(_row(kind, asks_for(target), compare(target)))
     nested = ", ".join(f"`{kind}`" for kind in NESTING)
     same = ", ".join(f"`{kind}` as `{other}`" for kind, other in SAME_AS.items())
-    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n"
+    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n" + FOOT
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
@@ -171,6 +171,16 @@ because `transformers` would fill gaps with random numbers.
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
+"""
+
+FOOT = """
+## Mistral's own tokenizer
+
+Some of Mistral's models have no tokenizer but `tekken.json`. The library mistral-common reads it:
+`pip install '.[mistral]'`, on every node. It wants a numpy below 2.4, so install without `-c constraints.txt`, which
+says another one. Texts and chats have the tokens that this library gives them: what a user writes never becomes a
+control token, and `chat_template_kwargs` have no effect. Structured outputs do not work with these models. Where a
+`tokenizer.json` lies beside it, `tekken.json` is not read, whatever is installed.
 """
 
 if __name__ == "__main__":

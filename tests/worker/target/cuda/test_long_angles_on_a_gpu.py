@@ -10,6 +10,7 @@ import torch
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
@@ -52,6 +53,8 @@ def test_short_and_long_jobs_side_by_side_say_what_they_say_on_a_cpu(
     make: Callable[..., TargetModel], files: ModelFiles, on_cpu: TargetModel
 ) -> None:
     target = make(files, torch.float32, num_slots=2, longest_job=LONG_JOB)
+    assert isinstance(target.forwards, CudaForwards)
+    assert len(target.forwards._decoder._angles) == SHORT_LENGTH + target.forwards.arena.capacity
     expected, alone, caches = [], [], []
     for length in (SHORT_JOB, LONG_JOB):
         expected += [on_cpu.verify([tree_rows(read(on_cpu, length, text(NUM_TOKENS)), 5, TREE)])[0].logits]
