@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
-from swiftbatch.worker.kernels.sizes import BLOCK
-
-NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # kept behind the boundary: of two blocks, of a root, of a tree
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 
 
 @dataclass(frozen=True)
@@ -31,13 +29,6 @@ class RecurrentShape:
     num_channels: int  # of the convolution in front
     conv_width: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a sequence's states and steps in all layers, at most."""
-        state = 2 * self.num_heads * self.key_dim * self.value_dim
-        step = self.num_channels + self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + 1)
-        return 4 * self.num_layers * (state + (NUM_STEPS + self.conv_width) * step)
-
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -49,6 +40,17 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     recurrent: RecurrentShape | None = None  # of layers with a state in place of keys and values
+    short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
+
+    @classmethod
+    def of(cls, weights: DecoderWeights, device: torch.device) -> CacheShape:
+        """The shape of a dense decoder's caches."""
+        sizes, length = weights.sizes, weights.rotary.short_length
+        return cls(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device, short_length=length)
+
+    def first_angle(self, max_length: int) -> int:
+        """The row of the model's table of angles where those of a sequence of at most so many positions begin."""
+        return self.short_length if self.short_length is not None and max_length > self.short_length else 0
 
     def bytes_per_position(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -76,6 +78,7 @@ class FullKVCache:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
         size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.head_dim)
         self.length = 0
+        self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
         self.num_copied = 0  # first positions that another sequence with the same tokens had
         if buffer is None:
             buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)

@@ -11,8 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import NUM_STEPS, CacheShape, FullKVCache, RecurrentShape
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache, RecurrentShape
+from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.kernels.sizes import BLOCK
+
+NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # kept behind the boundary: of two blocks, of a root, of a tree
 
 
 class RecurrentLayer:

@@ -6,7 +6,6 @@ table of the kinds, written by the test that compares them. Without torch, since
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 SUPPORTED_KINDS = (
@@ -99,7 +98,6 @@ OTHER_LAYERS = {  # in words, beside the name that configs have for them
     "mamba": "Mamba-2",
 }
 UNSAID_LAYERS = {"granitemoehybrid": ["mamba"]}  # of kinds whose config names none
-SHIFTING_ROTARY = {"dynamic", "longrope", "su"}  # their angles depend on the longest text of a forward
 MAMBA = "Mamba-2 layers"
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
@@ -147,14 +145,4 @@ def what_it_lacks(config: dict[str, Any]) -> str | None:
         return f"its kind {kind!r} has layers of the kinds {', '.join(named)}"
     if kind not in SUPPORTED_KINDS:
         return f"its kind {kind!r} was not compared with transformers' own forward"
-    rotary = set(_rotary_types(config)) & SHIFTING_ROTARY
-    return f"its rotary positions ({', '.join(sorted(rotary))}) change with the length of the text" if rotary else None
-
-
-def _rotary_types(config: dict[str, Any]) -> Iterator[str]:
-    """The rope types anywhere in a config: for all layers, or by the kind of layer."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _rotary_types(value)
-        elif name in {"rope_type", "type"}:
-            yield str(value)
+    return None

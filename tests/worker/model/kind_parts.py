@@ -139,7 +139,7 @@ def table() -> str:
         rows.append(_row(kind, asks_for(target), compare(target)))
     nested = ", ".join(f"`{kind}`" for kind in NESTING)
     same = ", ".join(f"`{kind}` as `{other}`" for kind, other in SAME_AS.items())
-    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n"
+    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n" + FOOT
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
@@ -171,10 +171,15 @@ logits (which spread over about 10); the rows with the same best token.
 AVX-512, with attention in torch. On a CPU, layers that need nothing beside experts or latent keys and values use the
 attention of the [kernels](kernels.md), which is tested with every kind.
 
-Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
-other texts in the batch. Not supported: state-space layers and other recurrent ones than gated delta nets, position
-biases, learned positions, quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
-have one that the model has no place for, are refused, because `transformers` would fill gaps with random numbers.
+Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
+batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kernels run all of a model: prompt and
+`max_tokens` together choose the short or the long factors, once for all of a job, and `swiftbatch extend` takes no job
+from one side to the other. Of the type `dynamic` those of Hunyuan run, which a fixed `alpha` stretches once. All others
+of these two types are refused.
+
+Not supported: state-space layers and other recurrent ones than gated delta nets, position biases, learned positions,
+quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
+no place for, are refused, because `transformers` would fill gaps with random numbers.
 
 Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
 exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
@@ -182,6 +187,16 @@ through the model again. They share no prompt prefixes, and engines with trained
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
+"""
+
+FOOT = """
+## Mistral's own tokenizer
+
+Some of Mistral's models have no tokenizer but `tekken.json`. The library mistral-common reads it:
+`pip install '.[mistral]'`, on every node. It wants a numpy below 2.4, so install without `-c constraints.txt`, which
+says another one. Texts and chats have the tokens that this library gives them: what a user writes never becomes a
+control token, and `chat_template_kwargs` have no effect. Structured outputs do not work with these models. Where a
+`tokenizer.json` lies beside it, `tekken.json` is not read, whatever is installed.
 """
 
 if __name__ == "__main__":
