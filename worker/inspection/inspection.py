@@ -19,6 +19,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import FLOATS, adapter_fault, folder_fault, quantization_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
+from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.text_view import is_of_text, text_name, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
 
@@ -96,7 +97,7 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     if fault := quantization_fault(source.path):
         return fault
     packed = sorted({each.dtype for name, each in (source.tensors or {}).items() if name.endswith("weight")} - FLOATS)
-    if packed:
+    if packed and not link_names(source.path):
         return f"its weights are stored as {', '.join(packed)}; expected {', '.join(sorted(FLOATS))}"
     return folder_fault(source.path) if source.tensors else None
 

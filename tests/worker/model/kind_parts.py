@@ -13,6 +13,8 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_config import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
+from swiftbatch.worker.model.gguf.tensor_types import READABLE
 from swiftbatch.worker.model.kinds import RECURRENT_KINDS, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
 from swiftbatch.worker.target.target import TargetModel
@@ -139,7 +141,13 @@ def table() -> str:
         rows.append(_row(kind, asks_for(target), compare(target)))
     nested = ", ".join(f"`{kind}`" for kind in NESTING)
     same = ", ".join(f"`{kind}` as `{other}`" for kind, other in SAME_AS.items())
-    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n" + FOOT
+    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n" + FOOT + gguf_section()
+
+
+def gguf_section() -> str:
+    """The part of the page that is about GGUF files."""
+    types = (each.name for each in READABLE.values())
+    return GGUF.replace("GGUF_ARCHITECTURES", ", ".join(ARCHITECTURES)).replace("GGUF_TYPES", ", ".join(types))
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
@@ -178,8 +186,9 @@ from one side to the other. Of the type `dynamic` those of Hunyuan run, which a 
 of these two types are refused.
 
 Not supported: state-space layers and other recurrent ones than gated delta nets, position biases, learned positions,
-quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
-no place for, are refused, because `transformers` would fill gaps with random numbers.
+other quantized weights than [GGUF files](#gguf-files), adapters (merge them first). Weights that lack a tensor of the
+model, or have one that the model has no place for, are refused, because `transformers` would fill gaps with random
+numbers.
 
 Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
 exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
@@ -187,6 +196,27 @@ through the model again. They share no prompt prefixes, and engines with trained
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
+"""
+GGUF = """\
+
+## GGUF files
+
+`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. Only these files
+count, not what lies beside them. The architectures:
+GGUF_ARCHITECTURES.
+The types of tensors:
+GGUF_TYPES.
+Others are refused by name, as is anything in the metadata that may change a layer and is not understood here.
+
+The tokens are exactly those of the dequantized twin: a folder whose matrices are the numbers that the file's types
+define in float32, rounded once to `--dtype`. Activations are not quantized, unlike in llama.cpp, so its tokens may
+differ. Rotary positions of Llama 3, YaRN and linear ones are those that the file says. The tokenizer is the one that
+transformers makes of the metadata. A text ends at the tokens that the metadata names as the end of a text, a turn or a
+message, and at special tokens such as `<|im_end|>`, `<|eot_id|>` and `<end_of_turn>` where the file has them.
+
+The small files that come of the metadata (config, tokenizer, chat template) are written once, into `swiftbatch/gguf` in
+`$XDG_CACHE_HOME` or `~/.cache`. The tokenizer of a large vocabulary takes some seconds the first time. A run knows the
+bytes of the GGUF files themselves, and of these small files: a worker with others refuses to go on.
 """
 
 FOOT = """

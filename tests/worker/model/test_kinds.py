@@ -22,7 +22,7 @@ from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, UNSAID_LAYERS,
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
-from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target, where_it_runs
+from tests.worker.model.kind_parts import asks_for, gguf_section, tiny_config, tiny_model, tiny_target, where_it_runs
 
 pytestmark = pytest.mark.long
 
@@ -50,6 +50,10 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
     rows = [line.split("`")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert rows == sorted(SUPPORTED_KINDS)
+
+
+def test_the_page_of_models_has_what_is_read_of_gguf_files() -> None:
+    assert PAGE.read_text(encoding="utf-8").endswith(gguf_section())
 
 
 @pytest.mark.parametrize("asked", ["span", "softcap", "sinks"])
