@@ -25,6 +25,7 @@ from swiftbatch.worker.model.formats.layout import Layout, layout_in
 from swiftbatch.worker.model.gguf.folder import gguf_folder
 from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.worker.model.shifting_rotary import shifting_rotary
 from swiftbatch.worker.model.text_view import NESTING, nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
@@ -128,7 +129,7 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     Both are said where both are missing. ModelOpt says the format in a file of its own, in the same folder.
     """
     view, whole = text_view(config), config.get("model_type")
-    lack = what_it_lacks(view)
+    lack = what_it_lacks(view) or shifting_rotary(view)
     if lack is None and nested_config(config) and whole not in NESTING:
         lack = f"its kind {whole!r} was not compared with transformers' own forward"
     fault = config_fault(view) or _format_fault(view, path)

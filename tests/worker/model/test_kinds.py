@@ -131,11 +131,11 @@ def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, windo
         ({"model_type": "a-new-one"}, "was not compared"),
         ({}, "was not compared"),
         ({"model_type": ["llama"]}, "was not compared"),
-        ({"model_type": "qwen3_next"}, "needs gated delta nets"),
+        ({"model_type": "nemotron_h"}, "needs Mamba-2"),
         ({"model_type": "llama", "layer_types": ["linear_attention"]}, "linear_attention (gated delta nets)"),
         ({"model_type": "granitemoehybrid"}, "mamba (Mamba-2)"),
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "mamba (Mamba-2)"),
-        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "needs gated delta nets"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "nemotron_h"}}, "needs Mamba-2"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' was not compared"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
@@ -163,7 +163,7 @@ def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("qwen3_next", "3 of its 4 layers keep another state than keys and values"),
+        ("bamba", "4 of its 4 layers keep another state than keys and values"),
         ("mamba", "4 of its 4 layers keep another state"),
         ("nemotron", "its layers hand nothing on to their attention"),
         ("bert", "its mask shows a row others than the positions up to its own"),
