@@ -36,51 +36,37 @@ class Rounding(Protocol):
 
 @dataclass(frozen=True)
 class IntegerRounding:
-    """compressed-tensors' `pack-quantized`, groups of 32 columns.
+    """compressed-tensors' `pack-quantized`, groups of 32 columns, around 0.
 
-    4 bits have zeros of their own in each group, since 16 steps from its least to its greatest number are finer than
-    those of a scale alone; with 8 bits that is no matter.
+    Zeros of their own would make 4 bits a little finer; not all programs that read the format read those.
     """
 
     bits: int
 
-    @property
-    def has_zeros(self) -> bool:
-        return self.bits == 4
-
     def takes(self, rows: int, columns: int) -> bool:
-        return columns % GROUP == 0 and rows * self.bits % WORD == 0
+        return columns % GROUP == 0
 
     def heads(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        groups = columns // GROUP
-        heads = {
+        return {
             "weight_packed": StoredTensor("I32", (rows, columns * self.bits // WORD)),
-            "weight_scale": StoredTensor("BF16", (rows, groups)),
+            "weight_scale": StoredTensor("BF16", (rows, columns // GROUP)),
             "weight_shape": StoredTensor("I64", (2,)),
         }
-        if self.has_zeros:
-            heads["weight_zero_point"] = StoredTensor("I32", (rows * self.bits // WORD, groups))
-        return heads
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         groups, most = weight.unflatten(1, (-1, GROUP)), (1 << self.bits) - 1
-        middle = 1 << (self.bits - 1)
-        if self.has_zeros:
-            least, greatest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-            scales = _stored((greatest - least) / most)
-            zeros = (-least / scales.float()).round().clamp(0, most)
-        else:
-            scales = _stored(groups.abs().amax(-1) / (middle - 1))
-            zeros = torch.full_like(scales, middle, dtype=torch.float32)
-        codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, most)
-        parts = {"weight_packed": _words(codes.flatten(1), self.bits), "weight_scale": scales}
-        if self.has_zeros:
-            parts["weight_zero_point"] = _words(zeros.T, self.bits).T.contiguous()
-        return parts | {"weight_shape": torch.tensor(weight.shape)}
+        # as they are stored: what is rounded with them must be what is multiplied by them
+        scales = (groups.abs().amax(-1) / (most / 2)).clamp(min=SMALLEST).to(torch.bfloat16)
+        codes = ((groups / scales.float()[..., None]).round() + (most + 1) // 2).clamp(0, most)
+        return {
+            "weight_packed": _words(codes.flatten(1), self.bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
 
     def config(self, left: list[str]) -> dict[str, Any]:
         weights = {"num_bits": self.bits, "type": "int", "strategy": "group", "group_size": GROUP}
-        weights |= {"symmetric": not self.has_zeros, "dynamic": False}
+        weights |= {"symmetric": True, "dynamic": False}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
         return said | {"ignore": left, "kv_cache_scheme": None, "quantization_status": "compressed"}
@@ -122,11 +108,6 @@ def rounding_of(format_: str, shapes: Mapping[str, tuple[int, ...]]) -> Rounding
         return IntegerRounding(int(format_.removeprefix("int")))
     sizes = {size for shape in shapes.values() for size in shape}
     return FloatRounding(next((block for block in BLOCKS if all(size % block == 0 for size in sizes)), BLOCKS[0]))
-
-
-def _stored(scales: Tensor) -> Tensor:
-    """Scales as they are stored: what is rounded with them must be what is multiplied by them."""
-    return scales.clamp(min=SMALLEST).to(torch.bfloat16)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
