@@ -22,7 +22,7 @@ from swiftbatch.worker.model.faults import (
 from swiftbatch.worker.model.formats.catalogue import QUANTIZATION_FILE, format_of
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, layout_in
-from swiftbatch.worker.model.gguf.folder import gguf_folder
+from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.shifting_rotary import shifting_rotary

@@ -21,8 +21,8 @@ from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.assembly import Assembly
 from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.gguf.gguf_reading import gguf_weights
 from swiftbatch.worker.model.gguf.links import SUFFIX
-from swiftbatch.worker.model.gguf.reading import gguf_weights
 from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
