@@ -21,6 +21,7 @@ SIGNATURES = {
     "roof_read": (None, [POINTER, ctypes.c_int64, ctypes.c_int64]),
     "roof_multiply": (ctypes.c_double, [INT, ctypes.c_int64]),
     "roof_matrix_new": (POINTER, [INT, INT, INT, POINTER]),
+    "roof_matrix_quantized": (POINTER, [INT, INT, INT, POINTER]),
     "roof_matrix_free": (None, [POINTER]),
     "roof_linear": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
 }
