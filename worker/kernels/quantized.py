@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import TABLES, PackedMatrix
+from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix
 
-CODE_TABLE = 0  # of `code_type` in source/api.h: any table of sixteen numbers
-BYTE_CODES = {"int8": 1, "uint8": 2, "e4m3": 3}
+CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}  # in source/api.h
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of `scale_type`, the first that holds all
+CODES_PER_WORD = 8  # of 4 bits: they lie so in the kernels, and a group begins with a word
 LEAST_NORMAL = 2.0**-126  # products of bf16 take smaller numbers for zero
 LEAST_SCALE = 2.0**-90  # no code times such a scale, with or without such an offset, is smaller but for zero
 MOST_SCALE = 2.0**100  # kernels widen an e4m3 by way of a scale 256 times as large
@@ -34,6 +34,7 @@ class QuantizedRows:
 
     call: CQuantizedRows
     held: tuple[Tensor | None, ...]
+    num_bytes: int  # of codes, scales and offsets
 
     @property
     def address(self) -> int:
@@ -51,15 +52,17 @@ def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
     held = (codes, scales, offsets[0] if offsets else None, table)
     call: Any = CQuantizedRows(
         *(None if each is None else each.data_ptr() for each in held),
-        code=BYTE_CODES.get(matrix.code, CODE_TABLE),
+        code=CODE_TYPES[matrix.code],
         scale_type=SCALE_DTYPES.index(dtype),
         group_size=matrix.group_size,
     )
-    return QuantizedRows(call, held)
+    return QuantizedRows(call, held, sum(each.nbytes for each in (codes, scales, *offsets)))
 
 
 def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
     """Tell whether all is in the range of what kernels compute: of a checkpoint of sense, everything is."""
+    if CODE_BITS[matrix.code] == 4 and matrix.group_size % CODES_PER_WORD:
+        return False
     if matrix.code == "e4m3" and bool(((matrix.codes & 127) == 127).any()):  # no numbers
         return False
     sizes = matrix.scales.abs()

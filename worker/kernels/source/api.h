@@ -82,7 +82,7 @@ typedef struct {
     const void *scales, *offsets;  // [rows, depth / group_size]; offsets or NULL
     const float *table;            // of the numbers of all codes
     int32_t code, scale_type;
-    int32_t group_size;  // neighbours along the depth that share a scale: even
+    int32_t group_size;  // neighbours along the depth that share a scale: even, of 4 bits a multiple of 8
 } quantized_rows;
 
 // ---- a dense decoder

@@ -69,8 +69,8 @@ void matrix_load_quantized(matrix *matrix, int first_block, int stride, int coun
     int bytes = matrix->element == BF16 ? 2 : 4;
     if (!matrix->quantized)
         matrix->quantized = allocate_clear(sizeof(quantized_block) * (size_t)(matrix->columns / LANES));
-    matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, matrix->quantized + first_block, stride,
-                                  matrix->parts);
+    quantized_block *blocks = matrix->quantized + first_block;
+    matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, blocks, stride, matrix->parts);
     for (int row = 0; bias && row < count; row += LANES) {
         int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
         matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);

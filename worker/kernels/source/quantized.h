@@ -11,8 +11,8 @@ typedef struct {
 } quantized_block;
 
 // Takes in `count` rows of a weight as every `stride`-th of the blocks from the first one on; `next` hangs on it.
-quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element, quantized_block *blocks,
-                              int stride, quantized_part *next);
+quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
+                              quantized_block *blocks, int stride, quantized_part *next);
 void quantized_free(quantized_part *first);  // all that hang on it too
 
 // How many blocks from the first one on lie in the same way, quantized or not.

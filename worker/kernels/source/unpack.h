@@ -28,11 +28,11 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_bytes(from)));
 }
 
-INLINE void half_byte_numbers(codebook book, const uint8_t *from, vec out[2]) {
-    __m512i both = _mm512_cvtepu8_epi32(sixteen_bytes(from));
-    out[0] = _mm512_permutexvar_ps(both, book.numbers);  // looks at four bits
-    out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), book.numbers);
-}
+typedef __m512i words;
+INLINE words words_load(const uint8_t *from) { return _mm512_loadu_si512(from); }
+INLINE words words_shift(words a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
+// by the lowest four bits
+INLINE vec words_lookup(words a, codebook book) { return _mm512_permutexvar_ps(a, book.numbers); }
 
 INLINE vec vec_load_half(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
 
@@ -51,16 +51,19 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
     return (vec){half_of_bytes(code, book, from), half_of_bytes(code, book, from + 8)};
 }
 
-INLINE __m256 eight_of_sixteen(codebook book, __m256i index) {
-    __m256 low = _mm256_permutevar8x32_ps(book.numbers.low, index), high = _mm256_permutevar8x32_ps(book.numbers.high, index);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+typedef struct { __m256i low, high; } words;
+INLINE words words_load(const uint8_t *from) {
+    return (words){_mm256_loadu_si256((const void *)from), _mm256_loadu_si256((const void *)(from + 32))};
 }
-
-INLINE void half_byte_numbers(codebook book, const uint8_t *from, vec out[2]) {
-    __m256i low = eight_bytes(from), high = eight_bytes(from + 8);
-    out[0] = (vec){eight_of_sixteen(book, low), eight_of_sixteen(book, high)};
-    out[1] = (vec){eight_of_sixteen(book, _mm256_srli_epi32(low, 4)), eight_of_sixteen(book, _mm256_srli_epi32(high, 4))};
+INLINE words words_shift(words a, int bits) {
+    return (words){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
 }
+INLINE __m256 half_lookup(codebook book, __m256i a) {
+    __m256 low = _mm256_permutevar8x32_ps(book.numbers.low, a), high = _mm256_permutevar8x32_ps(book.numbers.high, a);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(a, 28)));
+}
+// by the lowest four bits
+INLINE vec words_lookup(words a, codebook book) { return (vec){half_lookup(book, a.low), half_lookup(book, a.high)}; }
 
 // Exponent and fraction of a half in their places of a float, whose exponents begin 112 lower.
 INLINE __m256 half_of_halves(const void *from) {
@@ -71,7 +74,9 @@ INLINE __m256 half_of_halves(const void *from) {
     return _mm256_or_ps(number, _mm256_castsi256_ps(sign));
 }
 
-INLINE vec vec_load_half(const void *from) { return (vec){half_of_halves(from), half_of_halves((const char *)from + 16)}; }
+INLINE vec vec_load_half(const void *from) {
+    return (vec){half_of_halves(from), half_of_halves((const char *)from + 16)};
+}
 
 #else
 #define E4M3_UNIT 1.0f
@@ -83,11 +88,14 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
     return vec_load(numbers);
 }
 
-INLINE void half_byte_numbers(codebook book, const uint8_t *from, vec out[2]) {
-    float low[LANES], high[LANES];
-    for (int i = 0; i < LANES; i++) low[i] = book.table[from[i] & 15], high[i] = book.table[from[i] >> 4];
-    out[0] = vec_load(low);
-    out[1] = vec_load(high);
+typedef struct { quad_bits part[4]; } words;
+INLINE words words_load(const uint8_t *from) { words a; memcpy(&a, from, sizeof a); return a; }
+INLINE words words_shift(words a, int bits) { EACH_PART a.part[i] >>= bits; return a; }
+// by the lowest four bits
+INLINE vec words_lookup(words a, codebook book) {
+    float numbers[LANES];
+    for (int i = 0; i < LANES; i++) numbers[i] = book.table[a.part[i / 4][i % 4] & 15];
+    return vec_load(numbers);
 }
 
 // Exponent and fraction of a half in their places of a float, whose exponents begin 112 lower.
@@ -105,14 +113,20 @@ INLINE vec vec_load_half(const void *from) {
 }
 #endif
 
-// The numbers of 32 codes: of 4 bits the low halves of sixteen bytes first, of 8 bits one behind the other.
-INLINE void unpack(const int code, codebook book, const uint8_t *from, vec out[2]) {
+// How many codes of a lane lie side by side, and the bytes of as many in all lanes.
+INLINE int span_of(int code) { return code_bits(code) == 4 ? 8 : 2; }
+INLINE int span_bytes(int code) { return code_bits(code) == 4 ? 4 * LANES : 2 * LANES; }
+
+// Two vectors of numbers, those at 2 * step and behind it, of the span that begins at `from`.
+INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, vec out[2]) {
     if (code == CODE_TABLE) {
-        half_byte_numbers(book, from, out);
-        return;
+        words both = words_load(from);
+        out[0] = words_lookup(words_shift(both, 8 * step), book);
+        out[1] = words_lookup(words_shift(both, 8 * step + 4), book);
+    } else {
+        out[0] = byte_numbers(code, book, from);
+        out[1] = byte_numbers(code, book, from + LANES);
     }
-    out[0] = byte_numbers(code, book, from);
-    out[1] = byte_numbers(code, book, from + LANES);
 }
 
 INLINE vec load_scales(int type, const void *from) {
