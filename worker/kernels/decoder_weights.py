@@ -92,7 +92,8 @@ def plain_linear(linear: AnyLinear) -> Linear:
 class LayerWeights:
     """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models.
 
-    The heads of a layer that `is_still` are not turned by their positions.
+    The heads of a layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many
+    positions, the last of them its own.
     """
 
     input_norm: Tensor
@@ -107,6 +108,7 @@ class LayerWeights:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_still: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,9 @@ def linear_of(module: Any) -> Linear:
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of a layer with its name and the shape that it must have."""
+    """Every tensor of a layer with its name and the shape that it must have. Raises ValueError for no window at all."""
+    if layer.window is not None and layer.window < 1:
+        raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     widths = {
         "query": (query, sizes.hidden),

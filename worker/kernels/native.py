@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,34 @@ class CAttentionSizes(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("element", "num_heads", "num_kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
     )
+
+
+class CAttentionView(ctypes.Structure):
+    """`attention_view` of source/api.h."""
+
+    _fields_ = (("window", ctypes.c_int32), ("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p))
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """What the rows of a layer see of the keys up to their own, and what becomes of scores."""
+
+    window: int | None = None  # positions that a row sees, the last of them its own
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [num_heads] scores that take a share and give nothing
+
+    def as_struct(self, num_heads: int) -> tuple[CAttentionView, Tensor | None]:
+        """As the kernels take it, and what keeps its memory alive. Raises ValueError."""
+        if (self.window is not None and self.window < 1) or (self.softcap is not None and not self.softcap > 0):
+            raise ValueError(f"found a window of {self.window} and a soft cap of {self.softcap}, expected more than 0")
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = checked("sinks", sinks.float(), (num_heads,), torch.float32)
+        address = None if sinks is None else sinks.data_ptr()
+        return CAttentionView(self.window or 0, self.softcap or 0.0, address), sinks
+
+
+SEES_ALL = AttentionView()
 
 
 class NativeDecoder(NativeLayers):
@@ -92,6 +121,7 @@ def native_attention(
     key: Tensor,
     value: Tensor,
     scale: float,
+    view: AttentionView = SEES_ALL,
 ) -> Tensor:
     """Keep keys and values `[num_rows, num_kv_heads, head_dim]` in the layer's cache and attend to what rows may see.
 
@@ -114,11 +144,13 @@ def native_attention(
     sizes = CAttentionSizes(
         element=ELEMENTS[query.dtype], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
     )
+    c_view, _sinks = view.as_struct(num_heads)
     tensors = (query, key, value, output)
     with team.lock:
         team.library.attend(
             team.handle,
             ctypes.byref(sizes),
+            ctypes.byref(c_view),
             table.groups,
             table.num_groups,
             *(tensor.data_ptr() for tensor in tensors),
