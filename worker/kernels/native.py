@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
@@ -35,26 +35,13 @@ class CAttentionView(ctypes.Structure):
     _fields_ = (("window", ctypes.c_int32), ("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p))
 
 
-@dataclass(frozen=True)
-class AttentionView:
-    """What the rows of a layer see of the keys up to their own, and what becomes of scores."""
-
-    window: int | None = None  # positions that a row sees, the last of them its own
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    sinks: Tensor | None = None  # [num_heads] scores that take a share and give nothing
-
-    def as_struct(self, num_heads: int) -> tuple[CAttentionView, Tensor | None]:
-        """As the kernels take it, and what keeps its memory alive. Raises ValueError."""
-        if (self.window is not None and self.window < 1) or (self.softcap is not None and not self.softcap > 0):
-            raise ValueError(f"found a window of {self.window} and a soft cap of {self.softcap}, expected more than 0")
-        sinks = self.sinks
-        if sinks is not None:
-            sinks = checked("sinks", sinks.float(), (num_heads,), torch.float32)
-        address = None if sinks is None else sinks.data_ptr()
-        return CAttentionView(self.window or 0, self.softcap or 0.0, address), sinks
-
-
-SEES_ALL = AttentionView()
+def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor | None]:
+    """A view as the kernels take it, and what keeps its memory alive. Raises ValueError for other sinks."""
+    sinks = view.sinks
+    if sinks is not None:
+        sinks = checked("sinks", sinks.float(), (num_heads,), torch.float32)
+    address = None if sinks is None else sinks.data_ptr()
+    return CAttentionView(view.window or 0, view.softcap or 0.0, address), sinks
 
 
 class NativeDecoder(NativeLayers):
@@ -144,7 +131,7 @@ def native_attention(
     sizes = CAttentionSizes(
         element=ELEMENTS[query.dtype], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
     )
-    c_view, _sinks = view.as_struct(num_heads)
+    c_view, _sinks = _c_view(view, num_heads)
     tensors = (query, key, value, output)
     with team.lock:
         team.library.attend(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.native import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.row_tables import Rows
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.native import AttentionView, native_attention
+from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.kernels.kernel_parts import (
@@ -190,7 +191,13 @@ def test_a_decoder_asked_for_some_of_its_layers_knows_their_windows(variant: str
 
 
 def test_what_is_no_window_no_soft_cap_and_no_sink_of_each_head_is_refused() -> None:
-    shape = SHAPES[0]
-    for wrong in (AttentionView(0), AttentionView(softcap=0.0), AttentionView(sinks=torch.zeros(5))):
-        with pytest.raises(ValueError, match="found"):
-            attend([chain(random_cache(shape, 10), [0])], random_inputs(shape, 1), wrong, VARIANTS[0])
+    for nothing in ({"window": 0}, {"softcap": 0.0}):
+        with pytest.raises(ValueError, match="expected more than 0"):
+            AttentionView(**nothing)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="found sinks"):
+        attend(
+            [chain(random_cache(SHAPES[0], 10), [0])],
+            random_inputs(SHAPES[0], 1),
+            AttentionView(sinks=torch.zeros(5)),
+            VARIANTS[0],
+        )

@@ -24,7 +24,7 @@ from tests.worker.kernels.cuda.compiling import (
 pytestmark = pytest.mark.long
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
-ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail")
+ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail", "prefix with a window", "tail with a window")
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
 Report = dict[str, Any]
 
@@ -64,7 +64,7 @@ def test_attention_spills_nothing_and_fits_into_shared_memory(
     compiled: Callable[..., list[Report]], dtype: str
 ) -> None:
     reports = compiled(dtype, *ATTENTION)
-    assert len(reports) == 8
+    assert len(reports) == 12
     assert all(fits(report) for report in reports), reports
 
 
