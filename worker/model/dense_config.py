@@ -247,7 +247,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         parts=tuple(_parts(config, form)),
         num_turned=num_turned,
         still_layers=_still_layers(config) if form.has_still_layers else frozenset(),
-        windows=form.windows(config) if form.windows else (None,) * config["num_hidden_layers"],
+        windows=_windows(config, form),
         scales={what: _number(config, key) for what, key in form.scales.items()},
     )
 
@@ -336,6 +336,14 @@ def _still_layers(config: dict[str, Any]) -> frozenset[int]:
     if not isinstance(turns, list) or len(turns) != config["num_hidden_layers"] or set(turns) - {0, 1}:
         raise ValueError("its no_rope_layers do not tell of each layer")
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
+
+
+def _windows(config: dict[str, Any], form: Form) -> Windows:
+    """The layers' windows, but for those that hide nothing of the longest text. Raises KeyError or ValueError."""
+    if form.windows is None:
+        return (None,) * int(config["num_hidden_layers"])
+    longest = config.get("max_position_embeddings") or math.inf
+    return tuple(None if size is None or size >= longest else size for size in form.windows(config))
 
 
 def _number(config: dict[str, Any], key: str) -> float:

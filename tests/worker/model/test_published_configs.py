@@ -414,6 +414,14 @@ def test_a_window_changes_logits(tmp_path: Path) -> None:
     assert not torch.equal(logits(windowed), logits(plain))
 
 
+def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
+    """As Ministral 8B is published: so drafts may scan its keys."""
+    config = OTHER_FORMS["Mistral 7B v0.1"]
+    longest = config["max_position_embeddings"]
+    assert read_dense(config | {"sliding_window": longest}).windows == (None, None)
+    assert read_dense(config | {"sliding_window": longest - 1}).windows == (longest - 1,) * 2
+
+
 def test_a_window_that_is_left_to_a_default_is_named() -> None:
     for name, key in (("Mistral 7B v0.1", "sliding_window"), ("Qwen3 with windows", "max_window_layers")):
         config = {each: value for each, value in OTHER_FORMS[name].items() if each != key}
