@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import sizes_fault
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # whose layers are of the types that the config names
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
 
 
@@ -92,7 +93,8 @@ def plain_linear(linear: AnyLinear) -> Linear:
 class LayerWeights:
     """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models.
 
-    The heads of a layer that `is_still` are not turned by their positions.
+    The heads of a layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many
+    positions, the last of them its own.
     """
 
     input_norm: Tensor
@@ -107,6 +109,7 @@ class LayerWeights:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_still: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
     if type(model).__name__ not in DENSE_CLASSES or not type(model).__module__.startswith("transformers.models."):
         return None
     config, decoder = model.config, model.model
-    if not _attends_to_everything(config) or config.hidden_act != "silu" or model.device.type != "cpu":
+    windows = _windows(model)
+    if windows is None or config.hidden_act != "silu" or model.device.type != "cpu":
         return None
     if decoder.rotary_emb.rope_type not in STEADY_ROTARY or not all(_is_plain(part) for part in model.modules()):
         return None
@@ -154,17 +158,23 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
     return DecoderWeights(
         sizes,
         decoder.embed_tokens.weight,
-        [layer_weights(layer) for layer in decoder.layers],
+        [replace(layer_weights(layer), window=window) for layer, window in zip(decoder.layers, windows, strict=True)],
         decoder.norm.weight,
         linear_of(model.lm_head),
         _rotary(config, decoder.rotary_emb, sizes.head_dim),
     )
 
 
-def _attends_to_everything(config: Any) -> bool:
-    if types := getattr(config, "layer_types", None):
-        return set(types) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None
+def _windows(model: Any) -> list[int | None] | None:
+    """The window of each layer; None where the config says what a model of this class does not look at."""
+    config, name = model.config, type(model).__name__
+    size: int | None = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or []
+    if name in TYPED_CLASSES and not set(types) - {"full_attention", "sliding_attention"}:
+        return [size if each == "sliding_attention" else None for each in types]
+    if set(types) - {"full_attention"} or (size is not None and (types or name != "MistralForCausalLM")):
+        return None
+    return [size] * config.num_hidden_layers
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -208,7 +218,9 @@ def linear_of(module: Any) -> Linear:
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of a layer with its name and the shape that it must have."""
+    """Every tensor of a layer with its name and the shape that it must have. Raises ValueError for no window at all."""
+    if layer.window is not None and layer.window < 1:
+        raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     widths = {
         "query": (query, sizes.hidden),

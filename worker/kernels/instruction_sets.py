@@ -36,7 +36,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "team_free": (None, [POINTER]),
     "team_is_busy": (INT, [POINTER]),
     "rows_fit": (INT, [POINTER, INT, POINTER, POINTER, INT, INT]),
-    "attend": (None, [POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER, POINTER]),
+    "attend": (None, [POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER, POINTER]),
     "decoder_new": (POINTER, [POINTER]),
     "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
     "decoder_load_quantized": (None, [POINTER, INT, INT, POINTER, POINTER]),

@@ -33,6 +33,7 @@ LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
     )
 }
 STILL = 3 + len(LAYER_ROLES)
+WINDOW = STILL + 1
 
 
 class CDecoderSizes(ctypes.Structure):
@@ -164,6 +165,8 @@ class NativeLayers:
                 self._load(number, role, part)
         if layer.is_still:
             self._library.decoder_load(self.handle, number, STILL, None, None)
+        if layer.window is not None:
+            self._library.decoder_load(self.handle, number, WINDOW, ctypes.byref(ctypes.c_int32(layer.window)), None)
 
     def _load_linear(self, layer: int, role: int, linear: AnyLinear) -> None:
         if isinstance(linear, PackedLinear) and (rows := quantized_rows(linear.weight)) is not None:

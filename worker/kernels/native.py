@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
@@ -26,6 +27,21 @@ class CAttentionSizes(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("element", "num_heads", "num_kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
     )
+
+
+class CAttentionView(ctypes.Structure):
+    """`attention_view` of source/api.h."""
+
+    _fields_ = (("window", ctypes.c_int32), ("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p))
+
+
+def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor | None]:
+    """A view as the kernels take it, and what keeps its memory alive. Raises ValueError for other sinks."""
+    sinks = view.sinks
+    if sinks is not None:
+        sinks = checked("sinks", sinks.float(), (num_heads,), torch.float32)
+    address = None if sinks is None else sinks.data_ptr()
+    return CAttentionView(view.window or 0, view.softcap or 0.0, address), sinks
 
 
 class NativeDecoder(NativeLayers):
@@ -92,6 +108,7 @@ def native_attention(
     key: Tensor,
     value: Tensor,
     scale: float,
+    view: AttentionView = SEES_ALL,
 ) -> Tensor:
     """Keep keys and values `[num_rows, num_kv_heads, head_dim]` in the layer's cache and attend to what rows may see.
 
@@ -114,11 +131,13 @@ def native_attention(
     sizes = CAttentionSizes(
         element=ELEMENTS[query.dtype], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
     )
+    c_view, _sinks = _c_view(view, num_heads)
     tensors = (query, key, value, output)
     with team.lock:
         team.library.attend(
             team.handle,
             ctypes.byref(sizes),
+            ctypes.byref(c_view),
             table.groups,
             table.num_groups,
             *(tensor.data_ptr() for tensor in tensors),

@@ -71,6 +71,10 @@ class Rows(Protocol):
     def scanned(self) -> CodedKeys | None:
         """The keys that rows see beside the entries."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Tell whether entries are no positions: then no window tells what of them is seen."""
+
     def __len__(self) -> int: ...
 
 
@@ -90,6 +94,7 @@ class CRowGroup(ctypes.Structure):
         ("first_slot", ctypes.c_int32),
         ("boundary", ctypes.c_int32),
         ("capacity", ctypes.c_int32),
+        ("is_partial", ctypes.c_int32),
     )
 
 
@@ -164,7 +169,7 @@ class RowTable:
             entry.tail_slots, entry.tail_lengths = slot_address, length_address
             entry.biases = None if added is None else added.ctypes.data
             entry.scanned = None if group.scanned is None else group.scanned.address
-            entry.num_rows, entry.capacity = size, place.capacity
+            entry.num_rows, entry.capacity, entry.is_partial = size, place.capacity, group.is_partial
             entry.first_slot, entry.boundary = _narrow(group.first_entry), _narrow(group.boundary)
             slot_address += size * BLOCK * 4
             length_address += size * 4

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftbatch.worker.kernels.sizes import HEAD_DIMS
-from swiftbatch.worker.model.dense_config import SWITCHED_WINDOWS, OtherDecoderError, read_dense, refuse_other_tensors
+from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense, refuse_other_tensors
 from swiftbatch.worker.model.kinds import RECURRENT
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
-# kinds whose windows stand in `sliding_window` alone
-NUMBERED_WINDOWS = ("cohere2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")
-OTHER_ATTENTION = ("gpt_oss", "llama4_text")  # with sinks, and in chunks
-ALL_ATTENTION = {"attention", "full_attention", RECURRENT}  # the latter have a state in place of keys and values
+CHUNKED = ("llama4_text",)  # kinds that attend in chunks, whatever their config says of layers
+KNOWN_ATTENTION = {"attention", "full_attention", "sliding_attention", RECURRENT}
 
 
 @dataclass(frozen=True)
@@ -32,21 +30,15 @@ def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
     except OtherDecoderError as error:
-        can_attend = device == "cpu" and _attends_plainly(config)
+        can_attend = device == "cpu" and _attends_in_kernels(config)
         return ComputePath("kernels attend" if can_attend else "transformers", str(error))
 
 
-def _attends_plainly(config: dict[str, Any]) -> bool:
-    """Tell whether all layers attend to all positions, with heads that the kernels take and nothing beside."""
-    kind = config.get("model_type")
-    if config.get("attn_logit_softcapping") or kind in OTHER_ATTENTION:
+def _attends_in_kernels(config: dict[str, Any]) -> bool:
+    """Tell whether the kernels take all layers' heads and what these see."""
+    if config.get("model_type") in CHUNKED or set(config.get("layer_types") or ()) - KNOWN_ATTENTION:
         return False
-    is_windowed = bool(set(config.get("layer_types") or ()) - ALL_ATTENTION)
-    if kind in NUMBERED_WINDOWS:
-        is_windowed |= config.get("sliding_window") is not None or "sliding_window" not in config
-    if kind in SWITCHED_WINDOWS:
-        is_windowed |= bool(config.get("use_sliding_window"))
-    return not is_windowed and _head_dim(config) in HEAD_DIMS
+    return _head_dim(config) in HEAD_DIMS
 
 
 def _head_dim(config: dict[str, Any]) -> int:

@@ -85,7 +85,8 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> La
     head_norms = {role: None if norm is None else plain(norm) for role, norm in found.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
-    return LayerWeights(**linears, **norms, **head_norms, is_still=number in dense.still_layers)  # type: ignore[arg-type]
+    view = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
+    return LayerWeights(**linears, **norms, **head_norms, **view)  # type: ignore[arg-type]
 
 
 def _parts(dense: DenseConfig) -> dict[str, list[str]]:

@@ -14,6 +14,15 @@ from typing import Any
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.sizes import sizes_fault
 from swiftbatch.worker.model.kinds import KERNELS_LACK
+from swiftbatch.worker.model.layer_windows import (
+    IS_WINDOWED,
+    WindowForm,
+    Windows,
+    by_layer_types,
+    in_all_layers,
+    in_all_layers_if_said,
+    where_switched_on,
+)
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 FINAL_NORM = "model.norm.weight"
@@ -33,7 +42,8 @@ class Form:
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
     has_still_layers: bool = False
-    has_long_angles: bool = False  # longrope was tried on it, and windows as wide as its positions, which nobody meets
+    has_long_angles: bool = False  # longrope was tried on it
+    windows: WindowForm | None = None  # None: all layers see all positions
     intermediate_key: str = "intermediate_size"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
     unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
@@ -47,6 +57,7 @@ GRANITE |= {"logits": "logits_scaling"}
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
 KINDS = {
     "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
+    "cwm": Form(mlp_bias="mlp_bias", windows=by_layer_types),
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
     "granite": Form(*IN_ALL, scales=GRANITE),
     "granitemoehybrid": Form(
@@ -59,19 +70,21 @@ KINDS = {
         unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
     ),
     "llama": Form(*IN_ALL),
-    "mistral": Form(),
+    "ministral": Form(windows=by_layer_types),
+    "mistral": Form(windows=in_all_layers),
     "phi3": Form(
         turned_share=1.0,
         names=FUSED_QUERIES | FUSED_GATES,
         has_long_angles=True,
+        windows=in_all_layers_if_said,
         unused=("full_attn_mod", "interpolate_factor"),
     ),
-    "qwen2": Form(ALWAYS),
-    "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True),
+    "qwen2": Form(ALWAYS, windows=where_switched_on),
+    "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True, windows=where_switched_on),
     "seed_oss": Form("attention_bias", "attention_out_bias", "mlp_bias"),
     "smollm3": Form(*IN_ALL, has_still_layers=True),
 }
-SWITCHED_WINDOWS = ("qwen2", "qwen3")  # whose window is not in use unless `use_sliding_window` says so
+BY_LAYER = (by_layer_types, where_switched_on)  # which look at `layer_types`
 SIZES = {
     "num_hidden_layers",
     "hidden_size",
@@ -90,11 +103,10 @@ SIZES = {
 ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
     "hidden_act": ("silu",),
     "pretraining_tp": (1,),
-    "sliding_window": (None,),  # where it is in use
-    "use_sliding_window": (False,),
     "use_mrope": (False,),
     "is_causal": (True,),
 }
+NO_WINDOWS: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # as above
 STILL_KEYS = {"no_rope_layers", "no_rope_layer_interval"}  # the latter is used where the former is not said
 GENERATING = {  # numbers that older versions of `transformers` wrote into every config
     "diversity_penalty",
@@ -160,6 +172,7 @@ class DenseConfig:
     parts: tuple[str, ...]  # the tensors of a layer, no more and no less
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
+    windows: Windows
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
 
     @property
@@ -239,6 +252,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         parts=tuple(_parts(config, form)),
         num_turned=num_turned,
         still_layers=_still_layers(config) if form.has_still_layers else frozenset(),
+        windows=_windows(config, form),
         scales={what: _number(config, key) for what, key in form.scales.items()},
     )
 
@@ -248,18 +262,16 @@ def _other_form(config: dict[str, Any]) -> str | None:
     kind = config.get("model_type")
     if kind not in KINDS:
         return KERNELS_LACK.get(str(kind), "its layers are of another form")
-    if windows := set(map(str, config.get("layer_types") or ())) - {"full_attention", "attention"}:
-        return f"its layers have {', '.join(sorted(windows))}"
     form = KINDS[str(kind)]
-    one_meaning = ONE_MEANING | dict(form.one_meaning)
-    said = {key: value for key, value in config.items() if key in one_meaning and not _is_unused(key, config)}
-    for key, value in said.items():
-        if value not in one_meaning[key]:
+    known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows in BY_LAYER or not is_windowed}
+    if others := set(map(str, config.get("layer_types") or ())) - known:
+        return f"its layers have {', '.join(sorted(others))}"
+    one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
+    for key, value in config.items():
+        if key in one_meaning and value not in one_meaning[key]:
             return f"its {key} is {value!r}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
-    if kind == "mistral" and "sliding_window" not in config:
-        return "its sliding_window is left to a default"
     if "hidden_act" not in config:
         return "its hidden_act is left to a default"
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
@@ -272,9 +284,8 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     The classes of these kinds look at no other keys than those named above, so what is not a number is of somebody's
     tools.
     """
-    known = (
-        SIZES | set(ONE_MEANING) | SAID_ELSEWHERE | {form.intermediate_key, *form.one_meaning, *form.scales.values()}
-    )
+    known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
+    known |= {form.intermediate_key, *form.one_meaning, *form.scales.values()}
     known |= STILL_KEYS if form.has_still_layers else set()
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
@@ -284,15 +295,6 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
 
 def _is_tied(config: dict[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", False))
-
-
-def _is_unused(key: str, config: dict[str, Any]) -> bool:
-    """Return whether a window stands there that hides nothing: of a Qwen that has it switched off, or a wide one."""
-    if key != "sliding_window" or not isinstance(config[key], int):
-        return False
-    kind, num_positions = config["model_type"], config.get("max_position_embeddings")
-    is_wide = isinstance(num_positions, int) and config[key] >= num_positions
-    return kind in SWITCHED_WINDOWS or (KINDS[kind].has_long_angles and is_wide)
 
 
 def _head_dim(config: dict[str, Any]) -> int:
@@ -345,6 +347,14 @@ def _still_layers(config: dict[str, Any]) -> frozenset[int]:
     if not isinstance(turns, list) or len(turns) != config["num_hidden_layers"] or set(turns) - {0, 1}:
         raise ValueError("its no_rope_layers do not tell of each layer")
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
+
+
+def _windows(config: dict[str, Any], form: Form) -> Windows:
+    """The layers' windows, but for those that hide nothing of the longest text. Raises KeyError or ValueError."""
+    if form.windows is None:
+        return (None,) * int(config["num_hidden_layers"])
+    longest = config.get("max_position_embeddings") or math.inf
+    return tuple(None if size is None or size >= longest else size for size in form.windows(config))
 
 
 def _number(config: dict[str, Any], key: str) -> float:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.span import FULL, MaskFunction, Span, UnsupportedError, span_of
+from swiftbatch.worker.model.span import MaskFunction, Span, UnsupportedError, span_of
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
@@ -26,13 +26,13 @@ NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attent
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """One layer: heads and sizes of its keys and values, what its rows see, and whether that is all it asks for."""
+    """One layer: heads and sizes of its keys and values, and what its rows see."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     span: Span
-    is_plain: bool  # all positions up to a row's own, scaled scores, everything of the model's dtype
+    has_model_dtype: bool  # its queries, keys and values
 
 
 class _Observer:
@@ -71,9 +71,8 @@ class _Observer:
         if not isinstance(layer, int) or layer in self.layers:
             raise UnsupportedError("its layers share or hide their attention")
         span = self._span(id(attention_mask))
-        is_plain = span == FULL and asked.get("softcap") is None and asked.get("s_aux") is None
-        is_plain = is_plain and {query.dtype, key.dtype, value.dtype} == {self._dtype}
-        self.layers[layer] = LayerNeeds(key.shape[1], key.shape[3], value.shape[3], span, is_plain)
+        has_model_dtype = {query.dtype, key.dtype, value.dtype} == {self._dtype}
+        self.layers[layer] = LayerNeeds(key.shape[1], key.shape[3], value.shape[3], span, has_model_dtype)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def _span(self, mask_id: int) -> Span:

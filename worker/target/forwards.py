@@ -35,6 +35,9 @@ class Forwards(Protocol):
     rows_per_forward: int
     """Forwards have multiples of so many rows, padding included; 1: every row takes time of its own."""
 
+    has_windows: bool
+    """Some layers do not see all positions, so that drafts that scan all keys would be of another model."""
+
     @property
     def team(self) -> Team | None:
         """CPU threads of the compiled kernels that run all of it; None where something else does."""

@@ -7,6 +7,7 @@ whole blocks with entries that a bias leaves out; a row's tail is the root, the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class PartialRows:
     tail_lengths: list[int]  # [num_rows] how many of them are real
     biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None where all would be 0
     scanned: Scanned | None  # what is seen beside them
+    is_partial: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return len(self.token_ids)

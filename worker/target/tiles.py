@@ -32,6 +32,7 @@ class SequenceRows:
     tail_lengths: list[int]  # [num_rows] how many of them are real
     biases: ClassVar[None] = None  # of the prefix's scores: a full cache has none
     scanned: ClassVar[None] = None  # its rows see all of it exactly
+    is_partial: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return len(self.token_ids)

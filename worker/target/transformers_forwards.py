@@ -19,6 +19,7 @@ from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.layer_needs import observe_layers
+from swiftbatch.worker.model.span import FULL
 from swiftbatch.worker.target.attention import (
     ATTENTION_NAME,
     Asked,
@@ -45,7 +46,7 @@ class TransformersForwards:
     draw_chains = None
 
     def __init__(self, model: Any, files: ModelFiles, variant: str | None = None) -> None:
-        """Plain layers attend in the kernels of an instruction set, the others and, for None, all in torch.
+        """Layers attend in the kernels of an instruction set; those with chunks and, for None, all in torch.
 
         Raises ModelError for a model that asks for what is not known here.
         """
@@ -62,6 +63,7 @@ class TransformersForwards:
         head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
         self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device, recurrent)
         self.spans = [needs.span for needs in layers]
+        self.has_windows = set(self.spans) != {FULL}
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype)

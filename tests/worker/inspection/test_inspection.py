@@ -139,14 +139,6 @@ def test_a_dense_model_takes_the_kernels_that_are_told(tiny_model: Path) -> None
         assert isinstance(target.forwards, NativeForwards) == (told.name == "kernels")
 
 
-def test_a_window_that_is_switched_on_is_seen_where_no_layers_are_named() -> None:
-    """As older Qwen2.5 are published."""
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "sliding_window": 4096}
-    for is_on, name in ((True, "transformers"), (False, "kernels attend")):
-        config = {"model_type": "qwen2", **sizes, "use_sliding_window": is_on}
-        assert path_on("cpu", config).name == name
-
-
 @pytest.mark.parametrize("fault", ["packed", "index"])
 def test_weights_that_do_not_load_are_told_of(fault: str, tiny_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "model")

@@ -47,6 +47,7 @@ class Shape:
     is_tied: bool = True
     dtype: torch.dtype = BF16
     is_scaled: bool = False  # embeddings, what layers add, logits; and its second layer turns no heads
+    windows: tuple[int | None, int | None] = (None, None)  # of its layers
 
 
 SHAPES = (
@@ -57,6 +58,8 @@ SHAPES = (
     Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True),
     Shape(is_scaled=True),
     Shape(num_kv_heads=2, is_scaled=True, has_head_norm=True, dtype=FLOAT32),
+    Shape(windows=(40, None)),
+    Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
 )
 
 
@@ -91,6 +94,7 @@ def _random_weights(shape: Shape) -> DecoderWeights:
             query_norm=normal(shape.head_dim) if shape.has_head_norm else None,
             key_norm=normal(shape.head_dim) if shape.has_head_norm else None,
             is_still=shape.is_scaled and number == 1,
+            window=shape.windows[number],
         )
 
     num_heads = shape.num_kv_heads * shape.group

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.row_tables import Rows
 
@@ -52,7 +53,7 @@ class ReferenceDecoder:
         weights = self._weights.layers[number]
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
-        mixed = reference_attention(groups, number, query, key, value, self.sizes.scale)
+        mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, AttentionView(weights.window))
         self._add(state, self._linear(mixed.flatten(1).float(), weights.output))
         normed = self._norm(state, weights.mlp_norm)
         gate = self._rounded(silu(self._linear(normed, weights.gate)))
@@ -91,9 +92,16 @@ class ReferenceDecoder:
 
 
 def reference_attention(
-    groups: Sequence[Rows], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    groups: Sequence[Rows],
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    view: AttentionView = SEES_ALL,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """As `native_attention`."""
+    """As `native_attention`, with numbers of `dtype` from scores to sums."""
     output = torch.empty_like(query)
     ends = list(itertools.accumulate(len(group) for group in groups))
     for group, end in zip(groups, ends, strict=True):
@@ -103,14 +111,25 @@ def reference_attention(
         for row, number in enumerate(range(end - len(group), end)):
             tail = torch.from_numpy(group.tail_entries[row, : group.tail_lengths[row]]).to(query.device)
             slots = torch.cat((torch.arange(group.boundary, device=query.device), tail))
-            keys, values = (each[:, slots].float() for each in group.cache.layer(layer))
-            heads = query[number].float().unflatten(0, (len(keys), -1))  # [num_kv_heads, heads of each, head_dim]
+            keys, values = (each[:, slots].to(dtype) for each in group.cache.layer(layer))
+            heads = query[number].to(dtype).unflatten(0, (len(keys), -1))  # [num_kv_heads, heads of each, head_dim]
             scores = heads @ keys.transpose(1, 2) * scale
+            if view.softcap is not None:
+                scores = view.softcap * torch.tanh(scores / view.softcap)
             if group.biases is not None:
                 scores[..., : group.boundary] += torch.from_numpy(group.biases).to(query.device)
-            weights = torch.softmax(scores, dim=-1)
-            output[number] = (weights @ values).flatten(0, 1).to(output.dtype)
+            if view.window is not None and not group.is_partial:
+                scores[..., : max(0, len(slots) - view.window)] = float("-inf")
+            output[number] = (_weights(scores, view) @ values).flatten(0, 1).to(output.dtype)
     return output
+
+
+def _weights(scores: Tensor, view: AttentionView) -> Tensor:
+    """The softmax of `[num_kv_heads, heads of each, num_keys]`, of which sinks have their share."""
+    if view.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = view.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
+    return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
 
 
 def _product(rows: Tensor, linear: Linear) -> Tensor:

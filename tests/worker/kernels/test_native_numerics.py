@@ -65,13 +65,19 @@ KINDS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama with biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=40),
     "qwen2": Qwen2Config(**SIZES),
+    "qwen2 with a window in a layer": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=70, max_window_layers=1
+    ),
     "qwen3": Qwen3Config(**SIZES),
 }
 REFUSED = {
     "another activation": LlamaConfig(**SIZES, hidden_act="gelu"),
-    "a window": MistralConfig(**SIZES, sliding_window=8),
-    "windows in some layers": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "a window that its class does not look at": LlamaConfig(**SIZES, sliding_window=8),
+    "types of layers that its class does not look at": MistralConfig(
+        **SIZES, sliding_window=8, layer_types=["full_attention", "sliding_attention"]
+    ),
     "angles that depend on the text": LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     ),

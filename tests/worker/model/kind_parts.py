@@ -165,8 +165,7 @@ edges. `swiftbatch doctor --model MODEL` makes the same comparison with your mod
 
 `swiftbatch inspect MODEL` shows all this for one model, before its weights are downloaded. What computes it, in the
 columns: `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers multiply;
-`transformers` are its layers alone, which on a GPU take thousands of launches a token: slow. Windows that are in use
-make `transformers` of `kernels`, also in the kinds that have kernels here.
+`transformers` are its layers alone, which on a GPU take thousands of launches a token: slow.
 
 Models of text and images run as texts, and lines with images are rejected:
 NESTED.
@@ -176,8 +175,8 @@ SAME.
 The other columns: what the kind needs beside plain attention to all positions; the greatest difference between two
 logits (which spread over about 10); the rows with the same best token.
 `python -m tests.worker.model.kind_parts > docs/models.md` writes this page. The figures come from one machine with
-AVX-512, with attention in torch. On a CPU, layers that need nothing beside experts or latent keys and values use the
-attention of the [kernels](kernels.md), which is tested with every kind.
+AVX-512, with attention in torch. On a CPU, all layers but those with chunks use the attention of the
+[kernels](kernels.md), which is tested with every kind.
 
 Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
 batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kernels run all of a model: prompt and

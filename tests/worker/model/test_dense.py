@@ -84,7 +84,7 @@ def tensors_of(weights: DecoderWeights) -> dict[str, torch.Tensor | None]:
     for number, layer in enumerate(weights.layers):
         for field in fields(layer):
             part = getattr(layer, field.name)
-            if field.name == "is_still":
+            if field.name in ("is_still", "window"):
                 assert not part
                 continue
             pair = (part.weight, part.bias) if isinstance(part, Linear) else (part, None)

@@ -9,28 +9,35 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
+from swiftbatch.worker.drafters.two_level.auto import round_costs
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
+from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
 
 pytestmark = pytest.mark.long
 
-WINDOWS = {"mistral": 40, "gemma2": 60, "gpt_oss": 40}  # they begin to forget before the text ends
-KINDS = [pytest.param("mistral", marks=pytest.mark.slow), "gemma2", "gpt_oss"]  # it has windows, and so have the others
+WINDOWED = [  # windows that begin to forget before the text ends; heads that the kernels take, or that they do not
+    pytest.param(("mistral", 40, False), marks=pytest.mark.slow),
+    ("mistral", 40, True),
+    ("gemma2", 60, True),
+    ("gpt_oss", 40, True),
+]
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 24, 13
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=WINDOWED, ids=lambda param: f"{param[0]}{'-wide' * param[2]}")
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     """A tiny model of a kind, with all parts that engines draft with."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    config = tiny_config(request.param, WINDOWS[request.param])
+    folder: Path = tmp_path_factory.mktemp("model")
+    config = tiny_config(*request.param)
     tiny_model(config).save_pretrained(folder)
     tiny_model(tiny_config("llama")).save_pretrained(folder / PARTS_FOLDER / DRAFT_FOLDER)
     fingerprint = locate_model(str(folder)).fingerprint
@@ -68,3 +75,13 @@ def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(
     fresh, resumed = sequences(target)
     resumed.extend(plain[1][:NUM_RECOVERED])
     assert decode(target, engine_name, [fresh, resumed]) == plain
+
+
+def test_no_chain_is_drawn_with_scanned_keys_of_layers_that_do_not_see_them(target: TargetModel) -> None:
+    assert target.forwards.has_windows
+    assert round_costs(target) is None
+
+
+def test_ten_thousand_rows_of_trees_past_a_window_s_edge_are_exact(target: TargetModel) -> None:
+    num_rows = 10_000 if isinstance(target.forwards, NativeForwards) else 100
+    assert probe_rows(target, num_rows=num_rows, seed=4, first_length=20).num_differing == 0

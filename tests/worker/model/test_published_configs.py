@@ -1,6 +1,7 @@
 """The config.json files that models are published with: which are understood without transformers, and what they give.
 
-Keys and values as they stand there; widths, layers and vocabularies are cut down, so that weights can be made.
+Keys and values as they stand there; widths, layers, vocabularies and windows are cut down, so that weights can be made
+and windows are shorter than texts.
 """
 
 from __future__ import annotations
@@ -90,7 +91,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "transformers_version": "4.42.0.dev0",
     },
+    "Mistral 7B v0.1": EVERYWHERE
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 40,
+        "transformers_version": "4.34.0.dev0",
+    },
     "Qwen2.5 7B Instruct": QWEN25,
+    "Qwen2 with windows from a layer on": QWEN25
+    | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "Qwen2 with windows as newer versions save them": QWEN25
+    | {
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "Qwen2.5 7B": QWEN25 | {"eos_token_id": 151643, "max_position_embeddings": 131072, "use_mrope": False},
     "Qwen2.5 7B Instruct above 32,768 positions": QWEN25 | {"rope_scaling": YARN},
     "MiMo 7B, which is Qwen2 with a layer more": QWEN25
@@ -137,9 +158,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 LEFT: dict[str, tuple[str, dict[str, Any]]] = {  # to transformers, each from a model that is understood
     "a number that is not known": ("Qwen3 8B", {"residual_multiplier": 0.22}),
     "numbers that are not known": ("Qwen3 8B", {"layer_scales": [0.5, 0.5]}),
-    "a window that is in use": ("Qwen2.5 7B Instruct", {"use_sliding_window": True}),
     "a window that is no number": ("Qwen2.5 7B Instruct", {"sliding_window": "none"}),
-    "a window of Mistral": ("Mistral 7B v0.3", {"sliding_window": 131072, "use_sliding_window": False}),
+    "types of layers that its class does not look at": (
+        "Mistral 7B v0.1",
+        {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 64},
+    ),
+    "one type of layers beside a window": ("Mistral 7B v0.1", {"layer_types": ["full_attention"] * 2, "head_dim": 64}),
     "a ramp of its own": (
         "Qwen2.5 7B Instruct",
         {"rope_scaling": YARN | {"truncate": False}},
@@ -338,6 +362,33 @@ OTHER_FORMS |= {
 OTHER_FORMS["GLM-4 9B above its positions, which scales half of each head"] = OTHER_FORMS["GLM-4 9B"] | {
     "rope_scaling": YARN
 }
+WINDOWED = EVERYWHERE | {"rms_norm_eps": 1e-05, "sliding_window": 20}
+OTHER_FORMS |= {
+    "CWM": WINDOWED
+    | {
+        "architectures": ["CwmForCausalLM"],
+        "head_dim": 128,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "cwm",
+        "rope_scaling": LLAMA3 | {"factor": 16.0},
+        "rope_theta": 1000000.0,
+    },
+    "Ministral": WINDOWED
+    | {
+        "architectures": ["MinistralForCausalLM"],
+        "head_dim": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 32768,
+        "model_type": "ministral",
+        "rope_theta": 100000000.0,
+    },
+    "Mistral 7B v0.1": PUBLISHED["Mistral 7B v0.1"] | {"sliding_window": 20},
+    "Phi-3 mini 4K": OTHER_FORMS["Phi-4"] | {"rope_theta": 10000.0, "sliding_window": 20},
+    "Qwen3 with windows": PUBLISHED["Qwen3 8B"]
+    | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+}
 
 
 @pytest.mark.parametrize("name", OTHER_FORMS)
@@ -355,6 +406,32 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+def test_a_window_changes_logits(tmp_path: Path) -> None:
+    """So that the tests above would see it left away."""
+    files = folder_of("Mistral 7B v0.1", tmp_path)
+    windowed = dense_weights(files, BF16)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Mistral 7B v0.1"] | {"sliding_window": None}))
+    plain = dense_weights(files, BF16)
+    assert windowed is not None
+    assert plain is not None
+    assert not torch.equal(logits(windowed), logits(plain))
+
+
+def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
+    """As Ministral 8B is published: so drafts may scan its keys."""
+    config = OTHER_FORMS["Mistral 7B v0.1"]
+    longest = config["max_position_embeddings"]
+    assert read_dense(config | {"sliding_window": longest}).windows == (None, None)
+    assert read_dense(config | {"sliding_window": longest - 1}).windows == (longest - 1,) * 2
+
+
+def test_a_window_that_is_left_to_a_default_is_named() -> None:
+    for name, key in (("Mistral 7B v0.1", "sliding_window"), ("Qwen3 with windows", "max_window_layers")):
+        config = {each: value for each, value in OTHER_FORMS[name].items() if each != key}
+        with pytest.raises(OtherDecoderError, match=f"{key} is left to a default"):
+            read_dense(config)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -370,7 +447,13 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
             {"position_embedding_type": "nope"},
             "its position_embedding_type",
         ),
-        ("Phi-4", {"sliding_window": 2047}, "its sliding_window is 2047"),
+        ("Phi-4", {"sliding_window": 0}, "its sliding_window is 0"),
+        ("Phi-4", {"sliding_window": True}, "its sliding_window is True"),
+        ("Seed-OSS 36B", {"sliding_window": 4096}, "its sliding_window is 4096"),
+        ("CWM", {"layer_types": ["full_attention"]}, "its layer_types do not tell of each layer"),
+        ("CWM", {"layer_types": ["full_attention", "chunked_attention"]}, "its layers have chunked_attention"),
+        ("CWM", {"layer_types": None}, "its layer_types do not tell of each layer"),
+        ("Phi-3 mini 4K", {"layer_types": ["sliding_attention"] * 2}, "its layers have sliding_attention"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(name: str, change: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Plain layers of `transformers` models attend in the kernels, exactly, to what torch attends to; others in torch."""
+"""Layers of `transformers` models attend in the kernels, exactly, to what torch attends to; chunks in torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.model.span import FULL
+from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.attention import attend_in_torch
 from swiftbatch.worker.target.attention_kernel import attention_kernel
 from swiftbatch.worker.target.kernel_attention import attends_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target
+from tests.worker.model.kind_parts import tiny_config, tiny_model, tiny_target
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
 VARIANT = (VARIANTS or ["none"])[0]
-MIXED = ("cohere2", "llama4_text", "qwen3")  # some layers with windows or chunks, some without
-PROBED = ("gemma", "olmoe", "deepseek_v3", *MIXED)
+MIXED = ("llama4_text",)  # some layers with chunks, some without
+WINDOWED = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "mistral", "olmo3")
+PROBED = ("gemma", "olmoe", "deepseek_v3", *WINDOWED, *MIXED)
 
 
 def num_in_kernels(target: TargetModel) -> int:
@@ -33,12 +36,21 @@ def num_in_kernels(target: TargetModel) -> int:
 
 
 @pytest.mark.parametrize("kind", SUPPORTED_KINDS)
-def test_every_kind_says_what_transformers_says_with_kernels_in_its_plain_layers(kind: str) -> None:
+def test_every_kind_says_what_transformers_says_with_kernels_in_all_layers_without_chunks(kind: str) -> None:
     target = tiny_target(kind, variant=VARIANT)
-    asked = set(asks_for(target).split(", ")) - {"-", "experts", "latent keys and values"}
-    plain = [span.kind == "full" for span in target.transformers.spans]
-    assert num_in_kernels(target) == (0 if asked & {"soft cap", "sinks"} else sum(plain))
+    assert num_in_kernels(target) == sum(span.kind != "chunk" for span in target.transformers.spans)
     assert compare(target).agrees
+
+
+@pytest.mark.parametrize("asked", ["span", "softcap", "sinks"])
+def test_kernels_that_drop_what_is_asked_for_do_not_agree(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked], variant=VARIANT)
+    if asked == "span":
+        target.transformers.spans = [FULL] * len(target.transformers.spans)
+    else:
+        asks = attention.Asked
+        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
+    assert not compare(target).agrees
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
@@ -72,10 +84,10 @@ def test_kernels_and_torch_say_nearly_the_same_of_the_same_weights() -> None:
 def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a job that moves between both is no longer called exact."""
     in_torch = attention_kernel("cpu", torch.bfloat16)
-    for kind, attention in (
+    for kind, attends in (
         ("gemma", "{} attention"),
-        ("cohere2", f"{in_torch}, {{}} attention"),
-        ("gemma2", in_torch),
+        ("gemma2", "{} attention"),
+        ("llama4_text", f"{in_torch}, {{}} attention"),
     ):
         tiny_model(tiny_config(kind, has_wide_heads=True), torch.bfloat16).save_pretrained(tmp_path / kind)
         files = locate_model(str(tmp_path / kind))
@@ -83,7 +95,7 @@ def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.Monk
             monkeypatch.setenv(OVERRIDE, variant)
             kernels = f"native {variant if variant.endswith('bf16') else 'f32'} 1"
             numerics = TargetModel.load(files, "bfloat16", "cpu").forwards.numerics
-            assert numerics.endswith(f", torch {torch.__version__}, {attention.format(kernels)}")
+            assert numerics.endswith(f", torch {torch.__version__}, {attends.format(kernels)}")
         monkeypatch.setenv(OVERRIDE, NO_KERNELS)
         assert TargetModel.load(files, "bfloat16", "cpu").forwards.numerics.endswith(f", {in_torch}")
 

@@ -165,7 +165,7 @@ ORIGINAL = "original_max_position_embeddings"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sliding_window": 2047}, "these do not run it: its sliding_window is 2047"),
+        ({"hidden_act": "xielu"}, "these do not run it: its hidden_act is 'xielu'"),
         ({"rope_scaling": ANGLES | {"short_mscale": 1.2}}, "other angles"),
         ({"rope_scaling": ANGLES | {"long_factor": [1.0] * 47}}, "found 47 factors of its frequencies"),
         ({"rope_scaling": ANGLES | {"long_factor": [0.0] * 48}}, "found 0.0, expected a number above 0"),

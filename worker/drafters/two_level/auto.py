@@ -46,7 +46,7 @@ ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that i
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
-    """A `DrafterFactory`. Keys are scanned by our own kernels; elsewhere there are trees and repeats alone."""
+    """A `DrafterFactory`. Our own kernels scan keys where all layers see all; elsewhere there are trees and repeats."""
     recycling, rounds = TokenRecyclingDrafter(target, costs), round_costs(target)
     if recycling.budget is None:
         return recycling
@@ -57,7 +57,9 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """Return the costs of rounds; None where no kernel scans keys, and where all texts stay short."""
+    """Return the costs of rounds; None where no kernel scans all keys that layers see, and where texts stay short."""
+    if target.forwards.has_windows:
+        return None
     if target.forwards.team is not None:
         return ON_A_CPU
     arena = target.forwards.arena

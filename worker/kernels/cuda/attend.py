@@ -3,21 +3,25 @@
 A row sees the prefix of its sequence, positions below its boundary, and a tail: the keys from there on, gathered in
 position order. `prefix_split` cuts a prefix into splits by its own length alone; `tail_merge` attends to the tail and
 folds the splits in, in order. Rows of a tile never meet: every reduction runs along keys or a head's dimensions.
+With a window, a prefix begins at the first block that a row at its boundary sees, and each row leaves keys out.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
 
+LOG2_E = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
 WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their registers
 
@@ -60,21 +64,24 @@ class AttentionShape:
         """Rows of a sequence whose heads fill one tile, so that a key is read once for all of them."""
         return self.tile_rows // self.heads_per_kv
 
-    def prefix_constants(self) -> dict[str, int]:
+    def prefix_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
         """Return the constants of `prefix_split`, with its warps and stages."""
         bf16_warps = 4 if self.head_dim <= WIDEST_FOR_FOUR_WARPS else 8
         return {
             **self._sizes(),
+            **_seen(view),
             "TILE_ROWS": self.tile_rows,
             "HALF": triton.next_power_of_2(self.head_dim) // 2,
             "num_warps": bf16_warps if self.dtype == torch.bfloat16 else 16,
             "num_stages": 2,
         }
 
-    def tail_constants(self) -> dict[str, int]:
+    def tail_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
         """Return the constants of `tail_merge`, with its warps and stages."""
         return {
             **self._sizes(),
+            **_seen(view),
+            "HAS_SINKS": view.sinks is not None,
             "TILE_ROWS": TAIL_TILE_ROWS,
             "WIDTH": triton.next_power_of_2(self.head_dim),
             "num_warps": 4 if self.dtype == torch.bfloat16 else 8,
@@ -92,6 +99,10 @@ class AttentionShape:
         }
 
 
+def _seen(view: AttentionView) -> dict[str, Any]:
+    return {"WINDOW": view.window or 0, "SOFTCAP_LOG2": (view.softcap or 0.0) * LOG2_E}
+
+
 def attend(
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
@@ -101,19 +112,20 @@ def attend(
     scratch: Scratch,
     mixed: Tensor,  # as query
     scale: float,
+    view: AttentionView = SEES_ALL,  # its sinks in float32, on the device
 ) -> None:
     """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
     _, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype)
-    scale_log2 = scale * math.log2(math.e)
+    scale_log2 = scale * LOG2_E
     strides = keys.stride()[:3]
     prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
-        query, keys, values, bias, scratch.output, scratch.lse, table.groups,
+        query, keys, values, bias, scratch.output, scratch.lse, table.groups, table.rows,
         scale_log2, *strides, 0 if bias is None else bias.stride(0),
-        HAS_BIAS=bias is not None, **shape.prefix_constants(),
+        HAS_BIAS=bias is not None, **shape.prefix_constants(view),
     )  # fmt: skip
     tail_merge[(NUM_ROWS, num_kv_heads)](
-        query, keys, values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots,
-        scale_log2, *strides, **shape.tail_constants(),
+        query, keys, values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, view.sinks,
+        scale_log2, *strides, **shape.tail_constants(view),
     )  # fmt: skip

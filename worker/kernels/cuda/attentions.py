@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
@@ -27,7 +28,14 @@ class Attention(Protocol):
         """Return rows' places `[NUM_ROWS]` for `rope_store`, with heads in another order; None: all in order."""
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
     ) -> None:
         """Attend as `attend.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
 
@@ -58,9 +66,16 @@ class TritonAttention:
         return None
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
     ) -> None:
-        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale)
+        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale, view)
 
     def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         for numbers in (self.scratch.output, self.scratch.lse, self.query):

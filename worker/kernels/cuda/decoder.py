@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
@@ -57,12 +58,15 @@ class CudaDecoder:
         self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
         self._linear, self._reduce = linear, reduce
+        self._views = [AttentionView(layer.window) for layer in weights.layers]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
             self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
+        if not isinstance(self.attention, TritonAttention) and any(layer.window for layer in weights.layers):
+            raise ValueError("found layers with windows, which flash-attn does not take; attend with triton")
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
         """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
@@ -72,6 +76,7 @@ class CudaDecoder:
         _check_arena(arena, self._weights)
         other = copy.copy(self)
         other._arena, other._bias = arena, bias
+        other._views = [SEES_ALL] * len(self._views)  # entries are no positions
         other.layout = replace(self.layout, num_slots=arena.shape[2], capacity=arena.shape[4], boundary_step=1)
         other._allocate_table(arena.device)
         attention = self.attention
@@ -130,7 +135,7 @@ class CudaDecoder:
             self._qkv, turns, layer.head_norms, self.sizes.epsilon, table.rows,
             attention.query, keys, values, attention.places(table),
         )  # fmt: skip
-        attention.attend(number, keys, values, self._bias, table, self._mixed)
+        attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number])
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.choice import flash_version
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout
@@ -95,10 +96,19 @@ class FlashAttention:
         return table.packed
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
     ) -> None:
         if bias is not None:
             raise ValueError("found a bias, which flash-attn does not add to scores; attend with triton")
+        if view != SEES_ALL:
+            raise ValueError("found a window, a soft cap or sinks beside flash-attn; attend with triton")
         slots, boundaries = table.prefixes
         output, lse = self._call(
             self.query.view(self._size),
@@ -141,7 +151,8 @@ def merge_tails(
     )  # fmt: skip
 
 
-def packed_constants(shape: AttentionShape) -> dict[str, int]:
+def packed_constants(shape: AttentionShape) -> dict[str, Any]:
     """Return the constants of `tail_merge_packed`, with its warps and stages."""
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
-    return {name: value for name, value in given.items() if name not in ("NUM_ROWS", "NUM_SPLITS")}
+    unknown = ("NUM_ROWS", "NUM_SPLITS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
+    return {name: value for name, value in given.items() if name not in unknown}

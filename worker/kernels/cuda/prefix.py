@@ -19,11 +19,32 @@ def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
+def capped(scores, SOFTCAP_LOG2: tl.constexpr):
+    """Scores of base 2 with a soft cap, likewise of base 2: 0 for none."""
+    if SOFTCAP_LOG2 > 0.0:
+        power = tl.exp2(tl.minimum(scores * (2 * LOG2_E / SOFTCAP_LOG2), 126.0))
+        return SOFTCAP_LOG2 - 2 * SOFTCAP_LOG2 / (power + 1)
+    return scores
+
+
+@triton.jit
+def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """The first block of a prefix that a row at its boundary sees: of those behind it, none sees an earlier one."""
+    if WINDOW:
+        return tl.maximum(boundary - WINDOW + 1, 0) // BLOCK
+    return 0
+
+
+@triton.jit
 def attend_block(
-    query, key_ptr, value_ptr, places, bias, scale_log2, highest, total, acc_first, acc_second,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr,
+    query, key_ptr, value_ptr, places, bias, unseen, scale_log2, highest, total, acc_first, acc_second,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax; keys and values lie at `places [keys, 1]` behind their pointers."""
+    """One step of online softmax; keys and values lie at `places [keys, 1]` behind their pointers.
+
+    With a window each row does not see `unseen [rows]` first keys.
+    """
     whole = tl.arange(0, 2 * HALF)
     first = tl.arange(0, HALF)
     second = HALF + first
@@ -31,11 +52,17 @@ def attend_block(
     seen = bias > float("-inf")  # nothing is said of what lies in the other entries
     keys = load_rows(key_ptr + places + whole[None, :], seen, whole, HEAD_DIM, HAS_BIAS or padded)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
+    scores = capped(scores, SOFTCAP_LOG2)
     if HAS_BIAS:
         scores += (bias * LOG2_E)[None, :]
+    if WINDOW:
+        scores = tl.where(tl.arange(0, keys.shape[0])[None, :] >= unseen[:, None], scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    probabilities = tl.exp2(scores - new_highest[:, None])
-    decay = tl.exp2(highest - new_highest)
+    known = new_highest
+    if WINDOW:
+        known = tl.where(new_highest > float("-inf"), new_highest, 0.0)  # of a row that has seen nothing yet
+    probabilities = tl.exp2(scores - known[:, None])
+    decay = tl.exp2(highest - known)
     total = total * decay + tl.sum(probabilities, 1)
     values_first = load_rows(value_ptr + places + first[None, :], seen, first, HEAD_DIM, HAS_BIAS)
     values_second = load_rows(value_ptr + places + second[None, :], seen, second, HEAD_DIM, HAS_BIAS or padded)
@@ -47,11 +74,11 @@ def attend_block(
 
 @triton.jit
 def prefix_split(
-    query_ptr, key_ptr, value_ptr, bias_ptr, output_ptr, lse_ptr, groups_ptr,
+    query_ptr, key_ptr, value_ptr, bias_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
     scale_log2, stride_slot, stride_head, stride_entry, stride_bias,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
@@ -62,8 +89,9 @@ def prefix_split(
     num_rows = tl.load(group_ptr + 2)
     boundary = tl.load(group_ptr + 3)
     num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
-    blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # a function of the rows' own boundary
-    start = split * blocks_per_split
+    first_block = first_block_of(boundary, WINDOW, BLOCK)
+    blocks_per_split = tl.cdiv(num_blocks - first_block, NUM_SPLITS)  # a function of the rows' own boundary
+    start = first_block + split * blocks_per_split
     end = tl.minimum(start + blocks_per_split, num_blocks)
     if (start >= end) | (num_rows == 0):
         return
@@ -75,6 +103,10 @@ def prefix_split(
     columns = tl.arange(0, 2 * HALF)
     query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
+    first_seen = index
+    if WINDOW:
+        tail_lengths = tl.load(rows_ptr + (first_row + index // HEADS_PER_KV) * 5 + 2, mask=is_real, other=WINDOW)
+        first_seen = boundary + tail_lengths - WINDOW
     highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     # Two accumulators, none wider than high: for sm_80 Triton lays the warps along the longer side of a chained dot,
@@ -88,10 +120,12 @@ def prefix_split(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))
         highest, total, acc_first, acc_second = attend_block(
-            query, key_ptr, value_ptr, places, bias, scale_log2, highest, total, acc_first, acc_second,
-            HEAD_DIM, HALF, HAS_BIAS,
+            query, key_ptr, value_ptr, places, bias, first_seen - block * BLOCK, scale_log2, highest, total,
+            acc_first, acc_second, HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
         )  # fmt: skip
 
+    if WINDOW:
+        total = tl.where(total > 0.0, total, 1.0)  # of a row that sees nothing here: its LSE is -inf, its output 0
     row_head += split * (NUM_ROWS * num_heads)
     first = tl.arange(0, HALF)
     output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]

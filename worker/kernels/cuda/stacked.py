@@ -31,6 +31,7 @@ class StackedLayer:
     gate_up: Linear
     down: Linear
     is_still: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
         _stacked([layer.gate, layer.up], device),
         _stacked([layer.down], device),
         layer.is_still,
+        layer.window,
     )
 
 

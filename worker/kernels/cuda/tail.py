@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, capped, first_block_of, load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
 
@@ -29,15 +29,17 @@ def merge_part(part, lse, highest, total, acc):
 @triton.jit
 def attend_tail(
     query, key_ptr, value_ptr, tail_slots_ptr, tail_length, columns, scale_log2, stride_entry,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr = 0, SOFTCAP_LOG2: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Softmax over the tail of a row's heads: their highest scores, totals, and mixed values, not yet divided."""
     n = tl.arange(0, BLOCK)
     seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
+    if WINDOW:
+        seen = seen & (n >= tail_length - WINDOW)
     places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
     keys = load_rows(key_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * scale_log2
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    scores = tl.where(seen[None, :], capped(scores, SOFTCAP_LOG2), float("-inf"))
     highest = tl.max(scores, 1)
     probabilities = tl.exp2(scores - highest[:, None])
     total = tl.sum(probabilities, 1)
@@ -48,16 +50,18 @@ def attend_tail(
 
 @triton.jit
 def tail_merge(
-    query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr,
+    query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, sinks_ptr,
     scale_log2, stride_slot, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the row's tail, and behind it the splits of its prefix in order."""
+    """Program (row, KV head): the row's tail, then a sink, and behind them the splits of its prefix in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
-    num_blocks = tl.cdiv(tl.load(rows_ptr + row * 5 + 1), BLOCK)
+    boundary = tl.load(rows_ptr + row * 5 + 1)
+    num_blocks = tl.cdiv(boundary, BLOCK) - first_block_of(boundary, WINDOW, BLOCK)
     tail_length = tl.load(rows_ptr + row * 5 + 2)
     if tail_length == 0:
         return
@@ -72,8 +76,13 @@ def tail_merge(
     cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
     highest, total, acc = attend_tail(
         query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
-        stride_entry, HEAD_DIM, BLOCK,
+        stride_entry, HEAD_DIM, BLOCK, WINDOW, SOFTCAP_LOG2,
     )  # fmt: skip
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + kv_head * HEADS_PER_KV + index, mask=is_real, other=0.0) * LOG2_E
+        new_highest = tl.maximum(highest, sinks)
+        decay = tl.exp2(highest - new_highest)
+        highest, total, acc = new_highest, total * decay + tl.exp2(sinks - new_highest), acc * decay[:, None]
 
     blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # as in `prefix_split`
     for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):

@@ -50,6 +50,7 @@ typedef struct {
     int32_t num_rows, first_slot;                     // the rows' own keys and values go to consecutive slots
     int32_t boundary;                                 // keys below it are the prefix; a multiple of 64
     int32_t capacity;                                 // slots of the cache
+    int32_t is_partial;                               // slots are no positions, so that no window tells what is seen
 } row_group;
 
 // Whether all numbers of a call stay within their caches, the vocabulary and the positions.
@@ -63,13 +64,20 @@ typedef struct {
     float scale;
 } attention_sizes;
 
+// What the rows of a layer see of the keys up to their own, and what becomes of scores.
+typedef struct {
+    int32_t window;      // keys that a row sees, the last of them its own; 0 for all
+    float softcap;       // scores become softcap * tanh(score / softcap); 0 for none
+    const float *sinks;  // [num_heads] scores that take a share and give nothing, or NULL
+} attention_view;
+
 // Takes one chunk of keys and values in: means, spreads (with the first chunk), moments and codes.
 EXPORT void scan_take_in(team *team, const attention_sizes *sizes, const scanned_keys *keys, int num_layers, int chunk);
 
 // Stores the rows' keys and values and attends: queries, output [num_rows, num_heads, head_dim], keys, values
 // [num_rows, num_kv_heads, head_dim].
-EXPORT void attend(team *team, const attention_sizes *sizes, const row_group *groups, int num_groups,
-                   const void *queries, const void *keys, const void *values, void *output);
+EXPORT void attend(team *team, const attention_sizes *sizes, const attention_view *view, const row_group *groups,
+                   int num_groups, const void *queries, const void *keys, const void *values, void *output);
 
 // ---- rows of weights in 8 or 4 bits
 
@@ -96,7 +104,8 @@ typedef struct {
 typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
     INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, MLP_NORM, GATE, UP, DOWN,
-    STILL  // no weight: the layer turns no heads by their positions
+    STILL,  // no weight: the layer turns no heads by their positions
+    WINDOW  // an int32: `attention_view.window` of the layer
 } weight_role;
 
 typedef struct decoder decoder;

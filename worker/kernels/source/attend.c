@@ -2,8 +2,8 @@
 #include "attention.h"
 #include "elementwise.h"
 
-void attend(team *team, const attention_sizes *sizes, const row_group *groups, int num_groups, const void *queries,
-            const void *keys, const void *values, void *output) {
+void attend(team *team, const attention_sizes *sizes, const attention_view *view, const row_group *groups, int num_groups,
+            const void *queries, const void *keys, const void *values, void *output) {
     frame *frame = frame_open(team);
     attention *attention = attention_new(frame, sizes, groups, num_groups);
     int head_dim = sizes->head_dim, bytes = head_dim * (sizes->element == BF16 ? 2 : 4);
@@ -23,7 +23,7 @@ void attend(team *team, const attention_sizes *sizes, const row_group *groups, i
         }
     size_t count = (size_t)num_rows * (size_t)(sizes->num_heads * head_dim);
     float *mixed = sizes->element == BF16 ? frame_take(frame, sizeof(float) * count) : output;
-    attention_run(attention, frame, 0, mixed);
+    attention_run(attention, frame, 0, view, mixed);
     if (mixed != output) store(BF16, mixed, (long)count, output);
     frame_close(frame);
 }

@@ -38,22 +38,9 @@ static tail_columns columns_of(frame *frame, const row_group *group) {
 }
 
 static void add_pair(attention *attention, int group, int head, long *num_query_elements) {
-    const row_group *rows = &attention->groups[group];
-    head_rows *pair = &attention->pairs[attention->num_pairs++];
-    *pair = (head_rows){
-        .group = group, .head = head, .first_unit = attention->num_units, .first_query = *num_query_elements};
-    pair->num_queries = rows->num_rows * attention->heads_per_kv;
-    *num_query_elements += (long)pair->num_queries * attention->depth;
-    for (int start = 0; start < rows->boundary; start += SPAN) {
-        int count = rows->boundary - start < SPAN ? rows->boundary - start : SPAN;
-        attention->units[attention->num_units++] = (span){PREFIX, attention->num_pairs - 1, start, count};
-    }
-    if (rows->scanned) {
-        int count = rows->scanned->num_chunks * SCAN_CHUNK / SCANNED_FOR_ONE;
-        attention->units[attention->num_units++] = (span){SCANNED, attention->num_pairs - 1, 0, count};
-    }
-    attention->units[attention->num_units++] = (span){TAILS, attention->num_pairs - 1, 0, 0};
-    pair->num_units = attention->num_units - pair->first_unit;
+    int num_queries = attention->groups[group].num_rows * attention->heads_per_kv;
+    attention->pairs[attention->num_pairs++] = (head_rows){group, head, num_queries, *num_query_elements};
+    *num_query_elements += (long)num_queries * attention->depth;
 }
 
 attention *attention_new(frame *frame, const attention_sizes *sizes, const row_group *groups, int num_groups) {
@@ -66,7 +53,6 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, const row_g
                          .depth = uses_pairs ? (int)round_up(sizes->head_dim, BF16_DEPTH) : sizes->head_dim,
                          .heads_per_kv = sizes->num_heads / sizes->num_kv_heads,
                          .scale = sizes->scale * LOG2_E};
-    size_t num_units = 0;
     row_group *copies = frame_take(frame, sizeof(row_group) * (size_t)num_groups);
     tail_columns *tails = frame_take(frame, sizeof(tail_columns) * (size_t)num_groups);
     for (int i = 0; i < num_groups; i++) {
@@ -77,7 +63,6 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, const row_g
             copies[i].scanned = scanned;
         }
         tails[i] = columns_of(frame, &groups[i]);
-        num_units += (size_t)((groups[i].boundary + SPAN - 1) / SPAN + 2) * (size_t)sizes->num_kv_heads;
         int num_queries = groups[i].num_rows * fresh->heads_per_kv;
         fresh->most_queries = num_queries > fresh->most_queries ? num_queries : fresh->most_queries;
         fresh->most_columns = tails[i].num_columns > fresh->most_columns ? tails[i].num_columns : fresh->most_columns;
@@ -85,7 +70,6 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, const row_g
     fresh->groups = copies;
     fresh->tails = tails;
     fresh->pairs = frame_take(frame, sizeof(head_rows) * (size_t)num_pairs);
-    fresh->units = frame_take(frame, sizeof(span) * num_units);
     long num_query_elements = 0;
     for (int i = 0; i < num_groups; i++)
         for (int head = 0; head < sizes->num_kv_heads; head++) add_pair(fresh, i, head, &num_query_elements);
@@ -111,15 +95,24 @@ void attention_query(attention *attention, int group, int row, int head, const f
     }
 }
 
+// What a query's weighted values are multiplied with, where a sink takes its share.
+static float share_beside(float sink, const part *whole, int query) {
+    float score = sink * LOG2_E, old = whole->maximum[query], maximum = old > score ? old : score;
+    float shrink = exp2_of(old - maximum);
+    return shrink / __builtin_fmaf(whole->sum[query], shrink, exp2_of(score - maximum));
+}
+
 // A pair's rows of the output: its parts merged in order, divided by their sum.
-static void write_output(const attention *attention, const head_rows *pair, void **parts, float *output) {
+static void write_output(const attention *attention, const head_rows *pair, const float *sinks, int num_parts,
+                         void **parts, float *output) {
     const attention_sizes *sizes = &attention->sizes;
     int num_queries = pair->num_queries, head_dim = sizes->head_dim, per_kv = attention->heads_per_kv;
     part whole = part_at(parts[0], num_queries);
-    for (int i = 1; i < pair->num_units; i++) merge(&whole, part_at(parts[i], num_queries), num_queries, head_dim);
+    for (int i = 1; i < num_parts; i++) merge(&whole, part_at(parts[i], num_queries), num_queries, head_dim);
     for (int i = 0; i < num_queries; i++) {
-        float *to = output + ((long)(i / per_kv) * sizes->num_heads + pair->head * per_kv + i % per_kv) * head_dim;
-        vec share = vec_set(1.0f / whole.sum[i]);
+        int head = pair->head * per_kv + i % per_kv;
+        float *to = output + ((long)(i / per_kv) * sizes->num_heads + head) * head_dim;
+        vec share = vec_set(sinks ? share_beside(sinks[head], &whole, i) : 1.0f / whole.sum[i]);
         for (int d = 0; d < head_dim; d += LANES) {
             vec mean = vec_mul(vec_load(whole.output + (long)i * head_dim + d), share);
             vec_store(to + d, sizes->element == BF16 ? vec_round_bf16(mean) : mean);
@@ -130,52 +123,126 @@ static void write_output(const attention *attention, const head_rows *pair, void
 static size_t most_bytes(size_t a, size_t b) { return a > b ? a : b; }
 
 // As many pairs as fit into the memory for their parts.
-static int last_of_wave(const attention *attention, int first_pair, size_t slot_bytes) {
-    int last = first_pair, num_units = attention->pairs[first_pair].num_units;
+static int last_of_wave(const attention *attention, const window_plan *plan, int first_pair) {
+    int last = first_pair, first_unit = plan->first_unit[first_pair];
+    size_t slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim);
     while (last + 1 < attention->num_pairs) {
-        num_units += attention->pairs[last + 1].num_units;
+        int num_units = plan->first_unit[last + 2] - first_unit;
         if (num_units > MOST_UNITS || (size_t)num_units * slot_bytes > MOST_SLOT_BYTES) break;
         last++;
     }
     return last;
 }
 
-void attention_run(attention *attention, frame *frame, int layer, float *output) {
-    size_t slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim);
-    if (!attention->slots) {
-        size_t num_slots = 0;
-        for (int first = 0, last; first < attention->num_pairs; first = last + 1) {
-            last = last_of_wave(attention, first, slot_bytes);
-            const head_rows *from = &attention->pairs[first], *to = &attention->pairs[last];
-            size_t num_units = (size_t)(to->first_unit + to->num_units - from->first_unit);
-            num_slots = num_units > num_slots ? num_units : num_slots;
-        }
-        attention->slots = frame_take(frame, num_slots * slot_bytes);
-        attention->parts = frame_take(frame, num_slots * sizeof(void *));
+// ---- windows
+
+// The first slot that each row of a group sees: that of its own position and of as many before it as are in the window.
+static const int32_t *first_seen(frame *frame, const row_group *rows, int window) {
+    if (!window || rows->is_partial) return NULL;
+    int32_t *first = frame_take(frame, sizeof(int32_t) * (size_t)rows->num_rows);
+    for (int row = 0; row < rows->num_rows; row++) {
+        int unseen = rows->boundary + rows->tail_lengths[row] - window;
+        first[row] = unseen > 0 ? unseen : 0;
     }
+    return first;
+}
+
+// Where the first chunk begins of which a row of a group sees something.
+static int first_chunk(const row_group *rows, const int32_t *first_seen) {
+    if (!first_seen) return 0;
+    int first = rows->boundary;
+    for (int row = 0; row < rows->num_rows; row++) first = first_seen[row] < first ? first_seen[row] : first;
+    return first < rows->boundary ? first / CHUNK * CHUNK : first;
+}
+
+static span *add_units(const attention *attention, const window_plan *plan, int pair, span *to) {
+    int group = attention->pairs[pair].group, end;
+    const row_group *rows = &attention->groups[group];
+    for (int start = first_chunk(rows, plan->first_seen[group]); start < rows->boundary; start = end) {
+        end = (start / SPAN + 1) * SPAN;
+        end = end < rows->boundary ? end : rows->boundary;
+        *to++ = (span){PREFIX, pair, start, end - start};
+    }
+    if (rows->scanned) *to++ = (span){SCANNED, pair, 0, rows->scanned->num_chunks * SCAN_CHUNK / SCANNED_FOR_ONE};
+    *to++ = (span){TAILS, pair, 0, 0};
+    return to;
+}
+
+static window_plan *plan_new(frame *frame, const attention *attention, int window) {
+    window_plan *plan = frame_take(frame, sizeof *plan);
+    size_t num_pairs = (size_t)attention->num_pairs, num_groups = 0, num_units = 0;
+    for (size_t pair = 0; pair < num_pairs; pair++) {
+        const row_group *rows = &attention->groups[attention->pairs[pair].group];
+        num_groups = (size_t)attention->pairs[pair].group + 1;
+        num_units += (size_t)((rows->boundary + SPAN - 1) / SPAN + 2);
+    }
+    *plan = (window_plan){.window = window,
+                          .first_seen = frame_take(frame, sizeof(int32_t *) * num_groups),
+                          .units = frame_take(frame, sizeof(span) * num_units),
+                          .first_unit = frame_take(frame, sizeof(int) * (num_pairs + 1)),
+                          .next = attention->plans};
+    for (size_t group = 0; group < num_groups; group++)
+        plan->first_seen[group] = first_seen(frame, &attention->groups[group], window);
+    span *end = plan->units;
+    for (int pair = 0; pair < attention->num_pairs; pair++) {
+        plan->first_unit[pair] = (int)(end - plan->units);
+        end = add_units(attention, plan, pair, end);
+    }
+    plan->first_unit[num_pairs] = (int)(end - plan->units);
+    for (int first = 0, last; first < attention->num_pairs; first = last + 1) {
+        last = last_of_wave(attention, plan, first);
+        int count = plan->first_unit[last + 1] - plan->first_unit[first];
+        plan->num_slots = count > plan->num_slots ? count : plan->num_slots;
+    }
+    return plan;
+}
+
+static const window_plan *plan_of(attention *attention, frame *frame, int window) {
+    window_plan *plan = attention->plans;
+    while (plan && plan->window != window) plan = plan->next;
+    if (!plan) attention->plans = plan = plan_new(frame, attention, window);
+    if (plan->num_slots > attention->num_slots) {
+        size_t slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim);
+        attention->num_slots = plan->num_slots;
+        attention->slots = frame_take(frame, (size_t)plan->num_slots * slot_bytes);
+        attention->parts = frame_take(frame, (size_t)plan->num_slots * sizeof(void *));
+    }
+    return plan;
+}
+
+// ---- a layer
+
+// Runs the units of some pairs; `attention->parts` has what they give.
+static void run_wave(attention *attention, frame *frame, const unit_job *job, int num_units) {
+    stage_plan stage = {.num_units = num_units,
+                        .run = run_unit,
+                        .job = job,
+                        .job_bytes = sizeof *job,
+                        .scratch_bytes = most_bytes(scratch_bytes(attention), scan_scratch_bytes(attention)),
+                        .slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim),
+                        .own_slots = attention->slots};
+    long work = 0;
+    for (const span *unit = job->plan->units + job->first_unit; unit < job->plan->units + job->first_unit + num_units; unit++)
+        work += (long)unit->count * attention->sizes.head_dim * (8 + attention->pairs[unit->pair].num_queries);
+    stage.is_small = work < ATTENTION_WORTH_HELP;
+    run_stage(frame, &stage, attention->parts);
+}
+
+void attention_run(attention *attention, frame *frame, int layer, const attention_view *view, float *output) {
+    const window_plan *plan = plan_of(attention, frame, view->window);
+    const attention_sizes *sizes = &attention->sizes;
     long first_row = 0;
     for (int first = 0, last; first < attention->num_pairs; first = last + 1) {
-        last = last_of_wave(attention, first, slot_bytes);
-        int first_unit = attention->pairs[first].first_unit;
-        unit_job job = {attention, layer, first_unit};
-        stage_plan plan = {.num_units = attention->pairs[last].first_unit + attention->pairs[last].num_units - first_unit,
-                           .run = run_unit,
-                           .job = &job,
-                           .job_bytes = sizeof job,
-                           .scratch_bytes = most_bytes(scratch_bytes(attention), scan_scratch_bytes(attention)),
-                           .slot_bytes = slot_bytes,
-                           .own_slots = attention->slots};
-        long work = 0;
-        for (int unit = first_unit; unit < first_unit + plan.num_units; unit++)
-            work += (long)attention->units[unit].count * attention->sizes.head_dim *
-                    (8 + attention->pairs[attention->units[unit].pair].num_queries);
-        plan.is_small = work < ATTENTION_WORTH_HELP;
-        run_stage(frame, &plan, attention->parts);
+        last = last_of_wave(attention, plan, first);
+        const int *first_unit = plan->first_unit;
+        unit_job job = {attention, plan, view->softcap, layer, first_unit[first]};
+        run_wave(attention, frame, &job, first_unit[last + 1] - first_unit[first]);
         for (int i = first; i <= last; i++) {
             const head_rows *pair = &attention->pairs[i];
-            void **parts = attention->parts + pair->first_unit - first_unit;
-            write_output(attention, pair, parts, output + first_row * attention->sizes.num_heads * attention->sizes.head_dim);
-            if (pair->head == attention->sizes.num_kv_heads - 1) first_row += attention->groups[pair->group].num_rows;
+            void **parts = attention->parts + first_unit[i] - first_unit[first];
+            float *to = output + first_row * sizes->num_heads * sizes->head_dim;
+            write_output(attention, pair, view->sinks, first_unit[i + 1] - first_unit[i], parts, to);
+            if (pair->head == sizes->num_kv_heads - 1) first_row += attention->groups[pair->group].num_rows;
         }
     }
 }

@@ -1,10 +1,13 @@
 // One unit of attention: scores, softmax and values, chunk by chunk.
 #include "attention_units.h"
 
+#include "elementary.h"
 #include "packing.h"
 #include "scan.h"
 
-enum { CHUNK = 256, PACKED_KEYS = 64 };  // keys of a softmax; keys that are packed at a time
+enum { PACKED_KEYS = 64 };  // that are packed at a time
+
+#define NOTHING -3.0e38f  // the maximum of no keys
 
 typedef struct {
     char *keys, *values;  // packed
@@ -57,17 +60,22 @@ void merge(part *whole, part next, int num_queries, int head_dim) {
         vec old = vec_load(whole->maximum + first), new = vec_load(next.maximum + first), maximum = vec_max(old, new);
         vec shrink = vec_exp2(vec_sub(old, maximum)), share = vec_exp2(vec_sub(new, maximum));
         vec sum = vec_mul(vec_load(next.sum + first), share);
+        bool is_empty[LANES];
+        for (int i = 0; i < LANES; i++) is_empty[i] = whole->sum[first + i] == 0.0f;
         vec_store(whole->maximum + first, maximum);
         vec_store(whole->sum + first, vec_fma(vec_load(whole->sum + first), shrink, sum));
         float shrinks[LANES], shares[LANES];
         vec_store(shrinks, shrink);
         vec_store(shares, share);
-        for (int i = 0; i < LANES && first + i < num_queries; i++)
-            for (int d = 0; d < head_dim; d += LANES) {
-                float *place = whole->output + (long)(first + i) * head_dim + d;
-                vec added = vec_mul(vec_load(next.output + (long)(first + i) * head_dim + d), vec_set(shares[i]));
-                vec_store(place, vec_fma(vec_load(place), vec_set(shrinks[i]), added));
+        for (int i = 0; i < LANES && first + i < num_queries; i++) {
+            float *to = whole->output + (long)(first + i) * head_dim;
+            const float *from = next.output + (long)(first + i) * head_dim;
+            if (is_empty[i]) memcpy(to, from, sizeof(float) * (size_t)head_dim);  // with the signs of its zeros
+            for (int d = 0; d < head_dim && !is_empty[i]; d += LANES) {
+                vec added = vec_mul(vec_load(from + d), vec_set(shares[i]));
+                vec_store(to + d, vec_fma(vec_load(to + d), vec_set(shrinks[i]), added));
             }
+        }
     }
 }
 
@@ -108,13 +116,21 @@ static float largest(const float *scores, int count) {
     return vec_max_lane(vec_max(vec_max(most[0], most[1]), vec_max(most[2], most[3])));
 }
 
-// Turns scores into weights 2^(score * scale - maximum); returns their sum.
-static float weigh(const attention *attention, float *scores, bf16 *weights, int count, float maximum) {
+// Ones behind as many zeros as of sixteen keys, from the first one here on, are not seen.
+INLINE vec seen(int num_unseen) {
+    static const float STEP[2 * LANES] = {[LANES] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    return vec_load(STEP + LANES - (num_unseen < LANES ? num_unseen : LANES));
+}
+
+// Turns scores into weights 2^(score * scale - maximum), but for `unseen` first ones, whose weight is 0; returns their
+// sum. Of the unseen ones, those before the last multiple of 64 are not touched.
+static float weigh(const attention *attention, float *scores, bf16 *weights, int unseen, int count, float maximum) {
     vec sums[4], scale = vec_set(attention->scale), shift = vec_set(-maximum);
     for (int j = 0; j < 4; j++) sums[j] = vec_set(0.0f);
-    for (int i = 0; i < count; i += 4 * LANES)
+    for (int i = unseen / PACKED_KEYS * PACKED_KEYS; i < count; i += 4 * LANES)
         for (int j = 0; j < 4; j++) {
             vec weight = vec_exp2(vec_fma(vec_load(scores + i + j * LANES), scale, shift));
+            if (i + j * LANES < unseen) weight = vec_mul(weight, seen(unseen - i - j * LANES));
             sums[j] = vec_add(sums[j], weight);
             if (attention->uses_bf16_products) vec_store_bf16(weights + i + j * LANES, weight);
             else vec_store(scores + i + j * LANES, weight);
@@ -132,17 +148,43 @@ static void add_biases(const attention *attention, const float *biases, int num_
         }
 }
 
-// One chunk's softmax over all queries, merged into what the part holds of earlier chunks.
-static void softmax_of_chunk(const attention *attention, int num_queries, int count, bool is_first, workspace space, part part) {
-    for (int i = 0; i < num_queries; i++) {
-        float *scores = space.scores + (long)i * CHUNK, old = part.maximum[i];
-        float maximum = largest(scores, count) * attention->scale;
-        maximum = !is_first && old > maximum ? old : maximum;
-        float sum = weigh(attention, scores, space.weights + (long)i * CHUNK, count, maximum);
-        space.shrink[i] = is_first ? 0.0f : exp2_of(old - maximum);
-        part.sum[i] = is_first ? sum : __builtin_fmaf(part.sum[i], space.shrink[i], sum);
-        part.maximum[i] = maximum;
+// Caps scores that are not scaled yet, and stay so.
+static void cap_scores(const unit_job *job, int num_queries, int count, long stride, float *scores) {
+    float scale = job->attention->sizes.scale;
+    vec share = vec_set(scale / job->softcap), most = vec_set(job->softcap / scale);
+    for (int query = 0; query < num_queries; query++)
+        for (int i = 0; i < count; i += LANES) {
+            float *place = scores + query * stride + i;
+            vec_store(place, vec_mul(vec_tanh(vec_mul(vec_load(place), share)), most));
+        }
+}
+
+// Lets whole blocks of unseen keys weigh nothing, and gives those beside seen ones a score of these.
+static void hide(const attention *attention, int unseen, float *scores, bf16 *weights) {
+    int whole = unseen / PACKED_KEYS * PACKED_KEYS;
+    if (attention->uses_bf16_products) memset(weights, 0, sizeof(bf16) * (size_t)whole);
+    else memset(scores, 0, sizeof(float) * (size_t)whole);
+    for (int i = whole; i < unseen; i++) scores[i] = scores[unseen];
+}
+
+// One query's softmax over a chunk of which it sees no `unseen` first keys, merged into what the part holds.
+static void softmax_of_query(const attention *attention, int unseen, int count, bool is_first, workspace space, int query,
+                             part part) {
+    float *scores = space.scores + (long)query * CHUNK, old = part.maximum[query];
+    bf16 *weights = space.weights + (long)query * CHUNK;
+    int untouched = unseen / PACKED_KEYS * PACKED_KEYS;
+    if (unseen) hide(attention, unseen, scores, weights);
+    if (unseen == count) {
+        space.shrink[query] = part.sum[query] = 0.0f;
+        part.maximum[query] = NOTHING;
+        return;
     }
+    float maximum = largest(scores + untouched, count - untouched) * attention->scale;
+    maximum = !is_first && old > maximum ? old : maximum;
+    float sum = weigh(attention, scores, weights, unseen, count, maximum);
+    space.shrink[query] = is_first ? 0.0f : exp2_of(old - maximum);
+    part.sum[query] = is_first ? sum : __builtin_fmaf(part.sum[query], space.shrink[query], sum);
+    part.maximum[query] = maximum;
 }
 
 static void add_values(const attention *attention, int num_queries, const char *values, int first, int count,
@@ -165,28 +207,68 @@ static void add_values(const attention *attention, int num_queries, const char *
     gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, head_dim, !is_first);
 }
 
-static void run_span(const attention *attention, int layer, const span *span, void *slot, workspace space) {
+// A chunk of a span: what lies where, and how many of its first keys each row does not see.
+typedef struct {
+    const head_rows *pair;
+    const char *keys, *values;
+    const int32_t *first_seen;  // as in the plan
+    int start, count, unseen;   // slots; the last in whole blocks, which no row sees
+} key_chunk;
+
+static int unseen_by(const key_chunk *chunk, int row) {
+    int unseen = chunk->first_seen ? chunk->first_seen[row] - chunk->start : 0;
+    return unseen < 0 ? 0 : unseen < chunk->count ? unseen : chunk->count;
+}
+
+static key_chunk key_chunk_of(const unit_job *job, const span *span, int start) {
+    const attention *attention = job->attention;
     const head_rows *pair = &attention->pairs[span->pair];
+    long first = (long)start * attention->sizes.head_dim * attention->element_bytes;
+    key_chunk found = {.pair = pair,
+                   .keys = head_start(attention, job->layer, pair->group, pair->head, false) + first,
+                   .values = head_start(attention, job->layer, pair->group, pair->head, true) + first,
+                   .first_seen = job->plan->first_seen[pair->group],
+                   .start = start};
+    int left = span->start + span->count - start, least = found.count = left < CHUNK ? left : CHUNK;
+    for (int row = 0; row < attention->groups[pair->group].num_rows; row++) {
+        int unseen = unseen_by(&found, row);
+        least = unseen < least ? unseen : least;
+    }
+    found.unseen = least / PACKED_KEYS * PACKED_KEYS;
+    return found;
+}
+
+static void score_keys_of(const unit_job *job, const key_chunk *chunk, workspace space) {
+    const attention *attention = job->attention;
     long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
-    const char *keys = head_start(attention, layer, pair->group, pair->head, false) + span->start * row_bytes;
-    const char *values = head_start(attention, layer, pair->group, pair->head, true) + span->start * row_bytes;
-    const float *biases = attention->groups[pair->group].biases;
-    part part = part_at(slot, pair->num_queries);
-    for (int chunk = 0; chunk < span->count; chunk += CHUNK) {
-        int count = span->count - chunk < CHUNK ? span->count - chunk : CHUNK;
-        for (int first = 0; first < count; first += PACKED_KEYS) {
-            const char *rows[PACKED_KEYS];
-            for (int i = 0; i < PACKED_KEYS; i++) rows[i] = keys + (chunk + first + i) * row_bytes;
-            const char *next = values + (chunk + first) * row_bytes;
-            add_scores(attention, pair, rows, PACKED_KEYS, next, space.keys, space.scores + first, CHUNK);
-        }
-        if (biases) add_biases(attention, biases + span->start + chunk, pair->num_queries, count, space.scores);
-        softmax_of_chunk(attention, pair->num_queries, count, chunk == 0, space, part);
-        if (chunk) scale_rows(part.output, pair->num_queries, attention->sizes.head_dim, space.shrink);
-        for (int first = 0; first < count; first += PACKED_KEYS) {
-            const char *next = keys + (chunk + CHUNK + first) * row_bytes;
-            add_values(attention, pair->num_queries, values + (chunk + first) * row_bytes, first, PACKED_KEYS, next,
-                       chunk + first == 0, space, part);
+    const float *biases = attention->groups[chunk->pair->group].biases;
+    int num_queries = chunk->pair->num_queries, unseen = chunk->unseen;
+    for (int first = unseen; first < chunk->count; first += PACKED_KEYS) {
+        const char *rows[PACKED_KEYS];
+        for (int i = 0; i < PACKED_KEYS; i++) rows[i] = chunk->keys + (first + i) * row_bytes;
+        const char *next = chunk->values + first * row_bytes;
+        add_scores(attention, chunk->pair, rows, PACKED_KEYS, next, space.keys, space.scores + first, CHUNK);
+    }
+    if (job->softcap) cap_scores(job, num_queries, chunk->count - unseen, CHUNK, space.scores + unseen);
+    if (biases) add_biases(attention, biases + chunk->start, num_queries, chunk->count, space.scores);
+}
+
+static void run_span(const unit_job *job, const span *span, void *slot, workspace space) {
+    const attention *attention = job->attention;
+    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    int num_queries = attention->pairs[span->pair].num_queries;
+    part part = part_at(slot, num_queries);
+    for (int start = span->start; start < span->start + span->count; start += CHUNK) {
+        key_chunk chunk = key_chunk_of(job, span, start);
+        bool is_first = start == span->start;
+        score_keys_of(job, &chunk, space);
+        for (int i = 0; i < num_queries; i++)
+            softmax_of_query(attention, unseen_by(&chunk, i / attention->heads_per_kv), chunk.count, is_first, space, i, part);
+        if (!is_first) scale_rows(part.output, num_queries, attention->sizes.head_dim, space.shrink);
+        for (int first = chunk.unseen; first < chunk.count; first += PACKED_KEYS) {
+            const char *next = chunk.keys + (CHUNK + first) * row_bytes;
+            add_values(attention, num_queries, chunk.values + first * row_bytes, first, PACKED_KEYS, next,
+                       is_first && first == chunk.unseen, space, part);
         }
     }
 }
@@ -210,25 +292,28 @@ void sum_values(const attention *attention, const float *weights, const char *co
     for (; d < head_dim; d += LANES) add_tail(1, attention, weights, values, count, d, output);
 }
 
-// One query's softmax over its tail: a window of TAIL scores, whose rest weighs nothing.
-static void tail_of_query(const attention *attention, const float *scores, const int32_t *columns, int count,
+// One query's softmax over its tail: a window of TAIL scores, of which those from `start` to `end` weigh something.
+static void tail_of_query(const attention *attention, const float *scores, const int32_t *columns, int start, int end,
                           const char *const *values, int query, part part) {
     float window[TAIL];
-    for (int i = 0; i < TAIL; i++) window[i] = scores[columns[i < count ? i : 0]];
+    for (int i = 0; i < TAIL; i++) window[i] = scores[columns[i >= start && i < end ? i : start]];
     float maximum = largest(window, TAIL) * attention->scale;
     for (int i = 0; i < TAIL; i += LANES) {
         vec score = vec_fma(vec_load(window + i), vec_set(attention->scale), vec_set(-maximum));
         vec_store(window + i, vec_exp2(score));
     }
-    for (int i = count; i < TAIL; i++) window[i] = 0.0f;
+    for (int i = 0; i < TAIL; i++) window[i] = i >= start && i < end ? window[i] : 0.0f;
     vec sum = vec_load(window);
     for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
     part.maximum[query] = maximum;
     part.sum[query] = vec_sum(sum);
-    sum_values(attention, window, values, count, part.output + (long)query * attention->sizes.head_dim);
+    sum_values(attention, window + start, values + start, end - start, part.output + (long)query * attention->sizes.head_dim);
 }
 
-static void run_tails(const attention *attention, int layer, const head_rows *pair, void *slot, workspace space) {
+static void run_tails(const unit_job *job, const head_rows *pair, void *slot, workspace space) {
+    const attention *attention = job->attention;
+    const int32_t *first_seen = job->plan->first_seen[pair->group];
+    int layer = job->layer, boundary = attention->groups[pair->group].boundary;
     const tail_columns *tail = &attention->tails[pair->group];
     long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
     const char *keys = head_start(attention, layer, pair->group, pair->head, false);
@@ -239,27 +324,29 @@ static void run_tails(const attention *attention, int layer, const head_rows *pa
         for (int i = 0; i < count; i++) rows[i] = keys + tail->slots[first + i] * row_bytes;
         add_scores(attention, pair, rows, count, NULL, space.keys, space.scores + first, tail->num_columns);
     }
+    if (job->softcap) cap_scores(job, pair->num_queries, tail->num_columns, tail->num_columns, space.scores);
     part part = part_at(slot, pair->num_queries);
     for (int row = 0; row < attention->groups[pair->group].num_rows; row++) {
         const int32_t *columns = tail->columns + row * TAIL;
         const char *rows[TAIL];
+        int start = first_seen && first_seen[row] > boundary ? first_seen[row] - boundary : 0;
         for (int i = 0; i < tail->lengths[row]; i++) rows[i] = values + tail->slots[columns[i]] * row_bytes;
         for (int i = 0; i < attention->heads_per_kv; i++) {
             int query = row * attention->heads_per_kv + i;
-            tail_of_query(attention, space.scores + (long)query * tail->num_columns, columns, tail->lengths[row], rows,
-                          query, part);
+            tail_of_query(attention, space.scores + (long)query * tail->num_columns, columns, start, tail->lengths[row],
+                          rows, query, part);
         }
     }
 }
 
 void run_unit(const void *job, int unit, void *slot, void *scratch) {
     const unit_job *all = job;
-    const span *span = &all->attention->units[all->first_unit + unit];
+    const span *span = &all->plan->units[all->first_unit + unit];
     const head_rows *pair = &all->attention->pairs[span->pair];
     workspace space = workspace_at(all->attention, scratch);
     switch (span->kind) {
-        case PREFIX: run_span(all->attention, all->layer, span, slot, space); break;
+        case PREFIX: run_span(all, span, slot, space); break;
         case SCANNED: run_scan(all->attention, all->layer, pair, slot, scratch); break;
-        case TAILS: run_tails(all->attention, all->layer, pair, slot, space); break;
+        case TAILS: run_tails(all, pair, slot, space); break;
     }
 }

@@ -13,9 +13,11 @@ typedef struct {
 
 // The queries of a group of rows that share a head of keys: row by row, the heads of one row side by side.
 typedef struct {
-    int group, head, num_queries, first_unit, num_units;
+    int group, head, num_queries;
     long first_query;  // elements from the first pair's
 } head_rows;
+
+enum { CHUNK = 256 };  // keys of a softmax
 
 typedef enum { PREFIX, SCANNED, TAILS } span_kind;
 
@@ -25,6 +27,15 @@ typedef struct {
     int pair, start, count;
 } span;
 
+// The units of all layers of one window.
+typedef struct window_plan {
+    int window, num_slots;      // as many units as may be at work at a time
+    const int32_t **first_seen;  // [num_groups] to the first slot that each row sees, or NULL: all see all
+    span *units;
+    int *first_unit;  // [num_pairs + 1] of each pair
+    struct window_plan *next;
+} window_plan;
+
 struct attention {
     attention_sizes sizes;
     int element_bytes, depth, heads_per_kv;
@@ -33,9 +44,9 @@ struct attention {
     const row_group *groups;
     const tail_columns *tails;
     head_rows *pairs;
-    span *units;
+    window_plan *plans;
     void *queries;
-    int num_pairs, num_units, most_queries, most_columns;
+    int num_pairs, most_queries, most_columns, num_slots;
     char *slots;
     void **parts;
 };
@@ -47,6 +58,8 @@ typedef struct {
 
 typedef struct {
     const attention *attention;
+    const window_plan *plan;
+    float softcap;
     int layer, first_unit;
 } unit_job;
 

@@ -11,6 +11,7 @@ typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each
     float *input_norm, *mlp_norm, *query_norm, *key_norm;
     bool is_still;  // its heads are not turned
+    attention_view view;
 } layer_weights;
 
 struct decoder {
@@ -109,6 +110,7 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         case KEY_NORM: vector_load(&to->key_norm, element, sizes->head_dim, weight); break;
         case MLP_NORM: vector_load(&to->mlp_norm, element, hidden, weight); break;
         case STILL: to->is_still = true; break;
+        case WINDOW: to->view.window = *(const int32_t *)weight; break;
         default: break;
     }
 }
@@ -228,7 +230,7 @@ static void run_layer(const pass *pass, int layer) {
     norm_rows(pass, weights->input_norm);
     linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
     keep_rows(pass, layer);
-    attention_run(pass->attention, pass->frame, layer - call->first_layer, pass->mixed);
+    attention_run(pass->attention, pass->frame, layer - call->first_layer, &weights->view, pass->mixed);
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
     add_part(pass, count);
     norm_rows(pass, weights->mlp_norm);

@@ -69,6 +69,7 @@ class CudaForwards:
         Raises ValueError for weights that do not fit the arena.
         """
         self.sizes = sizes = weights.sizes
+        self.has_windows = any(layer.window for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden

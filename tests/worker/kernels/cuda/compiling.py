@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
+from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import flash, linear, prefix, tail
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
@@ -35,7 +36,17 @@ INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed
 INTEGERS += ("num_chunks_ptr", "entries_ptr", "counts_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
-SUMS = ("lse_ptr", "noise_ptr", "means_ptr", "spreads_ptr", "moments_ptr", "stats_ptr", "gains_ptr", "limits_ptr")
+SUMS = (
+    "lse_ptr",
+    "sinks_ptr",
+    "noise_ptr",
+    "means_ptr",
+    "spreads_ptr",
+    "moments_ptr",
+    "stats_ptr",
+    "gains_ptr",
+    "limits_ptr",
+)
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
 
@@ -60,9 +71,13 @@ def kernels(dtype: str) -> dict[str, Made]:
         name = "" if width == HEAD_DIM else f" of heads of {width}"
         plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr")
         found[f"prefix{name}"] = prefix.prefix_split, plain
-        found[f"tail{name}"] = tail.tail_merge, constants.tail_constants()
+        found[f"tail{name}"] = tail.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
         found[f"packed tail{name}"] = flash.tail_merge_packed, flash.packed_constants(constants)
     found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True}
+    view = AttentionView(4096, 50.0)
+    windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr")
+    found["prefix with a window"] = prefix.prefix_split, windowed
+    found["tail with a window"] = tail.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return found | scan_kernels(dtype) | kernels_besides_attention()
 
 

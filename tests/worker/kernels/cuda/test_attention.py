@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,
@@ -63,18 +65,25 @@ def attended(
     query: Tensor,
     bias: Tensor | None = None,
     num_splits: int = NUM_SPLITS,
+    view: AttentionView = SEES_ALL,
 ) -> Tensor:
     """NaN in scratch and in what is padding, so that anything that leaks shows."""
     scratch = Scratch.empty(num_splits, *query.shape[1:], torch.device("cpu"))
     scratch.output.fill_(NAN)
     scratch.lse.fill_(NAN)
     mixed = padded(query[:0])
-    attend(padded(query), *arena.buffer[1], bias, arena.table(sequences), scratch, mixed, SCALE)
+    attend(padded(query), *arena.buffer[1], bias, arena.table(sequences), scratch, mixed, SCALE, view)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
 
-def exactly(arena: Arena, sequences: Sequence[Placed], query: Tensor, bias: Tensor | None = None) -> Tensor:
+def exactly(
+    arena: Arena,
+    sequences: Sequence[Placed],
+    query: Tensor,
+    bias: Tensor | None = None,
+    view: AttentionView = SEES_ALL,
+) -> Tensor:
     """The same by definition, in float64."""
     outputs: list[Tensor] = []
     for rows, slot in sequences:
@@ -82,23 +91,38 @@ def exactly(arena: Arena, sequences: Sequence[Placed], query: Tensor, bias: Tens
             added = torch.zeros(rows.boundary + length, dtype=torch.float64)
             if bias is not None:
                 added[: rows.boundary] = bias[slot, : rows.boundary]
+            if view.window is not None:
+                added[: max(0, len(added) - view.window)] = float("-inf")
             entries = torch.cat((torch.arange(rows.boundary), torch.from_numpy(tail[:length])))
             seen = entries[added > float("-inf")]
             keys, values = arena.buffer[1, :, slot][:, :, seen].double()
             heads = query[len(outputs)].double().unflatten(0, (len(keys), -1))
-            scores = heads @ keys.mT * SCALE + added[added > float("-inf")]
-            outputs.append((scores.softmax(-1) @ values).flatten(0, 1))
+            scores = heads @ keys.mT * SCALE
+            if view.softcap is not None:
+                scores = view.softcap * (scores / view.softcap).tanh()
+            scores = scores + added[added > float("-inf")]
+            outputs.append((weights_of(scores, view) @ values).flatten(0, 1))
     return torch.stack(outputs)
+
+
+def weights_of(scores: Tensor, view: AttentionView) -> Tensor:
+    """The softmax of `[num_kv_heads, heads of each, num_keys]`, of which sinks have their share."""
+    if view.sinks is None:
+        return scores.softmax(-1)
+    sinks = view.sinks.double().view(*scores.shape[:2], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def num_rows_of(sequences: Sequence[Placed]) -> int:
     return sum(len(rows) for rows, _ in sequences)
 
 
-def worst_error(arena: Arena, sequences: Sequence[Placed], bias: Tensor | None = None) -> float:
+def worst_error(
+    arena: Arena, sequences: Sequence[Placed], bias: Tensor | None = None, view: AttentionView = SEES_ALL
+) -> float:
     query = queries(arena, num_rows_of(sequences))
-    found = attended(arena, sequences, query, bias).double()
-    return float((found - exactly(arena, sequences, query, bias)).abs().max())
+    found = attended(arena, sequences, query, bias, view=view).double()
+    return float((found - exactly(arena, sequences, query, bias, view)).abs().max())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -172,3 +196,53 @@ def test_another_number_of_splits_gives_other_bits() -> None:
 def test_more_query_heads_than_a_tile_has_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="found 17 query heads a KV head, expected at most 16"):
         AttentionShape(1, 17, 64, NUM_SPLITS, BF16)
+
+
+def view_of(shape: Shape, window: int | None, softcap: float | None, has_sinks: bool) -> AttentionView:
+    num_heads = shape.num_kv_heads * shape.group
+    return AttentionView(window, softcap, torch.linspace(-2, 6, num_heads) if has_sinks else None)
+
+
+VIEWS = [(1, None, False), (40, 3.0, False), (64, None, True), (65, None, False), (300, 3.0, True), (None, 3.0, True)]
+
+
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), VIEWS)
+def test_windows_soft_caps_and_sinks_are_near_float64(
+    window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    for shape in (SMALL, Shape(head_dim=80, group=4)):
+        arena, sequences = written(shape, (0, 63, 448, 700), (4, 1, 40, 7), seed=7)
+        view = view_of(shape, window, softcap, has_sinks)
+        error = worst_error(arena, sequences, view=view)
+        assert error < (3e-6 if shape.dtype == FLOAT32 else 2e-2)
+
+
+@pytest.mark.parametrize("window", [1, 40, 65, 130, 300])
+def test_a_row_with_a_window_has_the_bits_of_plain_decoding(window: int) -> None:
+    """Rows of a block see from different blocks of the prefix on, some of them nothing of it."""
+    for shape in (SMALL, Shape(head_dim=80, group=4)):
+        view = view_of(shape, window, 5.0, has_sinks=True)
+        arena, sequences = written(shape, (100, 448, 702), (14, 40, 7), seed=8)
+        query = queries(arena, num_rows_of(sequences))
+        together = attended(arena, sequences, query, view=view).split([len(rows) for rows, _ in sequences])
+        parts = query.split([len(rows) for rows, _ in sequences])
+        for each, rows in enumerate(sequences):
+            for row in random.Random(each).sample(range(len(rows[0])), 3):
+                plain, placed = alone(arena, rows, row)
+                found = attended(plain, placed, parts[each][row : row + 1], view=view)
+                assert torch.equal(found[0], together[each][row])
+
+
+def test_blocks_that_no_row_of_a_block_sees_are_never_read() -> None:
+    arena, sequences = written(SMALL, (704,), (20,), seed=9)
+    view, query = AttentionView(100), queries(arena, 20)
+    want = attended(arena, sequences, query, view=view)
+    arena.buffer[..., : 704 - 128, :] = NAN
+    assert torch.equal(attended(arena, sequences, query, view=view), want)
+
+
+def test_flash_attn_beside_a_window_is_refused() -> None:
+    attention = FlashAttention.__new__(FlashAttention)
+    arena, sequences = written(SMALL, (64,), (1,), seed=10)
+    with pytest.raises(ValueError, match="attend with triton"):
+        attention.attend(0, *arena.buffer[1], None, arena.table(sequences), queries(arena, 1), view=AttentionView(100))

@@ -33,7 +33,7 @@ KINDS = pytest.mark.parametrize(
         pytest.param("fp32", BOTH, id="fp32", marks=pytest.mark.slow),
     ],
 )
-ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail")
+ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail", "prefix with a window", "tail with a window")
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
 Report = dict[str, Any]
 
@@ -74,7 +74,7 @@ def test_attention_spills_nothing_and_fits_into_shared_memory(
     compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
     reports = compiled(dtype, capabilities, *ATTENTION)
-    assert len(reports) == 4 * len(capabilities)
+    assert len(reports) == 6 * len(capabilities)
     assert all(fits(report) for report in reports), reports
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -44,6 +44,8 @@ KINDS = {
     "llama, bfloat16": (Shape(group=4, is_tied=False), triton_linear),
     "granite, bfloat16": (Shape(is_scaled=True), triton_linear),
     "granite, float32": (Shape(is_scaled=True, dtype=FLOAT32), triton_linear),
+    "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130)), triton_linear),
+    "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
 }
 
@@ -206,3 +208,24 @@ def test_biases_for_some_stacked_parts_alone_are_refused() -> None:
     layers = [dataclasses.replace(weights.layers[0], key=Linear(weights.layers[0].key.weight))]
     with pytest.raises(ValueError, match="found 2 biases, expected 3 or none"):
         stacked_weights(dataclasses.replace(weights, layers=layers), CPU)
+
+
+def test_windows_beside_an_attention_that_knows_none_are_refused() -> None:
+    arena = random_arena(Shape(windows=(40, None)), (5,))
+    weights = stacked_weights(random_weights(arena.shape), CPU)
+
+    def another(*_: Any) -> Any:
+        return object()
+
+    with pytest.raises(ValueError, match="layers with windows"):
+        CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, cublas_linear, attention=another)
+
+
+@pytest.mark.parametrize("windows", [(None, None), (40, None)])
+def test_windows_are_not_for_entries_that_are_no_positions(windows: tuple[int | None, int | None]) -> None:
+    shape = Shape(dtype=FLOAT32, windows=windows)
+    arena, bias = random_arena(shape, (64, 10)), torch.zeros(2, CAPACITY)
+    over = decoder_of(arena).over(arena.buffer, bias)
+    plain = decoder_of(random_arena(LLAMA, (64, 10))).over(arena.buffer, bias)
+    rows = [(random_partial_rows(random.Random(5), shape, 64, 3), 0)]
+    assert all(torch.equal(*each) for each in zip(run(over, rows), run(plain, rows), strict=True))

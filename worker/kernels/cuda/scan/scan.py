@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable
@@ -98,7 +99,7 @@ def scan_attend(
     keys, values = entries
     shape = scan.shape
     prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
-        query, keys, values, bias, prefixes.output, prefixes.lse, table.groups,
+        query, keys, values, bias, prefixes.output, prefixes.lse, table.groups, table.rows,
         scan.scale * math.log2(math.e), *keys.stride()[:3], bias.stride(0),
         HAS_BIAS=True, **shape.prefix_constants(),
     )  # fmt: skip
@@ -127,11 +128,18 @@ class ScanAttention:
         return None
 
     def attend(
-        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor | None, table: CudaRowTable[Tensor], mixed: Tensor
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
     ) -> None:
-        """Raises ValueError without biases."""
-        if bias is None:
-            raise ValueError("found no biases, which entries of partial caches have")
+        """Raises ValueError without biases, and for a window, which entries that are no positions know nothing of."""
+        if bias is None or view != SEES_ALL:
+            raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
         scratch = self._other.scratch
         scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)
 

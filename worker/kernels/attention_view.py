@@ -1,0 +1,24 @@
+"""What the rows of a layer see beside plain attention to all positions, in the words of both kinds of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """What the rows of a layer see of the keys up to their own, and what becomes of scores."""
+
+    window: int | None = None  # positions that a row sees, the last of them its own
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [num_heads] scores that take a share and give nothing
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a window or a soft cap of nothing."""
+        if (self.window is not None and self.window < 1) or (self.softcap is not None and not self.softcap > 0):
+            raise ValueError(f"found a window of {self.window} and a soft cap of {self.softcap}, expected more than 0")
+
+
+SEES_ALL = AttentionView()

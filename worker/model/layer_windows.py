@@ -1,0 +1,58 @@
+"""The windows of a dense decoder's layers, as each kind's config says them. Without torch: the driver asks, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Windows = tuple[int | None, ...]
+"""For each layer the positions that a row sees, the last of them its own; None for all."""
+WindowForm = Callable[[dict[str, Any]], Windows]
+"""Reads them. Raises KeyError for what is left to a default, ValueError for what is not understood."""
+
+IS_WINDOWED = {"full_attention": False, "attention": False, "sliding_attention": True}
+
+
+def in_all_layers(config: dict[str, Any]) -> Windows:
+    """`sliding_window` is that of all layers, or null. With types of layers, `transformers` may take another class."""
+    size = config["sliding_window"]
+    if size is not None and config.get("layer_types"):
+        raise ValueError("its sliding_window stands beside layer_types")
+    return (None if size is None else _size(size),) * int(config["num_hidden_layers"])
+
+
+def in_all_layers_if_said(config: dict[str, Any]) -> Windows:
+    """As above; there is none where the config does not say it."""
+    return in_all_layers({"sliding_window": None} | config)
+
+
+def by_layer_types(config: dict[str, Any]) -> Windows:
+    """`layer_types` say which layers have the window."""
+    types = config["layer_types"]
+    if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or set(types) - set(IS_WINDOWED):
+        raise ValueError("its layer_types do not tell of each layer")
+    return tuple(_size(config["sliding_window"]) if IS_WINDOWED[each] else None for each in types)
+
+
+def where_switched_on(config: dict[str, Any]) -> Windows:
+    """Those of `layer_types`, or all from `max_window_layers` on; none unless `use_sliding_window` is true."""
+    num_layers = int(config["num_hidden_layers"])
+    if config.get("use_sliding_window", False) not in (True, False):
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r}")
+    if not config.get("use_sliding_window") and not isinstance(config.get("sliding_window"), int | None):
+        raise ValueError(f"its sliding_window is {config['sliding_window']!r}")
+    if config.get("layer_types"):
+        windows = by_layer_types(config)
+        if any(windows) and not config.get("use_sliding_window"):
+            raise ValueError("its layer_types have windows that are switched off")
+        return windows
+    if not config.get("use_sliding_window"):
+        return (None,) * num_layers
+    size = _size(config["sliding_window"])
+    return tuple(size if number >= config["max_window_layers"] else None for number in range(num_layers))
+
+
+def _size(found: Any) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(f"its sliding_window is {found!r}")
+    return found
