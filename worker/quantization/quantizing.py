@@ -22,7 +22,7 @@ from swiftbatch.worker.model.files import ModelFiles, let_others_read, read_whol
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.text_view import text_name, text_view
-from swiftbatch.worker.quantization.code_rounding import Rounding, rounding_of
+from swiftbatch.worker.quantization.nearest import Rounding, rounding_of
 from swiftbatch.worker.quantization.tensor_file import write_tensors
 
 OF_LAYERS = re.compile(r"^model\.layers\.\d+\..*\.weight$")

@@ -18,7 +18,7 @@ from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.quantization import quantizing, text_loss
-from swiftbatch.worker.quantization.code_rounding import FORMATS, FloatRounding, rounding_of
+from swiftbatch.worker.quantization.nearest import FORMATS, FloatRounding, rounding_of
 from swiftbatch.worker.quantization.quantizing import quantize_model
 from swiftbatch.worker.quantization.tensor_file import write_tensors
 from swiftbatch.worker.target.target import TargetModel
