@@ -16,6 +16,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import adapter_fault, folder_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
 from swiftbatch.worker.model.formats.catalogue import format_of
@@ -151,7 +152,7 @@ def _chat_template(path: Path) -> str | None:
             continue
         if isinstance(said, dict) and said.get("chat_template"):
             return json.dumps(said["chat_template"], ensure_ascii=False)
-    return None
+    return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
 
 
 def _engines(path: Path) -> tuple[str, ...]:

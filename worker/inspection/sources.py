@@ -7,9 +7,10 @@ from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import EMBEDDED, hub_snapshot
+from swiftbatch.worker.model.files import CONFIG_FILES, EMBEDDED, hub_snapshot, model_folder
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.gguf.links import SUFFIX
 
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
 
@@ -26,6 +27,8 @@ class Source:
 def source_of(model: str) -> Source:
     """Find `embedded`, a folder or a hub id. Raises ModelError for one that is neither."""
     path = EMBEDDED if model == "embedded" else Path(model)
+    if path.suffix == SUFFIX and path.is_file():
+        path = model_folder(model, CONFIG_FILES)
     if path.is_dir():
         return Source(model, path, _stored_in(path))
     return Source(model, hub_snapshot(model, SMALL_FILES), _stored_on_hub(model))

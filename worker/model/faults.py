@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.worker.model.gguf.links import link_names
+
 ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,6 +66,8 @@ def _eos_fault(source: str, settings: dict[str, Any]) -> str | None:
 
 def weight_names(path: Path) -> set[str]:
     """Names of the files that hold a folder's weights; none where neither a single file nor a sound index is there."""
+    if links := link_names(path):
+        return set(links)
     if (path / SINGLE_FILE).exists():
         return {SINGLE_FILE}
     index, _ = _json_object(path / INDEX_FILE)

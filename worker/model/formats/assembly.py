@@ -14,7 +14,7 @@ class Assembly:
     """Takes the tensors of a model's files in any order, and gives back the weights of its text model."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self._names, self._dtype = layout.names, dtype
+        self._names, self.dtype = layout.names, dtype
         self._places = {stored: (each, part) for each in layout.packed for part, stored in each.parts.items()}
         self._parts: dict[str, dict[str, Tensor]] = {}
 
@@ -34,6 +34,6 @@ class Assembly:
 
     def _whole(self, matrix: PackedTensor) -> Weight:
         try:
-            return matrix.scheme.weight(self._parts.pop(matrix.name), self._dtype)
+            return matrix.scheme.weight(self._parts.pop(matrix.name), self.dtype)
         except FormatError as error:
             raise FormatError(f"{matrix.name}: {error}") from None

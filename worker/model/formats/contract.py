@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from swiftbatch.worker.model.gguf.tensor_types import BITS
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,7 +31,7 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the head of its file describes it: `dtype` in safetensors' words."""
+    """A tensor as the head of its file describes it: `dtype` in the words of safetensors, or of GGUF."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +43,7 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """What it takes in its file."""
-        return self.num_numbers * ITEM_BITS.get(self.dtype, 8) // 8
+        return int(self.num_numbers * (ITEM_BITS | BITS).get(self.dtype, 8)) // 8
 
 
 class Scheme(Protocol):

@@ -13,6 +13,10 @@ from safetensors import SafetensorError, safe_open
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
+from swiftbatch.worker.model.gguf.forms import forms_in_gguf
+from swiftbatch.worker.model.gguf.header import GGUFError
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.gguf.tensor_types import BITS
 from swiftbatch.worker.model.text_view import text_name, text_view
 
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -51,10 +55,12 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
     Raises FormatError.
     """
     try:
+        if file.suffix == SUFFIX:
+            return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
             return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, GGUFError) as error:
         raise FormatError(f"{file} is damaged or cut off ({error}); copy it again") from None
 
 
@@ -66,7 +72,7 @@ def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, A
     in_parts = {name for each, _ in packed for name in each.parts.values()}
     plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
     for name in plain:
-        if name.endswith("weight") and named[name].dtype not in FLOATS:
+        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # of GGUF files, all that is read
             raise FormatError(f"its weights have {name} as {named[name].dtype}; expected {PLAIN}")
     if format_ is not None and named and not packed:
         raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from swiftbatch.worker.bench.gpu.sizing import (
     CONTEXT_BYTES,
     GPU_BYTES,
@@ -28,6 +30,7 @@ GPU_PAGE = page("docs/gpu.md")
 PROSE = " ".join(GPU_PAGE.split())
 
 
+@pytest.mark.long
 def test_the_page_has_the_table_that_the_command_prints() -> None:
     assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
     command = [sys.executable, "-m", "swiftbatch.worker.bench.gpu.sizing"]
