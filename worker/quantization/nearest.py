@@ -38,7 +38,8 @@ class Rounding(Protocol):
 class IntegerRounding:
     """compressed-tensors' `pack-quantized`, groups of 32 columns, around 0.
 
-    Zeros of their own would make 4 bits a little finer; not all programs that read the format read those.
+    With zeros of their own, groups of 4 bits are no nearer in nats, and not all programs that read the format read
+    those.
     """
 
     bits: int
@@ -55,8 +56,9 @@ class IntegerRounding:
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         groups, most = weight.unflatten(1, (-1, GROUP)), (1 << self.bits) - 1
-        # as they are stored: what is rounded with them must be what is multiplied by them
-        scales = (groups.abs().amax(-1) / (most / 2)).clamp(min=SMALLEST).to(torch.bfloat16)
+        # As they are stored: what is rounded with them must be what is multiplied by them. The greatest number of a
+        # group keeps its place. Steps that are finer by the one code that is left clip it, which costs more.
+        scales = (groups.abs().amax(-1) / (most // 2)).clamp(min=SMALLEST).to(torch.bfloat16)
         codes = ((groups / scales.float()[..., None]).round() + (most + 1) // 2).clamp(0, most)
         return {
             "weight_packed": _words(codes.flatten(1), self.bits),

@@ -201,13 +201,13 @@ tokens. Today the weights are dequantized when they are loaded, and take as much
 
 | format, in safetensors (for GGUF see [below](#gguf-files)) | what runs |
 |---|---|
-| `fp8` (Qwen, DeepSeek, MiniMax, GLM) | e4m3 with a scale for each block of any size, or one per tensor |
-| `compressed-tensors`, floats | FP8 per tensor, row or block; NVFP4; MXFP4 |
-| `compressed-tensors`, integers | int8 per tensor, row or group; 2, 3, 4 or 8 bits, also with zeros or `actorder` |
+| FP8 as `fp8` (Qwen, DeepSeek, MiniMax, GLM) | e4m3 with a scale for each block of any size, or one per tensor |
+| floats of `compressed-tensors` | FP8 per tensor, row or block; NVFP4; MXFP4 |
+| integers of `compressed-tensors` | int8 per tensor, row or group; 2, 3, 4 or 8 bits, also with zeros or `actorder` |
 | ModelOpt (`hf_quant_config.json`) | FP8 per tensor, NVFP4, both in one checkpoint |
-| `mxfp4` (gpt-oss) | the experts |
-| `gptq` | 2, 3, 4 or 8 bits, first and second form, with `desc_act` as well |
-| `awq` | 4 bits in the order `gemm` |
+| MXFP4 as `mxfp4` (gpt-oss) | the experts |
+| GPTQ as `gptq` | 2, 3, 4 or 8 bits, first and second form, with `desc_act` as well |
+| AWQ as `awq` | 4 bits in the order `gemm` |
 
 All others are refused by their name, such as bitsandbytes, quark, hqq or torchao. So are keys of a config that are not
 understood, sparse weights, rotations, and parts that are missing, damaged or do not fit together.
