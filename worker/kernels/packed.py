@@ -90,6 +90,11 @@ class PackedMatrix:
         ends = torch.tensor(widths).cumsum(0).tolist()
         return [self.rows(slice(end - width, end)) for width, end in zip(widths, ends, strict=True)]
 
+    @property
+    def form(self) -> tuple[Code, int, bool, torch.dtype]:
+        """The properties that matrices of one depth share where they can lie one below the other."""
+        return self.code, self.group_size, self.offsets is not None, self.dtype
+
     def to(self, device: torch.device) -> PackedMatrix:
         """The same on a device."""
         offsets = None if self.offsets is None else self.offsets.to(device)
@@ -111,6 +116,14 @@ class PackedMatrix:
         """Tell whether no scale has more significant bits than a product with a code leaves room for."""
         spare = (1 << CODE_BITS[self.code]) - 1
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
+
+
+def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+    """Matrices of one form, one below the other."""
+    first = matrices[0]
+    codes, scales = (torch.cat([getattr(each, name) for each in matrices]) for name in ("codes", "scales"))
+    offsets = [each.offsets for each in matrices if each.offsets is not None]
+    return PackedMatrix(first.code, codes, scales, first.dtype, torch.cat(offsets) if offsets else None)
 
 
 Weight = Tensor | PackedMatrix

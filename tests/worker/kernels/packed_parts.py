@@ -27,11 +27,11 @@ def random_packed(
 
 
 def packed_weights(shape: Shape, code: Code, group: int, *, has_offsets: bool = False) -> DecoderWeights:
-    """`random_weights` with a packed matrix in each product, and in a head that is not tied."""
+    """`random_weights` with a packed matrix in each product, and in an untied head. `group` 0: whole depths."""
 
     def packed(linear: AnyLinear) -> AnyLinear:
         columns, depth = linear.weight.shape
-        matrix = random_packed(code, columns, depth, group, has_offsets=has_offsets, dtype=shape.dtype)
+        matrix = random_packed(code, columns, depth, group or depth, has_offsets=has_offsets, dtype=shape.dtype)
         return linear_from(matrix, linear.bias)
 
     return with_products(random_weights(shape), packed)

@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, rope_store, silu_mul
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
@@ -55,7 +56,7 @@ class CudaDecoder:
         step = BLOCK if bias is None else 1
         self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_positions, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
-        self._linear, self._reduce = linear, reduce
+        self._linear, self._reduce = WeightKernel(linear), reduce
         self._angles = self._angles_of(np.arange(num_positions), arena.device)
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from swiftbatch.worker.kernels.cuda.code_numbers import DECODERS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.linear import BLOCK_DEPTH, TILE_COLUMNS, LinearKernel, multiply_constants
 from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
 from swiftbatch.worker.kernels.packed import CODE_BITS, PackedMatrix, Weight
@@ -97,6 +98,17 @@ def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: 
         rows, weight.codes, weight.scales, weight.offsets, bias, out, num_columns,
         **packed_constants(weight, bias is not None),
     )  # fmt: skip
+
+
+def packed_product(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """Float32 `[..., columns]` of any number of rows `[..., depth]`."""
+    blocks = [
+        nn.functional.pad(block, (0, 0, 0, NUM_ROWS - len(block))) for block in rows.flatten(0, -2).split(NUM_ROWS)
+    ]
+    out = torch.empty(len(blocks) * NUM_ROWS, weight.shape[0], device=rows.device)
+    for block, found in zip(blocks, out.split(NUM_ROWS), strict=True):
+        packed_linear(block, weight, bias, found)
+    return out[: rows.shape[:-1].numel()].view(*rows.shape[:-1], -1)
 
 
 def packed_constants(weight: PackedMatrix, has_bias: bool) -> dict[str, Any]:
