@@ -17,7 +17,7 @@ class CudaKernels:
     """A run's choice. Catalogues with these names: `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
 
     attention: AttentionName = "triton"  # to what lies before a draft tree
-    linear: LinearName = "cublas"
+    linear: LinearName = "cublas"  # for weights that are not packed
 
     @property
     def words(self) -> str:

@@ -14,6 +14,24 @@ from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
 from swiftbatch.worker.model.text_view import is_of_text
 
+PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
+FACTOR_BYTES = 4  # of a scale or an offset
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Weights that lie packed on a device: codes, and float32 scales of groups that share one, with their offsets."""
+
+    num_parameters: int
+    bits: int  # of a code
+    group_size: int
+    has_offsets: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        groups = self.num_parameters // self.group_size
+        return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -28,10 +46,13 @@ class ModelSizes:
     intermediate: int
     vocab: int
     item_size: int  # bytes of a number
+    packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * self.item_size
+        """The bytes of all weights on a device: packed ones as they lie there."""
+        num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
+        return num_plain * self.item_size + sum(part.num_bytes for part in self.packed)
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
@@ -40,8 +61,11 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     return sizes_of(config, num_parameters(weight_files(files.path), config), dtype)
 
 
-def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | None:
-    """The sizes of a text model with so many parameters; None where its config hides some."""
+def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
+    """The sizes of a text model with so many parameters, some of them packed; None where its config hides some.
+
+    Those that are packed in the files are dequantized for another dtype than bfloat16.
+    """
     num_bytes = bytes_per_position(config, dtype)
     num_heads, hidden, intermediate = (
         config.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size")
@@ -58,6 +82,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | No
         intermediate=intermediate,
         vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
+        packed=packed if dtype == PACKED_DTYPE else (),
     )
 
 

@@ -54,10 +54,14 @@ class StackedWeights:
     rotary: Rotary
 
     @property
+    def products(self) -> list[AnyLinear]:
+        """The products of a forward: those of all layers, and the head."""
+        return [*(product for layer in self.layers for product in layer.products), self.head]
+
+    @property
     def is_packed(self) -> bool:
         """Whether the weights of a product are packed."""
-        products = [self.head, *(product for layer in self.layers for product in layer.products)]
-        return any(isinstance(product.weight, PackedMatrix) for product in products)
+        return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
 
 def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
