@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.exactness.first_run import packed_products
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.exactness.first_run import first_run, packed_products
+from swiftbatch.worker.exactness.first_run.findings import Check, Finding
+from swiftbatch.worker.exactness.first_run.first_run import FirstRun, run_checks
 from swiftbatch.worker.exactness.first_run.packed_products import FORMS, check_packed_products
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import check_products
+from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.packed_linear import packed_linear
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.packed import TABLES, PackedMatrix
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.target.hardware import hardware_of
 from tests.worker.exactness.first_run.small_parts import CPU, SMALL, small_parts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
 from tests.worker.kernels.packed_parts import packed_weights
@@ -70,6 +79,31 @@ def test_nothing_is_tried_in_float32(embedded_files: ModelFiles) -> None:
     finding = check_packed_products(small_parts(embedded_files, FLOAT32))
     assert (finding.passed, finding.rows) == (True, [])
     assert finding.words.startswith("not tried: packed weights are multiplied in bfloat16")
+
+
+def test_a_packed_model_is_exact_with_the_kernels_that_were_asked_for(
+    embedded_files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`triton` runs its products, whatever was asked for, so nobody is told to ask for it."""
+
+    def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
+        taken = Finding(passed=True, words="fine", rows=[], linear="triton")
+        return run_checks(parts, report, [Check("products", "products hold", lambda parts: taken)])
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Parts, "of", lambda *args: packed_parts(embedded_files))
+    monkeypatch.setattr(first_run, "run_checks", checked)
+    monkeypatch.setattr(first_run, "resolve_device", lambda device: torch.device("cuda"))
+    found = first_run.first_run(Computation(device="cuda", linear="cublas", num_threads=1), print)
+    assert found is not None
+    assert (found.verdict, found.linear, found.asked_linear) == ("exact", "triton", "triton")
+    assert "use --linear" not in found.page()
+    for kernels in (CudaKernels(linear="cublas"), CudaKernels(linear="triton")):
+        key = verdict_key(
+            locate_model("embedded").fingerprint, "bfloat16", "cuda", 1, hardware_of("cuda"), torch.__version__,
+            chosen_numerics("cuda", "bfloat16", kernels),
+        )  # fmt: skip
+        assert known_verdict(key) == "exact"
 
 
 @pytest.mark.long

@@ -180,7 +180,7 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     layouts = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]", made.asm["ttgir"])
-    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync")
+    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync", "cvt.rn.bf16x2.f32")
     return {
         "kernel": name,
         "dtype": dtype,

@@ -112,6 +112,12 @@ def test_packed_products_spill_nothing_and_multiply_as_the_plain_one(compiled: C
             assert report["ops"][product] == its["ops"][product], report
 
 
+def test_a_code_becomes_a_number_once(compiled: Callable[..., list[Report]]) -> None:
+    """Two at a time, by one thread of 128. Every warp that multiplies with it could make its own."""
+    for report in compiled("bf16", *packed_kernels()):
+        assert report["ops"]["cvt.rn.bf16x2.f32"] == 32 * 128 // 128 // 2, report
+
+
 def test_codes_are_read_sixteen_bytes_at_a_time(compiled: Callable[..., list[Report]]) -> None:
     """A block has 32 times 128 codes for 128 threads: one copy each of four bits, two of eight, and four stages."""
     for report in compiled("bf16", *packed_kernels()):
