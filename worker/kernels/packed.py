@@ -119,11 +119,16 @@ class PackedMatrix:
 
 
 def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """Matrices of one form, one below the other."""
+    """Matrices of one form, one below the other, without gaps in memory."""
     first = matrices[0]
-    codes, scales = (torch.cat([getattr(each, name) for each in matrices]) for name in ("codes", "scales"))
+    codes, scales = _below([each.codes for each in matrices]), _below([each.scales for each in matrices])
     offsets = [each.offsets for each in matrices if each.offsets is not None]
-    return PackedMatrix(first.code, codes, scales, first.dtype, torch.cat(offsets) if offsets else None)
+    return PackedMatrix(first.code, codes, scales, first.dtype, _below(offsets) if offsets else None)
+
+
+def _below(parts: list[Tensor]) -> Tensor:
+    """One of them is copied only where it has gaps."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
 Weight = Tensor | PackedMatrix

@@ -117,7 +117,7 @@ def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> AnyLinear:
 def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight:
     packed = [weight.to(device) for weight in weights if isinstance(weight, PackedMatrix)]
     if len(packed) == len(weights) and len({each.form for each in packed}) == 1:
-        whole = stacked(packed) if len(packed) > 1 else packed[0]
+        whole = stacked(packed)
         if is_multiplied_packed(whole):
             return whole
     parts = [_moved(plain(weight), device) for weight in weights]
