@@ -8,20 +8,23 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt worker/kernels/build.py worker/kernels/source \
 	$(wildcard worker/kernels/source/*)
 
-PYTEST = $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Two processes compute, two more go on while tests wait for Ray or a store; without those, one more is enough.
+PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
+# A hundred processes start: where they may not write bytecode, each compiles all that it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-quick test-all lint
 demo: $(VENV)/installed
 	$(BIN)/python -m swiftbatch.scheduler.demo
 
 test: lint
-	$(PYTEST)
+	$(PYTEST) 4
 
 test-quick: lint
-	$(PYTEST) -m "not slow and not ray and not long"
+	$(PYTEST) 3 -m "not slow and not ray and not long"
 
 test-all: lint
-	$(PYTEST) -m ""
+	$(PYTEST) 4 -m ""
 
 # mypy finds a package by its folder alone: one with links has the rooms as an install does.
 lint: $(VENV)/installed-dev

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -33,24 +34,64 @@ from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles
 from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
+from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target.training import train_tokenizer
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 
+DRIVER = "tests/scheduler/driver/"
 NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever shares a Ray needs one."""
+    """Mark what shares a Ray, which needs one, and put files that take long first."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ray)
+    items[:] = in_order(items)
+
+
+def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return files of `ray` spread among those of `long`, since they wait while those compute; short ones come last."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+
+    def having(marker: str, among: list[list[pytest.Item]]) -> list[list[pytest.Item]]:
+        return [file for file in among if any(item.get_closest_marker(marker) for item in file)]
+
+    of_ray = having("ray", list(files.values()))
+    computing = having("long", [file for file in files.values() if file not in of_ray])
+    others = [file for file in files.values() if file not in of_ray and file not in computing]
+    places = [(number / len(group), file) for group in (of_ray, computing) for number, file in enumerate(group)]
+    first = [file for _, file in sorted(places, key=lambda place: place[0])]
+    return [item for file in (*first, *others) for item in file]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process whole files; those of the driver are one, since they share a Ray."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return DRIVER if nodeid.startswith(DRIVER) else str(super()._split_scope(nodeid))
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
 def _fixed_threads() -> None:
     torch.set_num_threads(NUM_THREADS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _costs_timed_once() -> Iterator[None]:
+    """Each forward that tells a step's costs runs once: what they are makes plans, and no token depends on a plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_costs, "PROBE_REPEATS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

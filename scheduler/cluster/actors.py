@@ -58,7 +58,8 @@ class WorkerActor:
         factory = getattr(importlib.import_module(module), name)
         self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
         session = self._session
-        signal.signal(signal.SIGTERM, lambda _number, _frame: session.request_drain())
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at the latter, with a traceback
+            signal.signal(number, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
         where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
         return WorkerInfo(*where, session.numerics, session.num_free_positions, session.num_slots)

@@ -46,7 +46,9 @@ def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: i
     return value or len(os.sched_getaffinity(0))
 
 
-MODEL = click.option("--model", default=Computation.model, callback=filled, help="`embedded`, a folder, or a hub id.")
+MODEL = click.option(
+    "--model", default=Computation.model, callback=filled, help="`embedded`, a folder, a .gguf file, or a hub id."
+)
 DRAFT_MODEL = click.option(
     "--draft-model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

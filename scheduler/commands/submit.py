@@ -106,7 +106,9 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
     "--endpoint", type=click.Choice(get_args(JobUrl)), metavar="URL", help="Reject lines that are for another endpoint."
 )
 @run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
-@token_option("--model", callback=filled, help=f"`embedded`, a folder, or a hub id. [default: {Computation.model}]")
+@token_option(
+    "--model", callback=filled, help=f"`embedded`, a folder, a .gguf file, or a hub id. [default: {Computation.model}]"
+)
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
 @token_option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")

@@ -17,7 +17,8 @@ from swiftbatch.jobs.run.results import tokens_sha256
 from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.shifting_rotary import short_length
 
 Line = dict[str, Any]
 
@@ -49,7 +50,7 @@ def extend_jobs(
     RunTakenError.
     """
     run, found = hold.epoch.run, Extension()
-    kept = KeptLogs.of(run)
+    kept, bound = KeptLogs.of(run), short_length(read_config(files.name, files.path))
     for record, line in run.output_lines():
         if custom_ids and record.job.custom_id not in custom_ids:
             continue
@@ -61,7 +62,7 @@ def extend_jobs(
             assert line is not None  # `_is_due` has looked
             log = _kept_log(kept, record, line)
             logprobs = _kept_logprobs(kept, record, log)
-            longer = _longer(record, max_tokens, files)
+            longer = _longer(record, max_tokens, files, bound)
             if room is not None:
                 room.refuse_too_long(longer.max_length)
         except (NotExtendedError, KVRoomError) as error:
@@ -129,13 +130,22 @@ def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLog
         raise NotExtendedError(f"the log-probabilities of its tokens are not kept: {error}") from None
 
 
-def _longer(record: JobRecord, max_tokens: int, files: ModelFiles) -> JobRecord:
-    """The same job with more tokens. Raises NotExtendedError where the model's positions end before."""
+def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | None) -> JobRecord:
+    """The same job with more tokens, behind which its model turns texts as it did before: not so beyond a `bound`.
+
+    Raises NotExtendedError where the model's positions end before.
+    """
     num_positions = record.num_prompt_tokens + max_tokens
     if num_positions > files.max_positions:
         raise NotExtendedError(
             f"prompt ({record.num_prompt_tokens} tokens) and --max-tokens ({max_tokens}) need {num_positions} "
             f"positions, expected at most the model's {files.max_positions}"
+        )
+    if bound is not None and record.max_length <= bound < num_positions:
+        raise NotExtendedError(
+            f"prompt ({record.num_prompt_tokens} tokens) and --max-tokens ({max_tokens}) need {num_positions} "
+            f"positions: above {bound} the model turns all of a text otherwise (longrope), and the tokens that the job "
+            f"has would be others; expected at most {bound}, or a new job"
         )
     sampling = record.job.sampling.model_copy(update={"max_tokens": max_tokens})
     job = record.job.model_copy(update={"sampling": sampling})

@@ -159,6 +159,7 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
     return sequences
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in RESUMED])
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
     sequences = interrupted(plain, setting, (1, 41, NUM_TOKENS - 1))

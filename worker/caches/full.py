@@ -14,6 +14,20 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Sizes of the gated delta nets of a model."""
+
+    num_layers: int
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    num_channels: int  # of the convolution in front
+    conv_width: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +39,18 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    recurrent: RecurrentShape | None = None  # of layers with a state in place of keys and values
+    short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
+
+    @classmethod
+    def of(cls, weights: DecoderWeights, device: torch.device) -> CacheShape:
+        """The shape of a dense decoder's caches."""
+        sizes, length = weights.sizes, weights.rotary.short_length
+        return cls(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device, short_length=length)
+
+    def first_angle(self, max_length: int) -> int:
+        """The row of the model's table of angles where those of a sequence of at most so many positions begin."""
+        return self.short_length if self.short_length is not None and max_length > self.short_length else 0
 
     def bytes_per_position(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -46,11 +72,13 @@ class FullKVCache:
     """
 
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
+    is_by_position = True  # whether `kv` tells all that the positions leave behind
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
         size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.head_dim)
         self.length = 0
+        self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
         self.num_copied = 0  # first positions that another sequence with the same tokens had
         if buffer is None:
             buffer = torch.empty(size, dtype=shape.dtype, device=shape.device)

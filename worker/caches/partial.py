@@ -123,6 +123,7 @@ class PartialCache(ABC):
         """Make room for `num_entries` entries of the sequence and a chain. Raises KVRoomError as `new_entries` does."""
         self.shape = shape
         self.entries = new_entries(shape, capacity_for(num_entries))
+        self.first_angle = 0  # the sequence's, as its full cache has it
         self.bias = None
         self.scanned: Scanned | None = None  # what rows see of the sequence beside the entries
         self._num_sequence_entries = 0
@@ -146,7 +147,7 @@ class PartialCache(ABC):
 
     def follow(self, full: FullKVCache, queries: Queries) -> None:
         """Forget the chain and take in what was committed since."""
-        self._num_drawn = 0
+        self._num_drawn, self.first_angle = 0, full.first_angle
         self._take_in(full, queries)
 
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.worker.model.kinds import RECURRENT
 
 MEMORY = "the memory of this machine"
 GB = 1e9
@@ -56,7 +57,9 @@ def bytes_per_position(config: Mapping[str, Any], dtype: str) -> int | None:
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
     if "qk_nope_head_dim" in config:  # latent attention: `head_dim` is the rotary part alone
         head_dim = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
-    num_layers = config.get("num_hidden_layers")
+    types = config.get("layer_types")
+    num_recurrent = types.count(RECURRENT) if isinstance(types, list) else 0
+    num_layers = (config.get("num_hidden_layers") or 0) - num_recurrent
     if not (num_layers and num_kv_heads and head_dim):
         return None
     return int(2 * num_layers * num_kv_heads * head_dim * ITEM_SIZES[dtype])

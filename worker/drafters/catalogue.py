@@ -192,6 +192,13 @@ def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: s
 def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
     """Make the drafter of an engine; `parts_folder` holds its trained part, None for the target's own folder.
 
-    Raises ModelError for an unknown engine, or where its part is missing or does not fit the model.
+    Raises ModelError for an unknown engine, where its part is missing or does not fit the model, and where its drafts
+    read a part of a cache in which the model's layers have states.
     """
-    return engine_entry(name).factory()(target, costs, None if parts_folder is None else Path(parts_folder))
+    entry = engine_entry(name)
+    if entry.part is not None and target.cache_shape.recurrent is not None:
+        raise ModelError(
+            f"engine {name}: its drafts read a part of the cache, and {target.files.name} has layers with a state in "
+            f"place of one; use --engine {DEFAULT_ENGINE}"
+        )
+    return entry.factory()(target, costs, None if parts_folder is None else Path(parts_folder))

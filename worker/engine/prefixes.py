@@ -43,7 +43,9 @@ class Sharing:
     def join(self, slot: Slot) -> None:
         """Take a sequence in."""
         new = _Member(slot, slot.sequence.token_ids[:-1])
-        for name, other in self._members.items():
+        for name, other in self._members.items() if slot.cache.is_by_position else ():
+            if other.slot.cache.first_angle != slot.cache.first_angle:
+                continue  # the same tokens have other keys there
             if (num_tokens := num_alike(new.token_ids, other.token_ids)) >= SHORTEST:
                 new.num_alike[name] = other.num_alike[slot.sequence.sequence_id] = num_tokens
         self._members[slot.sequence.sequence_id] = new
@@ -58,7 +60,9 @@ class Sharing:
         """Keep what a sequence that is about to leave has read for others, where none of those here has it too."""
         own = self._members[slot.sequence.sequence_id]
         num_shared = min(slot.num_shared_tokens, slot.cache.length, len(own.token_ids))
-        if num_shared < SHORTEST or any(self._holds(own, name, num_shared) for name in own.num_alike):
+        if num_shared < SHORTEST or not slot.cache.is_by_position:
+            return
+        if any(self._holds(own, name, num_shared) for name in own.num_alike):
             return
         end = min(num_shared + SHORTEST, slot.cache.length, len(own.token_ids))  # others may part a little later
         self.kept.keep(own.token_ids[:end], num_shared, slot.cache)
@@ -91,7 +95,7 @@ class Sharing:
     def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
         """Yield each source of a sequence's first tokens, and how many it has."""
         own = self._members[slot.sequence.sequence_id]
-        yield self.kept.longest(own.token_ids)
+        yield self.kept.longest(own.token_ids, slot.cache.first_angle)
         for name, num_tokens in own.num_alike.items():
             cache = self._members[name].slot.cache
             yield cache, min(num_tokens, cache.length)
@@ -109,6 +113,7 @@ class KeptPrefix:
     token_ids: NDArray[np.int64]  # [num_tokens]
     num_shared: int  # first ones that other jobs are known to have
     rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], as `FullKVCache.kv` has them
+    first_angle: int  # of the cache that had them: keys of others are turned otherwise
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         return self.rows[:, start:end]
@@ -128,9 +133,10 @@ class KeptPrefixes:
         """The bytes of all keys and values."""
         return sum(prefix.rows.nbytes for prefix in self._prefixes)
 
-    def longest(self, token_ids: NDArray[np.int64]) -> tuple[KeptPrefix | None, int]:
-        """The one that has most of the first of these tokens, and how many."""
-        found = [(num_alike(prefix.token_ids, token_ids), prefix) for prefix in self._prefixes]
+    def longest(self, token_ids: NDArray[np.int64], first_angle: int = 0) -> tuple[KeptPrefix | None, int]:
+        """The one that has most of the first of these tokens with these angles, and how many."""
+        alike = (prefix for prefix in self._prefixes if prefix.first_angle == first_angle)
+        found = [(num_alike(prefix.token_ids, token_ids), prefix) for prefix in alike]
         num_tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
         return best, num_tokens
 
@@ -141,15 +147,16 @@ class KeptPrefixes:
 
     def keep(self, token_ids: NDArray[np.int64], num_shared: int, cache: FullKVCache) -> None:
         """Keep what a cache has of some first tokens, if that has room; one that has those shared already is enough."""
-        best, num_known = self.longest(token_ids)
+        best, num_known = self.longest(token_ids, cache.first_angle)
         if best is not None and num_known >= num_shared:
             self.use(best)
             return
-        self._prefixes = [each for each in self._prefixes if num_alike(each.token_ids, token_ids) < each.num_shared]
+        self._prefixes = [each for each in self._prefixes if not _is_within(each, token_ids, cache.first_angle)]
         num_bytes = len(token_ids) * self._bytes_per_position
         if num_bytes <= self._limit():
             self._drop_down_to(self._limit() - num_bytes)
-            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, np.array(cache.kv(0, len(token_ids)))))
+            rows = np.array(cache.kv(0, len(token_ids)))
+            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle))
 
     def trim(self) -> None:
         """Give memory back that others need by now."""
@@ -167,6 +174,11 @@ class KeptPrefixes:
     def _drop_down_to(self, num_bytes: float) -> None:
         while self._prefixes and self.num_bytes > num_bytes:
             del self._prefixes[0]
+
+
+def _is_within(prefix: KeptPrefix, token_ids: NDArray[np.int64], first_angle: int) -> bool:
+    """Tell whether these tokens, with these angles, begin with all that is known to be shared of a kept prefix."""
+    return prefix.first_angle == first_angle and num_alike(prefix.token_ids, token_ids) >= prefix.num_shared
 
 
 def num_alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

@@ -16,8 +16,10 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import FLOATS, adapter_fault, folder_fault, quantization_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
+from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.text_view import is_of_text, text_name, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
 
@@ -95,7 +97,7 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     if fault := quantization_fault(source.path):
         return fault
     packed = sorted({each.dtype for name, each in (source.tensors or {}).items() if name.endswith("weight")} - FLOATS)
-    if packed:
+    if packed and not link_names(source.path):
         return f"its weights are stored as {', '.join(packed)}; expected {', '.join(sorted(FLOATS))}"
     return folder_fault(source.path) if source.tensors else None
 
@@ -130,7 +132,7 @@ def _chat_template(path: Path) -> str | None:
             continue
         if isinstance(said, dict) and said.get("chat_template"):
             return json.dumps(said["chat_template"], ensure_ascii=False)
-    return None
+    return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
 
 
 def _engines(path: Path) -> tuple[str, ...]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import EMBEDDED, hub_snapshot
+from swiftbatch.worker.model.files import CONFIG_FILES, EMBEDDED, hub_snapshot, model_folder
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.stored import forms_in
 
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
 
@@ -37,6 +39,8 @@ class Source:
 def source_of(model: str) -> Source:
     """Find `embedded`, a folder or a hub id. Raises ModelError for one that is neither."""
     path = EMBEDDED if model == "embedded" else Path(model)
+    if path.suffix == SUFFIX and path.is_file():
+        path = model_folder(model, CONFIG_FILES)
     if path.is_dir():
         return Source(model, path, _stored_in(path))
     return Source(model, hub_snapshot(model, SMALL_FILES), _stored_on_hub(model))
@@ -47,9 +51,7 @@ def _stored_in(path: Path) -> Mapping[str, StoredTensor] | None:
     found: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            with safe_open(file, framework="numpy") as tensors:
-                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-                found |= {name: _tensor(each.get_dtype(), each.get_shape()) for name, each in slices.items()}
+            found |= {name: _tensor(dtype, shape) for name, (dtype, shape) in forms_in(file).items()}
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model {path}: {file} is damaged or cut off ({error}); copy it again") from None
     return found or None
@@ -66,5 +68,5 @@ def _stored_on_hub(model: str) -> Mapping[str, StoredTensor] | None:
     return {name: _tensor(each.dtype, each.shape) for file in files for name, each in file.tensors.items()}
 
 
-def _tensor(dtype: Any, shape: list[int]) -> StoredTensor:
+def _tensor(dtype: Any, shape: Sequence[int]) -> StoredTensor:
     return StoredTensor(str(dtype), math.prod(shape))

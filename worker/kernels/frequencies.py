@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,74 @@ ROPE_NUMBERS = {  # what `rope_parameters` hold beside `rope_type`, for those ty
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
+    "longrope": ("rope_theta", "factor", "original_max_position_embeddings"),
 }
-OPTIONS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")}
+OPTIONS = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
+}
 
 
 @dataclass(frozen=True)
 class Rotary:
     """The rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of both tables.
 
-    `numerics` names frequencies that differ from those of earlier versions in their last bit.
+    `numerics` names frequencies that differ from those of earlier versions in their last bit. Jobs of more than
+    `short_length` positions turn by `long_frequencies`; None for both where all jobs turn alike.
     """
 
     frequencies: NDArray[np.float32]
     scaling: float = 1.0
     numerics: str = ""
+    num_still: int = 0  # last pairs that do not turn, nor are scaled
+    long_frequencies: NDArray[np.float32] | None = None
+    short_length: int | None = None
+
+    def beside_still(self, num_pairs: int) -> Rotary:
+        """The same turns in front of pairs that stand still, `num_pairs` together."""
+        num_still = num_pairs - len(self.frequencies)
+        short, long = (
+            None if own is None else np.pad(own, (0, num_still)) for own in (self.frequencies, self.long_frequencies)
+        )
+        assert short is not None
+        return replace(self, frequencies=short, long_frequencies=long, num_still=num_still)
+
+    def num_rows(self, num_positions: int) -> int:
+        """Rows of the table of angles of a job of so many positions: behind those of short jobs come the long ones'."""
+        if self.short_length is None or num_positions <= self.short_length:
+            return num_positions
+        return self.short_length + num_positions
+
+    def turns(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """How far pairs are turned in some rows of the table, `[num_rows, head_dim / 2]`, multiplied in float32."""
+        if self.short_length is None or self.long_frequencies is None:
+            return rows.astype(np.float32)[:, None] * self.frequencies
+        is_long = rows >= self.short_length
+        positions = np.where(is_long, rows - self.short_length, rows).astype(np.float32)
+        return positions[:, None] * np.where(is_long[:, None], self.long_frequencies, self.frequencies)
+
+    def scales(self) -> NDArray[np.float32]:
+        """What cosines and sines are multiplied by, `[head_dim / 2]`."""
+        scales = np.full(len(self.frequencies), self.scaling, dtype=np.float32)
+        scales[len(scales) - self.num_still :] = 1.0
+        return scales
 
 
 def default_frequencies(theta: float, head_dim: int) -> NDArray[np.float32]:
     """Frequencies of plain rotary positions (Su et al. 2021), rounded to float32 where `transformers` rounds."""
+    return np.float32(1.0) / _wavelengths(theta, head_dim)
+
+
+def stretched_frequencies(theta: float, head_dim: int, factors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Frequencies of LongRoPE (Ding et al. 2024), of which each has its factor."""
+    if factors.shape != (head_dim // 2,):
+        raise ValueError(f"found {len(factors)} factors of its frequencies, expected {head_dim // 2}")
+    return np.float32(1.0) / (factors * _wavelengths(theta, head_dim))
+
+
+def _wavelengths(theta: float, head_dim: int) -> NDArray[np.float32]:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return np.float32(1.0) / np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    return np.power(theta, exponents.astype(np.float64)).astype(np.float32)
 
 
 def llama3_frequencies(
@@ -72,8 +120,7 @@ def yarn_frequencies(
     low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), head_dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)).clip(0, 1)
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    wavelengths = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    wavelengths = _wavelengths(theta, head_dim)
     kept, one = np.float32(1.0) - ramp, np.float32(1.0)
     stretched = one / (np.float32(factor) * wavelengths)
     found: NDArray[np.float32] = stretched * (one - kept) + one / wavelengths * kept
@@ -93,9 +140,10 @@ def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = Fa
     if is_strict and not set(said) <= {*ROPE_NUMBERS[kind], *OPTIONS.get(kind, ())}:
         raise ValueError("other angles")
     theta, *others = (_positive(said[name]) for name in ROPE_NUMBERS[kind])
-    if kind == "yarn":
+    if kind in OPTIONS:
         factor, original = others
-        return _yarn(theta, head_dim, factor, original, {name: said.get(name) for name in OPTIONS["yarn"]})
+        make = _yarn if kind == "yarn" else _longrope
+        return make(theta, head_dim, factor, original, {name: said.get(name) for name in OPTIONS[kind]})
     if kind == "linear":
         return Rotary(default_frequencies(theta, head_dim) / np.float32(others[0]), numerics="linear angles")
     if not others:
@@ -115,6 +163,20 @@ def _yarn(theta: float, head_dim: int, factor: float, original: float, options: 
     return Rotary(frequencies, _attention_factor(factor, options), numerics="yarn angles")
 
 
+def _longrope(theta: float, head_dim: int, factor: float, original: float, options: Mapping[str, Any]) -> Rotary:
+    """Raises ValueError for numbers that make no angles."""
+    if not original.is_integer() or original < 2:
+        raise ValueError(f"found original_max_position_embeddings {original:g}, expected a whole number above 1")
+    short, long = (
+        stretched_frequencies(theta, head_dim, _factors(name, options[name]))
+        for name in ("short_factor", "long_factor")
+    )
+    scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if (said := options["attention_factor"]) is not None:
+        scaling = _positive(said)
+    return Rotary(short, scaling, long_frequencies=long, short_length=int(original))
+
+
 def _attention_factor(factor: float, options: Mapping[str, Any]) -> float:
     """The scaling of YaRN's cosines and sines: as given, or by the factor and what both of its scales make of it."""
     if (said := options["attention_factor"]) is not None:
@@ -126,6 +188,12 @@ def _attention_factor(factor: float, options: Mapping[str, Any]) -> float:
     if (one := options["mscale"]) and (other := options["mscale_all_dim"]):
         return scale(_positive(one)) / scale(_positive(other))
     return scale(1.0)
+
+
+def _factors(name: str, numbers: Any) -> NDArray[np.float32]:
+    if not isinstance(numbers, list):
+        raise ValueError(f"found {name} {numbers!r}, expected a list of numbers")
+    return np.array([_positive(each) for each in numbers], dtype=np.float32)
 
 
 def _positive(number: Any) -> float:

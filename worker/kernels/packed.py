@@ -113,8 +113,9 @@ class PackedMatrix:
         return whole
 
     def _has_exact_products(self) -> bool:
-        """Tell whether no scale has more significant bits than a product with a code leaves room for."""
-        spare = (1 << CODE_BITS[self.code]) - 1
+        """Tell whether no scale has more significant bits than a product with a code that is there leaves room for."""
+        widest = int(self.codes.max()).bit_length() if self.code == "uint8" else CODE_BITS[self.code]
+        spare = (1 << widest) - 1
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
 
 

@@ -45,7 +45,7 @@ class Rows(Protocol):
 
     @property
     def positions(self) -> list[int]:
-        """`[num_rows]`, as the rotary embedding counts them."""
+        """`[num_rows]`, as the table of angles counts them."""
 
     @property
     def first_entry(self) -> int:

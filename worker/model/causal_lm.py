@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.packed import plain
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import is_another, is_turned
@@ -30,7 +31,9 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong, and
     OtherModelError as `read_tensors` does.
     """
-    tensors, whole = read_tensors(files, lambda tensor: tensor), read_whole_config(files.name, files.path)
+    weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
+    tensors = {name: plain(weight) for name, weight in weights.items()}
+    del weights  # each tensor is given away below
     for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     try:

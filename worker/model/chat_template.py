@@ -29,6 +29,10 @@ class ChatTemplate:
         except Exception as error:  # of any kind: the template is a program that came with the model
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
 
+    def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int] | None:
+        """None: the tokens of messages are those of their text."""
+        return None
+
     def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """The text of messages without the answer that `render` lets it begin. To be asked where that took them."""
         options = options or TemplateOptions()

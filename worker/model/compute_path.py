@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.model.dense_config import SWITCHED_WINDOWS, OtherDecoderError, read_dense, refuse_other_tensors
+from swiftbatch.worker.model.kinds import RECURRENT
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
 # kinds whose windows stand in `sliding_window` alone
 NUMBERED_WINDOWS = ("cohere2", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 OTHER_ATTENTION = ("gpt_oss", "llama4_text")  # with sinks, and in chunks
-ALL_ATTENTION = {"attention", "full_attention"}
+ALL_ATTENTION = {"attention", "full_attention", RECURRENT}  # the latter have a state in place of keys and values
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, DecoderWeights, LayerWeights, linear_from
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
@@ -22,6 +21,7 @@ from swiftbatch.worker.model.dense_config import (
 )
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.stored import shapes_in
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
 
@@ -39,8 +39,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:
         return None
-    # in this order: fewer bytes pass where files are the narrower
-    tensors = read_tensors(files, lambda tensor: tensor.to(device).to(dtype))
+    tensors = read_tensors(files, dtype, lambda weight: _placed(weight, device, dtype))
     embedding = plain(tensors[EMBEDDING])
     layers = [_layer(tensors, number, dense) for number in range(dense.num_layers)]
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
@@ -65,13 +64,18 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
     )
 
 
+def _placed(weight: Weight, device: torch.device, dtype: torch.dtype) -> Weight:
+    if isinstance(weight, PackedMatrix):
+        return weight.to(device)
+    return weight.to(device).to(dtype)  # in this order: fewer bytes pass where files are the narrower
+
+
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
     """The names of a text model's tensors in its files, without a head that is tied.
 
     None of them where one is there twice, as nobody says which of the two it is.
     """
-    opened: list[Any] = [safe_open(file, framework="numpy") for file in weight_files(files.path)]
-    stored = (text_name(name, config) for file in opened for name in file.keys())  # noqa: SIM118 (no mapping)
+    stored = (text_name(name, config) for file in weight_files(files.path) for name in shapes_in(file))
     is_tied = config.get("tie_word_embeddings")
     names = [name for name in stored if name is not None and not (name == HEAD and is_tied)]
     return set(names) if len(set(names)) == len(names) else set()

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.sizes import sizes_fault
 from swiftbatch.worker.model.kinds import KERNELS_LACK
@@ -35,6 +33,7 @@ class Form:
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
     has_still_layers: bool = False
+    has_long_angles: bool = False  # longrope was tried on it, and windows as wide as its positions, which nobody meets
     intermediate_key: str = "intermediate_size"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
     unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
@@ -61,7 +60,12 @@ KINDS = {
     ),
     "llama": Form(*IN_ALL),
     "mistral": Form(),
-    "phi3": Form(turned_share=1.0, names=FUSED_QUERIES | FUSED_GATES),
+    "phi3": Form(
+        turned_share=1.0,
+        names=FUSED_QUERIES | FUSED_GATES,
+        has_long_angles=True,
+        unused=("full_attn_mod", "interpolate_factor"),
+    ),
     "qwen2": Form(ALWAYS),
     "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True),
     "seed_oss": Form("attention_bias", "attention_out_bias", "mlp_bias"),
@@ -283,8 +287,12 @@ def _is_tied(config: dict[str, Any]) -> bool:
 
 
 def _is_unused(key: str, config: dict[str, Any]) -> bool:
-    """Return whether a number stands there that no layer looks at: the window of a Qwen that has it switched off."""
-    return key == "sliding_window" and config["model_type"] in SWITCHED_WINDOWS and isinstance(config[key], int)
+    """Return whether a window stands there that hides nothing: of a Qwen that has it switched off, or a wide one."""
+    if key != "sliding_window" or not isinstance(config[key], int):
+        return False
+    kind, num_positions = config["model_type"], config.get("max_position_embeddings")
+    is_wide = isinstance(num_positions, int) and config[key] >= num_positions
+    return kind in SWITCHED_WINDOWS or (KINDS[kind].has_long_angles and is_wide)
 
 
 def _head_dim(config: dict[str, Any]) -> int:
@@ -315,14 +323,20 @@ def _angles(config: dict[str, Any]) -> dict[str, Any]:
 def _rotary(config: dict[str, Any], head_dim: int, num_turned: int) -> Rotary:
     """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
     said = {name: value for name, value in _angles(config).items() if name != "partial_rotary_factor"}
+    if "longrope" in (said.get("rope_type"), said.get("type")):
+        said = _long_angles(said, config)
     rotary = rotary_of(said, num_turned, is_strict=True)
-    if num_turned == head_dim:
-        return rotary
-    if rotary.scaling != 1:
-        raise ValueError("its rotary positions scale a part of each head")
-    frequencies = np.zeros(head_dim // 2, dtype=np.float32)
-    frequencies[: num_turned // 2] = rotary.frequencies
-    return Rotary(frequencies, numerics=rotary.numerics)
+    return rotary if num_turned == head_dim else rotary.beside_still(head_dim // 2)
+
+
+def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What is said of longrope, with what stands beside it. Raises KeyError, TypeError or ValueError."""
+    if not KINDS[config["model_type"]].has_long_angles:
+        raise ValueError("its kind was not tried with longrope")
+    most, original = (_number(config, f"{which}max_position_embeddings") for which in ("", "original_"))
+    said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
+    # what stands beside the angles counts before what stands among them
+    return said | {"rope_type": "longrope", "original_max_position_embeddings": original}
 
 
 def _still_layers(config: dict[str, Any]) -> frozenset[int]:

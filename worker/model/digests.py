@@ -11,6 +11,8 @@ from pathlib import Path
 from swiftbatch.worker.model.faults import GENERATION_FILE, INDEX_FILE, weight_names
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
+TEKKEN_FILE = "tekken.json"  # of Mistral's models, some of which have no other tokenizer
+OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 TEXT_FILES = (
     "*.jinja",
     "*.model",
@@ -51,9 +53,15 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
     Weights that are in `known_weights` are not read: `read_tensors` compares them as it loads them.
     """
     known = known_weights or {}
-    first = {name: _digest(path / name) for name in HASHED_FIRST if (path / name).is_file()}
+    names = (*HASHED_FIRST, *((TEKKEN_FILE,) if has_tekken_alone(path) else ()))
+    first = {name: _digest(path / name) for name in names if (path / name).is_file()}
     weights = {file.name: known.get(file.name) or _digest(file) for file in weight_files(path)}
     return Digests(first | weights, {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)})
+
+
+def has_tekken_alone(path: Path) -> bool:
+    """Tell whether a model folder has no tokenizer but Mistral's; beside another one, that file is not read."""
+    return (path / TEKKEN_FILE).is_file() and not any((path / name).is_file() for name in OTHER_TOKENIZERS)
 
 
 def weight_files(path: Path) -> list[Path]:

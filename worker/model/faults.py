@@ -11,6 +11,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from swiftbatch.worker.model.gguf.header import GGUFError, read_head
+from swiftbatch.worker.model.gguf.links import SUFFIX, link_names
+
 ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
@@ -68,11 +71,14 @@ def quantization_fault(path: Path) -> str | None:
 def weights_fault(file: Path) -> str | None:
     """The head of a file of weights says how long it is: one that was cut off shows before anything is loaded."""
     try:
+        if file.suffix == SUFFIX:
+            read_head(file)
+            return None
         with safe_open(file, framework="numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 if name.endswith("weight") and (dtype := tensors.get_slice(name).get_dtype()) not in FLOATS:
                     return f"{file} has {name} as {dtype}; expected {_floats()}"
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, GGUFError) as error:
         return f"{file} is damaged or cut off ({error}); copy it again"
     return None
 
@@ -99,6 +105,8 @@ def _eos_fault(source: str, settings: dict[str, Any]) -> str | None:
 
 def weight_names(path: Path) -> set[str]:
     """Names of the files that hold a folder's weights; none where neither a single file nor a sound index is there."""
+    if links := link_names(path):
+        return set(links)
     if (path / SINGLE_FILE).exists():
         return {SINGLE_FILE}
     index, _ = _json_object(path / INDEX_FILE)

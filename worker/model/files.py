@@ -22,7 +22,10 @@ from swiftbatch.worker.model.faults import (
     quantization_fault,
     weights_fault,
 )
+from swiftbatch.worker.model.gguf.folder import gguf_folder
+from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.worker.model.shifting_rotary import shifting_rotary
 from swiftbatch.worker.model.text_view import NESTING, nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
@@ -70,8 +73,10 @@ class ModelFiles:
 
     def _refuse(self, name: str, found: str | None, expected: str | None) -> None:
         is_found, is_expected = (f"SHA-256 {each[:12]}" if each else "no such file" for each in (found, expected))
+        file = self.path / name
+        file = file.readlink() if file.suffix == SUFFIX and file.is_symlink() else file
         raise OtherModelError(
-            f"model {self.name}: on node {socket.gethostname()} {self.path / name} is not the file that was expected: "
+            f"model {self.name}: on node {socket.gethostname()} {file} is not the file that was expected: "
             f"found {is_found}, expected {is_expected}; put the expected one there, or make another run"
         )
 
@@ -105,8 +110,13 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 
 
 def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
-    """The folder of a model's files, of which the hub gives those that are `wanted`. Raises as `locate_model` does."""
+    """The folder of a model's files, of which the hub gives those that are `wanted`. Raises as `locate_model` does.
+
+    That of a GGUF file is made of it, with a tokenizer where all files are wanted, which takes seconds the first time.
+    """
     path = EMBEDDED if model == "embedded" else Path(model)
+    if path.suffix == SUFFIX and path.is_file():
+        return gguf_folder(model, path, with_tokenizer=wanted == ALL_FILES)
     return path if path.is_dir() else hub_snapshot(model, wanted)
 
 
@@ -116,7 +126,7 @@ def what_refuses(config: dict[str, Any]) -> str | None:
     Both are said where both are missing.
     """
     view, whole = text_view(config), config.get("model_type")
-    lack = what_it_lacks(view)
+    lack = what_it_lacks(view) or shifting_rotary(view)
     if lack is None and nested_config(config) and whole not in NESTING:
         lack = f"its kind {whole!r} was not compared with transformers' own forward"
     fault = config_fault(view)
@@ -146,7 +156,7 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
 
     Raises ModelError for a model that is not to be had.
     """
-    problem = f"model {model}: neither `embedded`, nor a folder here, nor a model that the hub gives"
+    problem = f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor a model that the hub gives"
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ModelError(problem)
     from huggingface_hub import snapshot_download

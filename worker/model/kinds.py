@@ -6,7 +6,6 @@ table of the kinds, written by the test that compares them. Without torch, since
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 SUPPORTED_KINDS = (
@@ -51,7 +50,10 @@ SUPPORTED_KINDS = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
     "starcoder2",
@@ -85,16 +87,18 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
 }
 EXPERTS = ("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe")
 KERNELS_LACK |= dict.fromkeys((*EXPERTS, "qwen2_moe", "qwen3_moe"), "its layers have experts")
+RECURRENT_KINDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # whose gated delta nets run here
+KERNELS_LACK |= dict.fromkeys(RECURRENT_KINDS, "three of four layers are gated delta nets")
+RECURRENT = "linear_attention"  # what configs call layers with a state in place of keys and values
 ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 OTHER_LAYERS = {  # in words, beside the name that configs have for them
     "conv": "short convolutions",
     "deepseek_sparse_attention": "attention to keys that an indexer chooses",
-    "linear_attention": "gated delta nets",
+    RECURRENT: "gated delta nets",
     "mamba": "Mamba-2",
 }
 UNSAID_LAYERS = {"granitemoehybrid": ["mamba"]}  # of kinds whose config names none
-SHIFTING_ROTARY = {"dynamic", "longrope", "su"}  # their angles depend on the longest text of a forward
-MAMBA, DELTA = "Mamba-2 layers", "gated delta nets"
+MAMBA = "Mamba-2 layers"
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
 NEEDS = {  # what kinds that users ask for need beside attention to keys and values
@@ -121,9 +125,6 @@ NEEDS = {  # what kinds that users ask for need beside attention to keys and val
     "recurrent_gemma": "recurrent layers",
     "nemotron-nas": "layers of different sizes, some of them without attention",
     "nemotron_h": MAMBA,
-    "qwen3_5_moe_text": DELTA,
-    "qwen3_5_text": DELTA,
-    "qwen3_next": DELTA,
     "step3p7": "windows beside experts whose router has biases of its own",
     "nemotron": "a way past its class, which hands nothing on to its attention",
     "stablelm": "a way past its class, which hands nothing on to its attention",
@@ -138,19 +139,10 @@ def what_it_lacks(config: dict[str, Any]) -> str | None:
     types = config.get("layer_types") or UNSAID_LAYERS.get(kind, [])
     if not isinstance(types, list):
         return f"its layer_types are {types!r}; expected a list"
-    if layers := {str(layer) for layer in types} - ATTENDING_LAYERS:
+    known = ATTENDING_LAYERS | ({RECURRENT} if kind in RECURRENT_KINDS else set())
+    if layers := {str(layer) for layer in types} - known:
         named = (f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else layer for layer in sorted(layers))
         return f"its kind {kind!r} has layers of the kinds {', '.join(named)}"
     if kind not in SUPPORTED_KINDS:
         return f"its kind {kind!r} was not compared with transformers' own forward"
-    rotary = set(_rotary_types(config)) & SHIFTING_ROTARY
-    return f"its rotary positions ({', '.join(sorted(rotary))}) change with the length of the text" if rotary else None
-
-
-def _rotary_types(config: dict[str, Any]) -> Iterator[str]:
-    """The rope types anywhere in a config: for all layers, or by the kind of layer."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _rotary_types(value)
-        elif name in {"rope_type", "type"}:
-            yield str(value)
+    return None

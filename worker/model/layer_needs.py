@@ -18,6 +18,7 @@ from swiftbatch.worker.model.span import FULL, MaskFunction, Span, UnsupportedEr
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
+DELTA_NETS = {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
 SAID_BY_THE_MASK = {"sliding_window"}  # what `transformers`' own attentions take from it, we do too
 NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
@@ -81,8 +82,15 @@ class _Observer:
         return self._spans[mask_id]
 
 
+def recurrent_layers(model: Any) -> dict[int, Any]:
+    """The gated delta nets of a model, by their layers; those that `recurrent_rows.py` knows."""
+    layers = enumerate(getattr(decoder_of(model), "layers", ()))
+    parts = ((number, part) for number, layer in layers for part in layer.children())
+    return {number: part for number, part in parts if type(part).__name__ in DELTA_NETS}
+
+
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Tell what each layer of a causal language model asks for. Raises a one-line ModelError for what we can't give."""
+    """Tell what each layer that attends asks for, in order. Raises a one-line ModelError for what we can't give."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
@@ -104,10 +112,11 @@ def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds
 
 def _in_order(model: Any, layers: dict[int, LayerNeeds]) -> list[LayerNeeds]:
     """The layers from the first to the last. Raises UnsupportedError where one is missing or has other sizes."""
-    num_layers = model.config.num_hidden_layers
-    if sorted(layers) != list(range(num_layers)):
-        num_others = num_layers - len(layers)
+    num_layers, recurrent = model.config.num_hidden_layers, recurrent_layers(model)
+    attending = [number for number in range(num_layers) if number not in recurrent]
+    if sorted(layers) != attending:
+        num_others = len(attending) - len(layers)
         raise UnsupportedError(f"{num_others} of its {num_layers} layers keep another state than keys and values")
     if len({(needs.num_kv_heads, needs.key_dim, needs.value_dim) for needs in layers.values()}) > 1:
         raise UnsupportedError("the keys and values of its layers differ in their sizes")
-    return [layers[index] for index in range(num_layers)]
+    return [layers[number] for number in attending]

@@ -5,19 +5,23 @@ The memory is the process's own. A mapped file would change under a running mode
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from io import RawIOBase
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.packed import Weight, plain
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.gguf.reading import gguf_weights
+from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
 
 DTYPES = {
@@ -35,73 +39,63 @@ DTYPES = {
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
-def read_tensors(files: ModelFiles, place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of a text model's files by their names in it, each as `place` gives it back: on its device, say.
+def read_tensors(files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight]) -> dict[str, Weight]:
+    """All weights of a text model's files by their names in it, each as `place` gives it back: on its device, say.
 
-    Those that change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
+    Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those that
+    change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
 
     While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere.
     Raises ModelError for a damaged file, OtherModelError for one whose bytes are not those of `files.digests`.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
     for file in weight_files(files.path):
         with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
-            hashing = _Hashing(thread)
+            hashing = Hashing(thread)
             try:
-                for name, tensor in _stored(cast(RawIOBase, stream), hashing):
-                    if (known := text_name(name, config)) is not None:
-                        tensors[known] = place(tensor)
+                for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, config, dtype):
+                    weights[name] = place(weight)
             except (OSError, ValueError, KeyError, TypeError) as error:
+                form = "GGUF" if file.suffix == SUFFIX else "safetensors"
                 raise ModelError(
-                    f"model {files.name}: {file} can't be read as safetensors ({error}); copy it again"
+                    f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
                 ) from None
             files.refuse_other_weights(file.name, hashing.digest())
-    if config.get("tie_word_embeddings") and EMBEDDING in tensors:
-        _drop_head_of(tensors, files)
-    return tensors
+    if config.get("tie_word_embeddings") and EMBEDDING in weights:
+        _drop_head_of(weights, files)
+    return weights
 
 
-def _drop_head_of(tensors: dict[str, torch.Tensor], files: ModelFiles) -> None:
+def _weights_in(
+    file: Path, stream: RawIOBase, hashing: Hashing, config: dict[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Weight]]:
+    """The weights of one file by their names in the text model. Raises ValueError for one that is damaged."""
+    if file.suffix == SUFFIX:
+        yield from gguf_weights(file, stream, hashing, config, dtype)
+        return
+    for name, tensor in _stored(stream, hashing):
+        if (known := text_name(name, config)) is not None:
+            yield known, tensor
+
+
+def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
     """Drop a head that is stored beside the embedding it is tied to. Raises ModelError for another one."""
-    head = tensors.pop(HEAD, None)
-    if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+    head = weights.pop(HEAD, None)
+    if head is not None and not torch.equal(plain(head), plain(weights[EMBEDDING])):
         raise ModelError(
             f"model {files.name}: config.json ties the head to the embedding, and its weights hold another {HEAD}; "
             "copy all files again, or say tie_word_embeddings = false"
         )
 
 
-class _Hashing:
-    """A SHA-256 that is computed in another thread, one piece at a time."""
-
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._sha256 = hashlib.sha256()
-        self._thread = thread
-        self._pending: Future[None] | None = None
-
-    def take(self, data: bytes | memoryview) -> None:
-        """Hash the next bytes, once those before are done."""
-        self._finish()
-        self._pending = self._thread.submit(self._sha256.update, data)
-
-    def digest(self) -> str:
-        self._finish()
-        return self._sha256.hexdigest()
-
-    def _finish(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-
-def _stored(stream: RawIOBase, hashing: _Hashing) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a safetensors file in the order of their bytes. Raises ValueError for one that is damaged."""
-    start = _exactly(stream, 8)
+    start = exactly(stream, 8)
     size = int.from_bytes(start, "little")
     if size > LONGEST_HEADER:
         raise ValueError(f"found a header of {size:,} bytes")
-    header = _exactly(stream, size)
+    header = exactly(stream, size)
     hashing.take(start + header)
     said = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
     end = 0
@@ -110,7 +104,7 @@ def _stored(stream: RawIOBase, hashing: _Hashing) -> Iterator[tuple[str, torch.T
         end = entry["data_offsets"][1]
         data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         room = memoryview(cast(Any, data.numpy()))
-        _fill(stream, room)
+        fill(stream, room)
         hashing.take(room)
         yield name, data.view(dtype).view(shape)
     if stream.read(1):
@@ -125,16 +119,3 @@ def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[i
     if start != expected_start or end - start != math.prod(shape) * DTYPES[said].itemsize or min(shape, default=0) < 0:
         raise ValueError(f"found {name} of shape {shape} at bytes {start} to {end}")
     return shape, DTYPES[said]
-
-
-def _exactly(stream: RawIOBase, size: int) -> bytes:
-    data = bytearray(size)
-    _fill(stream, memoryview(data))
-    return bytes(data)
-
-
-def _fill(stream: RawIOBase, room: memoryview) -> None:
-    while room:
-        if not (num_read := stream.readinto(room)):
-            raise ValueError(f"found its end, expected {len(room):,} bytes more")
-        room = room[num_read:]

@@ -18,7 +18,9 @@ from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking
 from swiftbatch.worker.drawing.rules import ConstraintError, Rule
 from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
+from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.model.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.model.thought_markers import markers_of
 from swiftbatch.worker.model.token_length import max_chars_per_token
 from swiftbatch.worker.texts.output_text import ByteText, LibraryText, OutputText
@@ -36,9 +38,9 @@ class TextCodec:
 
     def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None) -> None:
         try:
-            self._tokenizer = _loader(files).from_pretrained(
-                files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False
-            )
+            self._tokenizer = _loaded(files)
+        except ImportError as error:  # of a library that is optional
+            raise ModelError(f"model {files.name}: {error}") from None
         except Exception as error:  # of any kind: the library raises bare ones
             raise ModelError(
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
@@ -47,7 +49,8 @@ class TextCodec:
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
         self._tokenizer.model_max_length = files.max_positions
-        self.chat = ChatTemplate(self._tokenizer)
+        is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
+        self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer)
         self.markers = self._found_markers(files, thinking_markers)
 
     def encode_job(self, job: Job) -> list[int]:
@@ -74,6 +77,8 @@ class TextCodec:
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
         """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
+        if (token_ids := self.chat.own_tokens(messages, options)) is not None:
+            return self._checked(token_ids)
         text = self.chat.render(messages, options)
         self._refuse_far_too_long(text)
         return self._checked(self.encode(text, add_special_tokens=False))  # a template writes its own special tokens
@@ -190,10 +195,14 @@ class TextCodec:
 
     @cached_property
     def _steps(self) -> DecoderSteps | None:
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return BYTES_AS_THEY_ARE
         return steps_of(self._tokenizer)
 
     @cached_property
     def _bytes(self) -> TokenBytes:
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return TekkenBytes(self._tokenizer)
         return TokenBytes(self._tokenizer, self._steps)
 
     @cached_property
@@ -203,6 +212,17 @@ class TextCodec:
     @cached_property
     def _max_chars_per_token(self) -> int | None:
         return max_chars_per_token(self._tokenizer)
+
+
+def _loaded(files: ModelFiles) -> Any:
+    """The tokenizer of a model folder, without clean-up of spaces. Raises ImportError where a library is missing."""
+    if has_tekken_alone(files.path):
+        return TekkenTokenizer(files.path)
+    # where mistral-common is installed, AutoTokenizer would prefer Mistral's file beside the one that is read without
+    said = {"mistral_format": False} if (files.path / TEKKEN_FILE).is_file() else {}
+    return _loader(files).from_pretrained(
+        files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
+    )
 
 
 def _loader(files: ModelFiles) -> Any:

@@ -16,6 +16,8 @@ NESTING = {  # kinds of whole models that were held against transformers' own, a
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
 }

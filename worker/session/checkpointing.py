@@ -75,7 +75,12 @@ class Checkpointing:
         self._writer.check()
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too."""
+        """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too.
+
+        Nor do those of a cache that is more than keys and values: its job resumes from its tokens.
+        """
+        if not job.cache.is_by_position:
+            return 0
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:

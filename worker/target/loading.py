@@ -12,7 +12,8 @@ from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of
+from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.model.shifting_rotary import short_length
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.native_forwards import NativeForwards
 
@@ -54,9 +55,11 @@ def load_forwards(
         kernels.refuse_unused(f"they do not know the model {files.name}")
     variant = chosen_variant() if device.type == "cpu" else None
     if variant is None:
+        _refuse_long_angles(files)
         return load_transformers(files, dtype, device)
     if (weights := dense_weights(files, dtype)) and (forwards := _native(weights, eos_token_ids_of(files), variant)):
         return forwards
+    _refuse_long_angles(files)
     loaded = load_transformers(files, dtype, device, variant)
     taken = decoder_weights(loaded.model)
     return (taken and _native(taken, loaded.eos_token_ids, variant)) or loaded
@@ -78,6 +81,15 @@ def load_transformers(
         disable_progress_bar()  # a log holds no bars
     model = load_causal_lm(files, dtype)
     return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant)
+
+
+def _refuse_long_angles(files: ModelFiles) -> None:
+    """Raise ModelError for a model whose angles a job's length has to choose, where our kernels do not run it."""
+    if short_length(read_config(files.name, files.path)) is not None:
+        raise ModelError(
+            f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "
+            "kernels leave to each job, and these do not run it here; `swiftbatch doctor` says which run"
+        )
 
 
 def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> NativeForwards | None:

@@ -32,7 +32,7 @@ class NativeForwards:
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
-        self.cache_shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, self.device)
+        self.cache_shape = CacheShape.of(weights, self.device)
         named = (numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), weights.rotary.numerics)
         self.numerics = f"cpu {', '.join(filter(None, named))}"
 

@@ -22,7 +22,7 @@ class PartialRows:
 
     cache: PartialCache
     token_ids: list[int]  # [num_rows]
-    positions: list[int]  # [num_rows] absolute ones
+    positions: list[int]  # [num_rows] absolute ones, from the sequence's `first_angle` on
     first_entry: int  # cache entry of the first row; the others follow, and all entries before it are seen
     boundary: int  # that entry, rounded up to whole blocks
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the root, the ancestors and the row itself
@@ -50,7 +50,7 @@ def partial_rows(cache: PartialCache, token_id: int, position: int, tree: DraftT
     first_entry = cache.num_entries
     boundary = -(-first_entry // BLOCK) * BLOCK
     entries, lengths = tails(first_entry, first_entry, tree)
-    positions = [position + length - 1 for length in lengths]
+    positions = [cache.first_angle + position + length - 1 for length in lengths]
     biases = _biases(cache, boundary)
     token_ids, scanned = [token_id, *tree.token_ids], cache.scanned
     return PartialRows(cache, token_ids, positions, first_entry, boundary, entries, lengths, biases, scanned)

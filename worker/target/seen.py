@@ -50,7 +50,7 @@ class Seen:
 def see(rows: SequenceRows, span: Span, dtype: torch.dtype, device: torch.device) -> Seen:
     """Return what rows see in layers of this span."""
     boundary = rows.boundary
-    firsts = torch.tensor([span.first(position) for position in rows.positions])  # [num_rows]
+    firsts = torch.tensor([span.first(boundary + length - 1) for length in rows.tail_lengths])  # [num_rows]
     tail = tail_mask(rows.tail_lengths, (firsts - boundary).tolist(), dtype, device)
     start = min(boundary, span.first(boundary) // BLOCK * BLOCK)
     if start == boundary or span.first(boundary + BLOCK - 1) <= start:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.target.cuda.clock import clock_of
@@ -181,7 +182,7 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
         return cache, lengths
     size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.head_dim)
     layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    return FullKVCache(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
+    return new_cache_of(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
 
 
 def _probe_lengths(longest: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.caches.room import MEMORY, KVRoom, place_of_caches
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
@@ -70,6 +71,8 @@ class TargetModel:
         elif kv_offload is not None:
             wanted = replace(wanted, host_bytes=int(KVRoom(MEMORY, 1).free_bytes()))
         target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels), files, kv_offload)
+        if kv_offload is not None and target.cache_shape.recurrent is not None:
+            raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
         check_model(target)
         return target
 
@@ -118,7 +121,7 @@ class TargetModel:
         if place := place_of_caches(self.device.type, self._kv_offload):
             KVRoom(place, self.cache_shape.bytes_per_position()).refuse_too_long(max_length)
         if self._kv_offload is None:
-            return FullKVCache(self.cache_shape, max_length)
+            return new_cache_of(self.cache_shape, max_length)
         return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
 
     @property

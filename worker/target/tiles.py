@@ -25,7 +25,7 @@ class SequenceRows:
 
     cache: FullKVCache
     token_ids: list[int]  # [num_rows]
-    positions: list[int]  # [num_rows]
+    positions: list[int]  # [num_rows] in the table of angles, whose rows begin at the cache's `first_angle`
     first_entry: int  # cache entry of the first row; the others follow
     boundary: int  # positions below it are the prefix that all rows share
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the keys from the boundary on, in position order
@@ -59,7 +59,8 @@ def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows
     root = cache.length
     boundary = root // BLOCK * BLOCK
     entries, lengths = tails(boundary, root, tree)
-    positions = [boundary + length - 1 for length in lengths]
+    first = cache.first_angle + boundary
+    positions = [first + length - 1 for length in lengths]
     return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, entries, lengths)
 
 
@@ -101,7 +102,8 @@ def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
         places = np.arange(BLOCK)
         entries = boundary + np.where(places < np.array(lengths)[:, None], places, 0)  # as `tails` has them
         ids = token_ids[start - cache.length : stop - cache.length]
-        groups.append(SequenceRows(cache, ids, positions, start, boundary, entries, lengths))
+        angles = [cache.first_angle + position for position in positions]
+        groups.append(SequenceRows(cache, ids, angles, start, boundary, entries, lengths))
         start = stop
     return groups
 

@@ -31,6 +31,7 @@ from swiftbatch.worker.target.experts import EXPERTS_NAME
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.kernel_attention import attends_of, attention_numerics
 from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.recurrent_rows import take_over_recurrent_layers
 from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
@@ -50,6 +51,7 @@ class TransformersForwards:
         """
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
+        recurrent = take_over_recurrent_layers(model)
         model.config._experts_implementation = EXPERTS_NAME
         self.model = model
         self.device: torch.device = model.device
@@ -58,7 +60,7 @@ class TransformersForwards:
         self.hidden_size: int = model.config.hidden_size
         self.eos_token_ids = _eos_token_ids(model)
         head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
-        self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device)
+        self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device, recurrent)
         self.spans = [needs.span for needs in layers]
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
@@ -74,7 +76,8 @@ class TransformersForwards:
         device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
         library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
         attention = attention_numerics(self._attends, device, self.dtype, self._variant)
-        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}"
+        states = "" if self.cache_shape.recurrent is None else ", states in torch"
+        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{states}"
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = [], []

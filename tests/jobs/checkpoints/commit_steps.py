@@ -1,7 +1,7 @@
-"""Runs a job's commits in a child process that is killed before its k-th filesystem operation, for k = 1, 2, ...
+"""Runs a job's commits in a child process that is killed before its k-th filesystem operation, for k = 1, 1 + N, ...
 
-`python commit_steps.py FOLDER` leaves a run folder `FOLDER/<k>` of each child, and beside it `<k>.acknowledged`: a line
-with the numbers of tokens and positions for each flush that came back. It prints how many operations there are.
+`python commit_steps.py FOLDER N` leaves a run folder `FOLDER/<k>` of each child, and beside it `<k>.acknowledged`: a
+line with the numbers of tokens and positions for each flush that came back. It prints the last k.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def run_child(folder: Path, last: int) -> NoReturn:
     os._exit(0)
 
 
-def main(folder: Path) -> None:
-    for last in count(1):
+def main(folder: Path, stride: int) -> None:
+    for last in count(1, stride):
         child = os.fork()
         if child == 0:
             try:
@@ -125,9 +125,9 @@ def main(folder: Path) -> None:
                 os._exit(1)
         status = os.waitpid(child, 0)[1]
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
-            print(last - 1)
+            print(last - stride)
             sys.exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

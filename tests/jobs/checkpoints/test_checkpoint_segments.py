@@ -102,6 +102,7 @@ for action in ("write", "read"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 def test_a_segment_is_written_and_read_within_its_own_size(tmp_path: Path) -> None:
     script = [sys.executable, "-c", PEAK, str(tmp_path)]

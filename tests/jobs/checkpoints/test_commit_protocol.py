@@ -20,16 +20,20 @@ pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).parent / "commit_steps.py"
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The run folders of processes that were killed before their first, second, ... operation on files."""
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)], ids="at each {}".format)
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The run folders of processes that were killed before one of their operations on files each: each, or each third.
+
+    To write a file takes four of them, so that of all files together every one is met in either case.
+    """
     folder = tmp_path_factory.mktemp("killed")
     # in a process of its own: this one has threads by now, and a child that is forked off may wait for them for ever
-    script = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, SCRIPT, folder, str(request.param)]
+    script = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert script.returncode == 0, script.stderr
     num_steps = int(script.stdout)
     assert num_steps > 100
-    return [folder / f"{last}" for last in range(1, num_steps + 1)]
+    return [folder / f"{last}" for last in range(1, num_steps + 1, request.param)]
 
 
 def acknowledged(folder: Path) -> tuple[int, int]:

@@ -215,6 +215,7 @@ def test_data_that_is_cut_off_or_damaged_is_refused_in_one_line_or_read(tmp_path
         read(path)
 
 
+@pytest.mark.long
 def test_a_long_column_is_read_a_piece_at_a_time(tmp_path: Path) -> None:
     texts = pa.array([os.urandom(500).hex() for _ in range(40_000)])
     parquet.write_table(pa.table({"prompt": texts}), tmp_path / "x", compression="none", use_dictionary=False)
@@ -254,6 +255,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     value=VALUES, name=st.sampled_from(["custom_id", "prompt", "messages", "body", "max_tokens", "seed", "logit_bias"])

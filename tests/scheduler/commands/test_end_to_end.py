@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
 
 pytestmark = pytest.mark.ray
 
@@ -74,7 +76,8 @@ def wait_until(condition: Callable[[], Any]) -> Any:
 
 
 def status(run: Path) -> dict[str, Any]:
-    return dict(json.loads(run_command("status", str(run), "--json").stdout))
+    """What the command says, which is run here: another interpreter would take seconds to start."""
+    return dict(json.loads(CliRunner().invoke(main, ["status", str(run), "--json"]).stdout))
 
 
 def workers(run: Path) -> list[WorkerStatus]:

@@ -34,14 +34,17 @@ from tests.scheduler.driver.driver_parts import (
 from tests.scheduler.driving import is_alive
 
 
-def test_a_worker_that_gets_sigterm_hands_its_jobs_back_whole_and_unblamed(tmp_path: Path, cluster: Cluster) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_worker_that_is_told_to_end_hands_its_jobs_back_whole_and_unblamed(
+    tmp_path: Path, cluster: Cluster, number: signal.Signals
+) -> None:
     run, display, counters = make_run(tmp_path / "run", {"unlogged": 300}), RecordingDisplay(), DriverCounters()
     ended: list[int] = []
 
     def terminate(progress: Progress) -> None:
         if not ended and progress.num_generated_tokens > 100:
             ended.append(progress.workers[0].pid)
-            os.kill(ended[0], signal.SIGTERM)
+            os.kill(ended[0], number)
 
     display.on_update = terminate
     # one attempt: a strike would end the job

@@ -30,6 +30,7 @@ def test_every_field_that_takes_part_in_a_draw_is_measured() -> None:
         SamplingParams(max_tokens=9, **said)
 
 
+@pytest.mark.long
 def test_all_have_a_time_beside_nothing_and_drafts_may_be_made(tmp_path: Path) -> None:
     path = tmp_path / "fields.json"
     records = run_field_bench(make_options(engine="suffix", json_path=path))

@@ -99,6 +99,7 @@ def test_a_lost_worker_s_job_goes_on_with_the_same_tokens(
     assert body(run, job)["metrics"]["attempts"][1]["resume"]["kind"] == "kv"
 
 
+@pytest.mark.long
 def test_measured_costs_tell_of_a_slow_disk(
     target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def run(engine: Engine, *sequences: Sequence) -> None:
         engine.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: TargetModel, sampler: str) -> None:
     plain, drafted = (new_sequence(target, sampler, 2500, 150) for _ in range(2))
@@ -86,6 +87,7 @@ def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: Tar
     assert engine.counters.num_accepted_tokens > 0.3 * engine.counters.num_draft_tokens
 
 
+@pytest.mark.long
 def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: TargetModel) -> None:
     alone, together = (
         [new_sequence(target, "T=0", length, 150, f"{length}") for length in (30, 1300, 2500)] for _ in "ab"

@@ -85,6 +85,7 @@ def test_what_disturbs_one_of_the_times_makes_no_row_dear_or_free(
         [rows] = forward.args[0]
         return 0.4 if next(calls) % 7 == 0 else 0.01 * len(rows)
 
+    monkeypatch.setattr(step_costs, "PROBE_REPEATS", 3)
     monkeypatch.setattr(step_costs, "seconds_of", seconds_of)
     costs = measure_step_costs(target)
     assert costs.seconds == pytest.approx(np.array([[0.01 * rows for rows in ROW_COUNTS]] * len(costs.lengths)))

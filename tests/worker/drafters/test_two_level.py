@@ -130,6 +130,7 @@ def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampl
     assert counters.num_accepted_tokens > 0.9 * counters.num_draft_tokens > 0
 
 
+@pytest.mark.long
 def test_a_resumed_job_has_the_same_partial_cache_and_n_grams(target: TargetModel) -> None:
     for cache in ("dynamic", "static", "full", "summary"):
         undisturbed, resumed = (always(target, 8, cache, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
@@ -298,6 +299,7 @@ print("transformers", "transformers" in vars(target), "transformers.modeling_uti
 """
 
 
+@pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize(
     "drafter",

@@ -9,7 +9,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.repetition import rewind_seed
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import may_rewind, rewound
@@ -114,7 +114,9 @@ def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> lis
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("engine_name", BENCH_ENGINES)
+@pytest.mark.parametrize(
+    "engine_name", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in BENCH_ENGINES]
+)
 def test_every_engine_takes_the_same_loops_back_and_draws_the_same_tokens(
     plain: Plain, engine_name: str, setting: str
 ) -> None:

@@ -1,7 +1,4 @@
-"""Attention whose rows depend on their neighbours in the last bit, on any processor; as a program, the command on it.
-
-`python spoilt_attention.py doctor ...` is `swiftbatch doctor ...` on a machine whose attention is like that.
-"""
+"""Attention whose rows depend on their neighbours in the last bit, on any processor."""
 
 from __future__ import annotations
 
@@ -32,12 +29,3 @@ def rows_that_depend_on_neighbours() -> Iterator[None]:
     AttentionInterface.register(ATTENTION_NAME, attend_with_neighbours)
     yield
     AttentionInterface.register(ATTENTION_NAME, attend_in_groups)
-
-
-if __name__ == "__main__":
-    from swiftbatch.scheduler.cli import main
-    from swiftbatch.worker.exactness.doctor import diagnose
-
-    diagnose.__defaults__ = (60,)  # rows, since nearly each one differs
-    with rows_that_depend_on_neighbours():
-        main()

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.exactness.doctor import Diagnosis, diagnose
 from swiftbatch.worker.exactness.verdicts import known_verdict
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
-from tests import ROOT
+from tests.worker.exactness.spoilt_attention import rows_that_depend_on_neighbours
 
 pytestmark = pytest.mark.long
 
@@ -56,22 +58,20 @@ def test_where_the_kernels_come_from_is_said(tiny_model: Path, monkeypatch: pyte
     assert "torch leaves them out" in diagnosis.model_copy(update={"instruction_set": None}).summary()
 
 
-COMMAND = ("-m", "swiftbatch.scheduler.cli")
-ON_SPOILT_ATTENTION = (str(Path(__file__).parent / "spoilt_attention.py"),)
-
-
-def doctor(*args: str, program: tuple[str, ...] = COMMAND) -> subprocess.CompletedProcess[str]:
+def doctor(*args: str) -> subprocess.CompletedProcess[str]:
     """The command on a machine without a GPU, its output in pipes."""
-    command = [sys.executable, *program, "doctor", *args]
+    command = [sys.executable, "-m", "swiftbatch.scheduler.cli", "doctor", *args]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
-    environment |= {"PYTHONPATH": str(ROOT)} | ({"SWIFTBATCH_ISA": "torch"} if program == ON_SPOILT_ATTENTION else {})
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path) -> None:
-    process = doctor("--model", str(tiny_model), "--json", program=ON_SPOILT_ATTENTION)
-    assert (process.returncode, process.stderr) == (0, "")
-    diagnosis = Diagnosis.model_validate_json(process.stdout)
+def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    monkeypatch.setattr(diagnose, "__defaults__", (60,))  # rows, since nearly each one differs
+    with rows_that_depend_on_neighbours():
+        result = CliRunner().invoke(main, ["doctor", "--model", str(tiny_model), "--device", "cpu", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    diagnosis = Diagnosis.model_validate_json(result.stdout)
     assert (diagnosis.verdict, known_verdict(diagnosis.key())) == ("exact up to ties", "exact up to ties")
     assert diagnosis.num_differing > 0
     assert "can change where two candidates nearly tie" in diagnosis.summary()

@@ -95,6 +95,38 @@ def test_other_rotations_are_those_of_transformers_to_a_unit_in_the_last_place(n
     assert ours.numerics
 
 
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0 + each / 40 for each in range(48)],
+    "long_factor": [1.0 + each * each / 30 for each in range(48)],
+}
+
+
+@pytest.mark.parametrize("change", [{}, {"factor": 1.0}, {"factor": 0.5}, {"attention_factor": 1.4}])
+def test_both_rotations_of_longrope_are_those_of_transformers(change: dict[str, Any]) -> None:
+    parameters = LONGROPE | change
+    ours, config = rotary_of(parameters, 96, is_strict=True), config_of(parameters, 96)
+    for found, length in ((ours.frequencies, 4096), (ours.long_frequencies, 4097)):
+        theirs, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
+        assert found is not None
+        assert np.abs(found.view(np.int32) - theirs.numpy().view(np.int32)).max() <= 2
+        assert ours.scaling == scaling
+
+
+def test_rows_of_long_jobs_stand_behind_those_of_short_ones() -> None:
+    rotary = rotary_of(LONGROPE, 96)
+    assert [rotary.num_rows(length) for length in (1, 4096, 4097, 9000)] == [1, 4096, 4096 + 4097, 4096 + 9000]
+    assert rotary.long_frequencies is not None
+    turns = rotary.turns(np.array([0, 4095, 4096, 4097, 5000]))
+    expected = [0 * rotary.frequencies, np.float32(4095) * rotary.frequencies]
+    expected += [np.float32(position) * rotary.long_frequencies for position in (0, 1, 904)]
+    assert np.array_equal(turns, np.stack(expected))
+    assert rotary_of({"rope_type": "default", "rope_theta": 1e4}, 96).num_rows(9000) == 9000
+
+
 @pytest.mark.parametrize(
     "other", [{"truncate": False}, {"beta_fast": "32"}, {"attention_factor": 0}, {"type": "linear"}]
 )

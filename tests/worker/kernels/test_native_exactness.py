@@ -39,6 +39,7 @@ EDGES = [edge + off for edge in (0, 64, 128, 192, 256, 512, 2048, 4096) for off 
 seeds = st.integers(0, 2**32)
 
 
+@pytest.mark.long
 @given(
     st.sampled_from(SHAPES),
     st.sampled_from(VARIANTS or ["none"]),

@@ -13,7 +13,9 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_config import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
+from swiftbatch.worker.model.gguf.tensor_types import READABLE
+from swiftbatch.worker.model.kinds import RECURRENT_KINDS, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
@@ -51,6 +53,15 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
 ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
@@ -61,6 +72,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,
     "qwen3": ALL_WINDOWED,
+    **dict.fromkeys(RECURRENT_KINDS, RECURRENT),
 }
 
 
@@ -106,6 +118,8 @@ def asks_for(target: TargetModel) -> str:
         words.append("sinks")
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
+    if target.cache_shape.recurrent is not None:
+        words.append("gated delta nets")
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         words.append("experts")
     return ", ".join(dict.fromkeys(filter(None, words))) or "-"
@@ -127,7 +141,13 @@ def table() -> str:
         rows.append(_row(kind, asks_for(target), compare(target)))
     nested = ", ".join(f"`{kind}`" for kind in NESTING)
     same = ", ".join(f"`{kind}` as `{other}`" for kind, other in SAME_AS.items())
-    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n"
+    return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n" + FOOT + gguf_section()
+
+
+def gguf_section() -> str:
+    """The part of the page that is about GGUF files."""
+    types = (each.name for each in READABLE.values())
+    return GGUF.replace("GGUF_ARCHITECTURES", ", ".join(ARCHITECTURES)).replace("GGUF_TYPES", ", ".join(types))
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
@@ -159,13 +179,54 @@ logits (which spread over about 10); the rows with the same best token.
 AVX-512, with attention in torch. On a CPU, layers that need nothing beside experts or latent keys and values use the
 attention of the [kernels](kernels.md), which is tested with every kind.
 
-Refused in every kind: rotary positions of the types `dynamic` and `longrope`, because a row's result would depend on
-other texts in the batch. Not supported: state-space and linear-attention layers, position biases, learned positions,
-quantized weights, adapters (merge them first). Weights that lack a tensor of the model, or
-have one that the model has no place for, are refused, because `transformers` would fill gaps with random numbers.
+Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
+batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kernels run all of a model: prompt and
+`max_tokens` together choose the short or the long factors, once for all of a job, and `swiftbatch extend` takes no job
+from one side to the other. Of the type `dynamic` those of Hunyuan run, which a fixed `alpha` stretches once. All others
+of these two types are refused.
+
+Not supported: state-space layers and other recurrent ones than gated delta nets, position biases, learned positions,
+other quantized weights than [GGUF files](#gguf-files), adapters (merge them first). Weights that lack a tensor of the
+model, or have one that the model has no place for, are refused, because `transformers` would fill gaps with random
+numbers.
+
+Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
+exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
+through the model again. They share no prompt prefixes, and engines with trained parts are refused.
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|
+"""
+GGUF = """\
+
+## GGUF files
+
+`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. Only these files
+count, not what lies beside them. The architectures:
+GGUF_ARCHITECTURES.
+The types of tensors:
+GGUF_TYPES.
+Others are refused by name, as is anything in the metadata that may change a layer and is not understood here.
+
+The tokens are exactly those of the dequantized twin: a folder whose matrices are the numbers that the file's types
+define in float32, rounded once to `--dtype`. Activations are not quantized, unlike in llama.cpp, so its tokens may
+differ. Rotary positions of Llama 3, YaRN and linear ones are those that the file says. The tokenizer is the one that
+transformers makes of the metadata. A text ends at the tokens that the metadata names as the end of a text, a turn or a
+message, and at special tokens such as `<|im_end|>`, `<|eot_id|>` and `<end_of_turn>` where the file has them.
+
+The small files that come of the metadata (config, tokenizer, chat template) are written once, into `swiftbatch/gguf` in
+`$XDG_CACHE_HOME` or `~/.cache`. The tokenizer of a large vocabulary takes some seconds the first time. A run knows the
+bytes of the GGUF files themselves, and of these small files: a worker with others refuses to go on.
+"""
+
+FOOT = """
+## Mistral's own tokenizer
+
+Some of Mistral's models have no tokenizer but `tekken.json`. The library mistral-common reads it:
+`pip install '.[mistral]'`, on every node. It wants a numpy below 2.4, so install without `-c constraints.txt`, which
+says another one. Texts and chats have the tokens that this library gives them: what a user writes never becomes a
+control token, and `chat_template_kwargs` have no effect. Structured outputs do not work with these models. Where a
+`tokenizer.json` lies beside it, `tekken.json` is not read, whatever is installed.
 """
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ def test_on_the_cpu_the_tensors_that_were_read_are_those_that_are_kept(llama: Pa
     assert len({tensor.untyped_storage().data_ptr() for tensor in kept.values()}) == len(stored), "no views of one file"
 
 
+@pytest.mark.long
 def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:
     """So that it starts seconds sooner."""
     program = (

@@ -22,7 +22,7 @@ from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, UNSAID_LAYERS,
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
-from tests.worker.model.kind_parts import asks_for, tiny_config, tiny_model, tiny_target, where_it_runs
+from tests.worker.model.kind_parts import asks_for, gguf_section, tiny_config, tiny_model, tiny_target, where_it_runs
 
 pytestmark = pytest.mark.long
 
@@ -50,6 +50,10 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
     rows = [line.split("`")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert rows == sorted(SUPPORTED_KINDS)
+
+
+def test_the_page_of_models_has_what_is_read_of_gguf_files() -> None:
+    assert PAGE.read_text(encoding="utf-8").endswith(gguf_section())
 
 
 @pytest.mark.parametrize("asked", ["span", "softcap", "sinks"])
@@ -127,11 +131,11 @@ def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, windo
         ({"model_type": "a-new-one"}, "was not compared"),
         ({}, "was not compared"),
         ({"model_type": ["llama"]}, "was not compared"),
-        ({"model_type": "qwen3_next"}, "needs gated delta nets"),
+        ({"model_type": "nemotron_h"}, "needs Mamba-2"),
         ({"model_type": "llama", "layer_types": ["linear_attention"]}, "linear_attention (gated delta nets)"),
         ({"model_type": "granitemoehybrid"}, "mamba (Mamba-2)"),
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "mamba (Mamba-2)"),
-        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "needs gated delta nets"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "nemotron_h"}}, "needs Mamba-2"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' was not compared"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
@@ -159,7 +163,7 @@ def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("qwen3_next", "3 of its 4 layers keep another state than keys and values"),
+        ("bamba", "4 of its 4 layers keep another state than keys and values"),
         ("mamba", "4 of its 4 layers keep another state"),
         ("nemotron", "its layers hand nothing on to their attention"),
         ("bert", "its mask shows a row others than the positions up to its own"),

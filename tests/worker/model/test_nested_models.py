@@ -70,6 +70,37 @@ WHOLE["qwen3_vl_moe"] = (
 )
 
 
+RECURRENT_TEXT = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "full_attention_interval": 4,
+    "attn_output_gate": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [3, 3, 2],
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}
+WHOLE["qwen3_5"] = ("model.language_model.", RECURRENT_TEXT | {"model_type": "qwen3_5_text"})
+WHOLE["qwen3_5_moe"] = (
+    "model.language_model.",
+    RECURRENT_TEXT
+    | {"model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    | {"shared_expert_intermediate_size": 48},
+)
+
+
 def whole_model(kind: str) -> Any:
     """A tiny random model of transformers' own class; its norms differ from their initial ones."""
     config = AutoConfig.for_model(kind, text_config=TEXT | WHOLE[kind][1], vision_config=SMALL_TOWER)

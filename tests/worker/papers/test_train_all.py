@@ -50,6 +50,7 @@ def train(data: Path, output: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow  # each training has its own tests, its end by a kill too
 def test_everything_is_made_in_order_once_and_told_of_in_the_card(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,8 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     run = make_run(tmp_path / "run")
     if loads:  # else the writer is as late as it happens to be
         wait_for_files(monkeypatch)
-    to_the_end(session(run, tiny_model, engine=engine, **OFTEN), claimed(run, JOB))
+    often = OFTEN | {"checkpoint_tokens": 1 if stride == 1 else 3}
+    to_the_end(session(run, tiny_model, engine=engine, **often), claimed(run, JOB))
     assert outcome(run) == undisturbed
     assert undisturbed["num_rewinds"] == 3
     monkeypatch.undo()
@@ -148,7 +149,8 @@ def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behi
     assert undisturbed["completion_tokens_details"] == {"reasoning_tokens": 60}
     num_before = len(moments)
     wait_for_files(monkeypatch)
-    assert result(make_run(tmp_path / "run"), engine, **OFTEN) == undisturbed
+    often = OFTEN | {"checkpoint_tokens": 3}
+    assert result(make_run(tmp_path / "run"), engine, **often) == undisturbed
     monkeypatch.undo()
     later = moments[num_before:]
     for number, moment in enumerate(later[:: len(later) // 5]):
@@ -186,7 +188,7 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     """Its log is gone: segments alone do not say which noise comes next."""
     wait_for_files(monkeypatch)
     run = make_run(tmp_path / "run")
-    to_the_end(session(run, tiny_model, **OFTEN), claimed(run, JOB))
+    to_the_end(session(run, tiny_model, **OFTEN | {"checkpoint_tokens": 3}), claimed(run, JOB))
     monkeypatch.undo()
     again = made_with(make_run(tmp_path / "again"), tiny_model)
     shutil.copytree(moments[-1], Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)

@@ -142,7 +142,7 @@ def test_a_model_as_it_was_is_taken_again(run: Run, model: Path) -> None:
 
 def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path) -> None:
     files = same_model.locate_model(str(model))
-    read = tensors.read_tensors(files, lambda tensor: tensor)
+    read = tensors.read_tensors(files, torch.bfloat16, lambda weight: weight)
     stored = load_file(model / WEIGHTS)
     assert set(read) == set(stored)
     assert all(torch.equal(read[name], stored[name]) and read[name].dtype == stored[name].dtype for name in stored)
@@ -154,7 +154,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(cut: int, model: Pat
     data = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(data[:cut])
     with pytest.raises(ModelError, match="can't be read as safetensors"):
-        tensors.read_tensors(files, lambda tensor: tensor)
+        tensors.read_tensors(files, torch.bfloat16, lambda weight: weight)
 
 
 def test_a_file_with_something_behind_its_tensors_is_refused(model: Path) -> None:
@@ -162,4 +162,4 @@ def test_a_file_with_something_behind_its_tensors_is_refused(model: Path) -> Non
     with (model / WEIGHTS).open("ab") as file:
         file.write(b"more")
     with pytest.raises(ModelError, match="can't be read as safetensors"):
-        tensors.read_tensors(files, lambda tensor: tensor)
+        tensors.read_tensors(files, torch.bfloat16, lambda weight: weight)

@@ -12,6 +12,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Resume
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
@@ -20,6 +21,8 @@ from swiftbatch.worker.session.work import Assignment, Orders
 
 JOB_ID = "bench"
 SLICE_SECONDS = 0.05
+STEP_SECONDS = 1e-6  # a slice of about one step
+MOST_SLICE_TOKENS = 1024  # what no slice generates
 DRAIN_SECONDS = 600.0
 
 
@@ -81,23 +84,26 @@ class BenchWorker:
         """Work until the job has `num_tokens` tokens; the time of what a resume has to do first counts as well."""
         resident, started, num_before = reset_peak(), time.perf_counter(), self.num_tokens
         while self.num_tokens < num_tokens:
-            self._work()
+            self._work(STEP_SECONDS if num_tokens - self.num_tokens < MOST_SLICE_TOKENS else SLICE_SECONDS)
         return Turn(self.num_tokens - num_before, time.perf_counter() - started, peak_bytes() - resident)
 
     def resume_seconds(self) -> float:
         """Take the preempted job in and work until it has a new token; returns the seconds from one to the other."""
-        self._work()
+        self._work(STEP_SECONDS)
         num_recovered = self._resume().num_recovered_tokens
         while self.num_tokens <= num_recovered:
-            self._work()
+            self._work(STEP_SECONDS)
         return self._resume().seconds
 
     def drain(self) -> None:
         """Write a whole checkpoint and hand the job back."""
         self._session.drain(DRAIN_SECONDS)
 
-    def _work(self) -> None:
-        [progress] = self._session.work(self._orders, SLICE_SECONDS).progress
+    def _work(self, seconds: float) -> None:
+        under_way = self._session.work(self._orders, seconds).progress
+        if not under_way:
+            raise BenchError("the job ended while it was measured; take other positions")
+        [progress] = under_way
         self._orders = Orders()
         self.num_tokens = progress.num_generated_tokens
 

@@ -23,6 +23,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 
 MIB = 2**20
+SPARE_TOKENS = 1024  # the last step goes beyond what is measured: the job may not end with it
 
 
 class CheckpointBenchOptions(BenchOptions):
@@ -30,7 +31,7 @@ class CheckpointBenchOptions(BenchOptions):
 
     engine: str
     positions: Positions
-    checkpoint_tokens: int = Field(ge=16)
+    checkpoint_tokens: int = Field(ge=128)  # more than a step generates
     num_rounds: int = Field(ge=1)
     text: Path
 
@@ -67,7 +68,8 @@ def run_checkpoint_bench(
         report(f"position {position}: reading the prompt, then {options.num_rounds} rounds with and without state")
         with tempfile.TemporaryDirectory(prefix="swiftbatch-bench-") as folder:
             prompt = TextCodec(files).decode(text[:position])
-            make_run(Path(folder) / "state", options.model, prompt, num_tokens)
+            most = min(num_tokens + SPARE_TOKENS, files.max_positions - position)
+            make_run(Path(folder) / "state", options.model, prompt, most)
             records.append(_measure(options, position, Path(folder)))
     if options.json_path is not None:
         settings = options.model_dump(mode="json", exclude={"json_path"})

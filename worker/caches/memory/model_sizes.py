@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.stored import shapes_in
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
@@ -93,7 +92,5 @@ def num_parameters(files: list[Path], config: dict[str, Any] | None = None) -> i
     """
     total = 0
     for file in files:
-        with safe_open(file, framework="numpy") as tensors:
-            stored = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-        total += sum(math.prod(shape) for name, shape in stored.items() if is_of_text(name, config or {}))
+        total += sum(math.prod(shape) for name, shape in shapes_in(file).items() if is_of_text(name, config or {}))
     return total

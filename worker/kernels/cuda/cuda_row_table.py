@@ -30,7 +30,7 @@ class CudaRowTable(Generic[Ints]):
     """Parts of one buffer: a tensor on the device, or the array that is uploaded to it."""
 
     groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
-    rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the tail (0: padding), position, entry to write
+    rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
     tail_slots: Ints  # [NUM_ROWS, BLOCK]: entries of the keys from the boundary on, in position order
     token_ids: Ints  # [NUM_ROWS]
     prefixes: Ints  # [2, num_groups]: slots and boundaries of the groups, once more, since flash-attn takes no strides
@@ -44,7 +44,7 @@ class TableLayout:
     num_slots: int
     capacity: int  # entries of a slot
     rows_per_group: int
-    num_positions: int
+    num_positions: int  # as the table of angles counts them
     vocab: int
     boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
 

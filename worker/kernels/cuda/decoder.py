@@ -54,13 +54,14 @@ class CudaDecoder:
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
         shape = self._shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
         step = BLOCK if bias is None else 1
-        self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_positions, sizes.vocab, step)
+        num_angles = weights.rotary.num_rows(num_positions)
+        self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
         self._linear, self._reduce = WeightKernel(linear), reduce
-        self._angles = self._angles_of(np.arange(num_positions), arena.device)
+        self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
-            self._still = self._angles_of(np.zeros(num_positions, dtype=np.int64), arena.device)
+            self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
 
@@ -117,10 +118,10 @@ class CudaDecoder:
         if sizes.logit_scale != 1.0:
             self.logits.mul_(sizes.logit_scale)
 
-    def _angles_of(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
-        """Turns of these positions, in the model's dtype: `[num_positions, head_dim]`."""
+    def _angles_of(self, rows: NDArray[np.int64], device: torch.device) -> Tensor:
+        """Turns of some rows of the table of angles, in the model's dtype: `[num_rows, head_dim]`."""
         dtype = self.sizes.dtype
-        return angles(self._weights.rotary, positions, dtype).to(dtype).to(device)
+        return angles(self._weights.rotary, rows, dtype).to(dtype).to(device)
 
     def _mix(self, number: int, keys: Tensor, values: Tensor) -> None:
         table, attention, layer = self._table, self.attention, self._weights.layers[number]

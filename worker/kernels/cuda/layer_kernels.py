@@ -190,7 +190,7 @@ def rope_store_heads(
 
 def rope_store(
     qkv: Tensor,  # [NUM_ROWS, (num_heads + 2 * num_kv_heads) * head_dim]
-    angles: Tensor,  # [num_positions, head_dim]: cosines of half a head's dimensions, then sines
+    angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights [head_dim] of queries and of keys
     epsilon: float,
     rows: Tensor,  # of a row table

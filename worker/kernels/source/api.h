@@ -93,7 +93,7 @@ EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {
     const int32_t *token_ids, *positions;  // [num_rows]; token_ids NULL where the call begins behind the embedding
-    const float *angles;                   // [positions, head_dim] cosines of the first half, then sines
+    const float *angles;                   // [rows, head_dim] cosines of the first half, then sines; rows by `positions`
     const row_group *groups;
     int32_t num_rows, num_groups, first_layer, end_layer;
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers

@@ -83,9 +83,8 @@ def planned_forwards(
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
-    sizes = weights.sizes
     stacked = stacked_weights(weights, device, handed_over(weights))
-    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype, device)
+    shape = CacheShape.of(weights, device)
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
@@ -106,9 +105,8 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     weights = dense_weights(files, target.dtype, target.device)
     if weights is None:
         return None
-    sizes = weights.sizes
     stacked = stacked_weights(weights, target.device, handed_over(weights))
-    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, target.dtype, target.device)
+    shape = CacheShape.of(weights, target.device)
     arena = KVArena(shape, num_slots, longest_job)
     try:
         kernels = CudaKernels(linear=target.kernels.linear)

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from swiftbatch.worker.bench.gpu.packed_models import packed_models
 from swiftbatch.worker.bench.gpu.sizing import (
     CONTEXT_BYTES,
@@ -31,6 +33,7 @@ GPU_PAGE = page("docs/gpu.md")
 PROSE = " ".join(GPU_PAGE.split())
 
 
+@pytest.mark.long
 def test_the_page_has_the_tables_that_the_command_prints() -> None:
     assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
     assert packed_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"

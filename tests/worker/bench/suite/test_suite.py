@@ -6,8 +6,9 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from swiftbatch.worker.bench.auto import auto_bench
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.decode import decode
 from swiftbatch.worker.bench.kernels import roof
+from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.bench.suite import suite
 from swiftbatch.worker.bench.suite.speed_page import NAMES, PAGE, SECTIONS, page_of, with_figures
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_name, read_stage_file
@@ -46,9 +48,18 @@ def options(tmp_path: Path) -> SuiteOptions:
     return SuiteOptions(text=text, output=tmp_path / "figures", is_small=True, num_threads=1)
 
 
+@pytest.fixture(scope="module")
+def figures() -> dict[str, tuple[str, list[str]]]:
+    """What a stage measured the first time, and its lines: by its name."""
+    return {}
+
+
 @pytest.fixture
-def only_two(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The two quickest stages alone; returns the names of those that were measured, as they are."""
+def only_two(monkeypatch: pytest.MonkeyPatch, figures: dict[str, tuple[str, list[str]]]) -> list[str]:
+    """The two quickest stages alone; returns the names of those that were measured, as they are.
+
+    Each is really run once for all tests, and leaves the same figures again from then on.
+    """
     measured: list[str] = []
 
     def few(*asked: object) -> Iterator[SuiteStage]:
@@ -56,8 +67,20 @@ def only_two(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if stage.name in ("greedy", "agreement"):
                 yield dataclasses.replace(stage, run=noted(stage))
 
-    def noted(stage: SuiteStage):  # type: ignore[no-untyped-def]
-        return lambda options, report: (measured.append(stage.name), stage.run(options, report))
+    def noted(stage: SuiteStage) -> Callable[[Any, Callable[[str], None]], object]:
+        def run(options: BenchOptions, report: Callable[[str], None]) -> None:
+            measured.append(stage.name)
+            assert options.json_path is not None
+            if stage.name not in figures:
+                said: list[str] = []
+                stage.run(options, said.append)
+                figures[stage.name] = options.json_path.read_text(), said
+            text, lines = figures[stage.name]
+            options.json_path.write_text(text)
+            for line in lines:
+                report(line)
+
+        return run
 
     monkeypatch.setattr(suite, "stages_of", few)
     return measured
@@ -144,12 +167,16 @@ def test_an_interrupted_run_goes_on_behind_its_whole_stages(options: SuiteOption
 
 
 def test_a_stage_that_cannot_run_is_left_out_and_the_others_run(
-    options: SuiteOptions, only_two: list[str], monkeypatch: pytest.MonkeyPatch
+    options: SuiteOptions,
+    only_two: list[str],
+    figures: dict[str, tuple[str, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
         raise BenchError("not on this model")
 
     monkeypatch.setattr(decode, "warm_drafters", refuse)
+    monkeypatch.delitem(figures, "greedy", raising=False)
     assert told(options)[1] == "stage 1 of 2, greedy: left out: not on this model"
     assert not (options.output / "greedy.json").exists()
     assert "Not measured: long, decode, greedy, auto," in (options.output / PAGE).read_text()

@@ -13,7 +13,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-CAPABILITIES = (80, 90)
 MULTIPLES = ("vocab", "logits_stride", "stride_")  # numbers that are multiples of 16 in large models
 MOST_SHARED = 48 * 1024  # bytes, of which every GPU gives a program as much
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -23,7 +23,7 @@ from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.filters import filter_kernels
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.cuda.moving import means, move_rows
-from tests.worker.drawing.cuda.compile_parts import CAPABILITIES, MOST_SHARED, Launch, resources
+from tests.worker.drawing.cuda.compile_parts import MOST_SHARED, Launch, resources
 
 FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
 TYPES = {
@@ -95,10 +95,10 @@ def every_launch() -> list[Launch]:
 
 
 def main() -> int:
-    """Compile all; 0 where none spills or takes more shared memory than there is."""
+    """Compile all for the GPUs of the arguments; 0 where none spills or takes more shared memory than there is."""
     num_greedy = 0
     for launch in every_launch():
-        for capability in CAPABILITIES:
+        for capability in map(int, sys.argv[1:]):
             taken = resources(launch, capability)
             num_greedy += taken.stack > 0 or taken.local > 0 or taken.shared > MOST_SHARED
             print(f"{launch.kernel.__name__} sm_{capability}: {taken}", flush=True)

@@ -42,7 +42,6 @@ SUMS += ("scales_ptr", "offsets_ptr")
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
 
-CAPABILITIES = (80, 90)  # of A100 and H100
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -197,6 +196,7 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[2:]:
-        for capability in CAPABILITIES:
-            print(json.dumps(described(chosen, sys.argv[1], capability)), flush=True)
+    of_dtype, asked, *names = sys.argv[1:]
+    for chosen in names:
+        for capability in map(int, asked.split(",")):
+            print(json.dumps(described(chosen, of_dtype, capability)), flush=True)

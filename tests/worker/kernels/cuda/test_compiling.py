@@ -25,6 +25,15 @@ from tests.worker.kernels.cuda.compiling import (
 pytestmark = pytest.mark.long
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
+H100, BOTH = (90,), (80, 90)
+KINDS = pytest.mark.parametrize(
+    ("dtype", "capabilities"),
+    [
+        pytest.param("bf16", H100, id="bf16 on H100"),
+        pytest.param("bf16", BOTH, id="bf16", marks=pytest.mark.slow),
+        pytest.param("fp32", BOTH, id="fp32", marks=pytest.mark.slow),
+    ],
+)
 ATTENTION = ("prefix", "prefix with biases", "tail", "packed tail")
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
 Report = dict[str, Any]
@@ -32,25 +41,26 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable[..., list[Report]]:
-    """Reports of kernels for both GPUs, by another process, which has no interpreter; each is compiled once.
+    """Reports of kernels for GPUs, by another process, which has no interpreter; each is compiled once.
 
     Triton keeps what it compiled by the digest of all that decides it.
     """
-    known = dict[tuple[str, str], list[Report]]()
+    known = dict[tuple[str, tuple[int, ...], str], list[Report]]()
 
-    def reports(dtype: str, *names: str) -> list[Report]:
-        if unknown := [name for name in names if (dtype, name) not in known]:
-            for report in compile_elsewhere(dtype, unknown):
-                known.setdefault((dtype, report["kernel"]), []).append(report)
-        return [report for name in names for report in known[dtype, name]]
+    def reports(dtype: str, capabilities: tuple[int, ...], *names: str) -> list[Report]:
+        if unknown := [name for name in names if (dtype, capabilities, name) not in known]:
+            for report in compile_elsewhere(dtype, capabilities, unknown):
+                known.setdefault((dtype, capabilities, report["kernel"]), []).append(report)
+        return [report for name in names for report in known[dtype, capabilities, name]]
 
     return reports
 
 
-def compile_elsewhere(dtype: str, names: list[str]) -> list[Report]:
+def compile_elsewhere(dtype: str, capabilities: tuple[int, ...], names: list[str]) -> list[Report]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(ROOT / "build" / "triton"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.worker.kernels.cuda.compiling", dtype, *names]
+    asked = ",".join(map(str, capabilities))
+    command = [sys.executable, "-m", "tests.worker.kernels.cuda.compiling", dtype, asked, *names]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
@@ -60,19 +70,20 @@ def fits(report: Report) -> bool:
     return bool(report["stack"] == 0 and report["shared"] <= SHARED[report["capability"]])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@KINDS
 def test_attention_spills_nothing_and_fits_into_shared_memory(
-    compiled: Callable[..., list[Report]], dtype: str
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
-    reports = compiled(dtype, *ATTENTION)
-    assert len(reports) == 8
+    reports = compiled(dtype, capabilities, *ATTENTION)
+    assert len(reports) == 4 * len(capabilities)
     assert all(fits(report) for report in reports), reports
 
 
+@pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_warps_of_the_prefix_lie_along_its_rows_and_two_programs_share_a_processor(
-    compiled: Callable[..., list[Report]],
+    compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
 ) -> None:
-    for report in compiled("bf16", "prefix", "prefix with biases"):
+    for report in compiled("bf16", capabilities, "prefix", "prefix with biases"):
         assert report["layouts"] == [[4, 1]]  # else every block's probabilities pass through shared memory
         assert 2 * report["shared"] <= SHARED[report["capability"]]
         assert 2 * 4 * 32 * report["registers"] <= 2**16
@@ -80,19 +91,21 @@ def test_warps_of_the_prefix_lie_along_its_rows_and_two_programs_share_a_process
         assert [op for op in ("wgmma.mma_async", "mma.sync") if report["ops"][op]] == [uses]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@KINDS
 def test_all_other_kernels_spill_nothing_and_fit_into_shared_memory(
-    compiled: Callable[..., list[Report]], dtype: str
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
-    reports = compiled(dtype, *kernels_besides_attention())
-    assert len(reports) == 2 * len(kernels_besides_attention())
+    reports = compiled(dtype, capabilities, *kernels_besides_attention())
+    assert len(reports) == len(capabilities) * len(kernels_besides_attention())
     assert all(fits(report) for report in reports), reports
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_the_scan_spills_nothing_and_fits_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
-    reports = compiled(dtype, *scan_kernels(dtype))
-    assert len(reports) == 12
+@KINDS
+def test_the_scan_spills_nothing_and_fits_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *scan_kernels(dtype))
+    assert len(reports) == 6 * len(capabilities)
     for report in reports:
         assert fits(report) or (dtype == "fp32" and report["stack"] <= 16 < report["shared"] <= 2**17), report
         if report["kernel"] == "attend to the best":
@@ -130,7 +143,7 @@ def test_codes_are_read_sixteen_bytes_at_a_time(compiled: Callable[..., list[Rep
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
-    for report in compiled(dtype, *WIDE):
+    for report in compiled(dtype, BOTH, *WIDE):
         assert report["shared"] <= SHARED[report["capability"]]
         assert report["stack"] == 0 or (dtype == "fp32" and "tail" in report["kernel"]), report
 

@@ -35,9 +35,7 @@ def cuda_target(
     """Caches are full of NaN where nothing was written."""
     weights = dense_weights(files, dtype)
     assert weights is not None
-    sizes = weights.sizes
-    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype, CPU)
-    arena = KVArena(shape, num_slots, longest_job)
+    arena = KVArena(CacheShape.of(weights, CPU), num_slots, longest_job)
     arena.buffer.fill_(float("nan"))
     stacked = stacked_weights(weights, CPU)
     kernels = CudaKernels(attention, linear)
@@ -65,9 +63,8 @@ def offloaded_target(
     """As `cuda_target`, with caches outside the device, whose copies come as late as they may."""
     weights = dense_weights(files, dtype)
     assert weights is not None
-    sizes = weights.sizes
-    shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype, CPU)
-    arena = UnwrittenRows(shape, num_slots, longest_job, Streams(HostStream(), LazyStream(), LazyStream()))
+    streams = Streams(HostStream(), LazyStream(), LazyStream())
+    arena = UnwrittenRows(CacheShape.of(weights, CPU), num_slots, longest_job, streams)
     arena.buffer.fill_(torch.nan)
     stacked = stacked_weights(weights, CPU)
     kernels = CudaKernels(attention, linear)

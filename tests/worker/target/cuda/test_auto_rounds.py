@@ -40,7 +40,7 @@ pytestmark = pytest.mark.long
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
 LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
-MakeTarget = Callable[[ModelFiles, torch.dtype, int, int], TargetModel]
+MakeTarget = Callable[..., TargetModel]
 PLACES = ((cuda_target, "on the device"), (offloaded_target, "on the host"))
 PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
 
@@ -105,7 +105,7 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
         monkeypatch.setattr(plan_module, taking_in, 0)  # few tokens as there are
     reference = TargetModel.load(files, "float32", "cpu")
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
-    target = make(files, torch.float32, 2, LONGEST)
+    target = make(files, torch.float32, 2, LONGEST, linear="cublas")
     drafter = auto(target, rounds_always_pay, None)
     assert isinstance(drafter, RepeatingDrafter)
     assert isinstance(drafter.otherwise, AutoDrafter)
@@ -125,7 +125,7 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     ("make", "num_best", "away"),
     [
         pytest.param(cuda_target, 1, 0.6, id="on the device, by a cloud", marks=pytest.mark.slow),
-        pytest.param(cuda_target, CHUNK, 0.05, id="on the device, exactly"),
+        pytest.param(cuda_target, CHUNK, 0.05, id="on the device, exactly", marks=pytest.mark.slow),
         pytest.param(offloaded_target, 1, 0.6, id="on the host, by a cloud"),
         pytest.param(offloaded_target, CHUNK, 0.05, id="on the host, exactly", marks=pytest.mark.slow),
     ],
@@ -134,7 +134,7 @@ def test_a_round_says_nearly_what_the_target_says(
     files: ModelFiles, make: MakeTarget, num_best: int, away: float
 ) -> None:
     """Of every layer by its own keys: without those that are scanned it says something else."""
-    target = make(files, torch.float32, 1, LONGEST)
+    target = make(files, torch.float32, 1, LONGEST, linear="cublas")
     new_entries = target.forwards.room_for(ScanKVCache, num_best)
     sequence = sequences(target)[0]
     full, prompt = target.new_cache(LONGEST), sequence.token_ids.tolist()

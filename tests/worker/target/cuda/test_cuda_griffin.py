@@ -54,7 +54,7 @@ def on_kernels(target: TargetModel) -> GriffinDrafter:
 
 
 def test_tokens_are_those_of_plain_decoding_and_trees_those_of_torch(files: ModelFiles) -> None:
-    target, reference = cuda_target(files, torch.float32), TargetModel.load(files, "float32", "cpu")
+    target, reference = cuda_target(files, torch.float32, linear="cublas"), TargetModel.load(files, "float32", "cpu")
     drafter = on_kernels(target)
     torch_drafter = drafter_of(target, TiledRows(load_griffin(None, target), target, OPTIONS.num_expanded))
     engine = Engine(target, drafter)
@@ -82,7 +82,7 @@ def plainly_decoded(target: TargetModel, drafted: Sequence) -> list[int]:
 
 
 def test_slots_come_back_when_their_sequences_stop_and_one_too_many_is_refused(files: ModelFiles) -> None:
-    target = cuda_target(files, torch.float32, num_slots=1)
+    target = cuda_target(files, torch.float32, num_slots=1, linear="cublas")
     drafter = on_kernels(target)
     drafter._forwards.level_seconds()
     cache = target.new_cache(100)

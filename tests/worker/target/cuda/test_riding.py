@@ -48,7 +48,7 @@ def files(tiny_model: Path) -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def on_gpu(files: ModelFiles) -> TargetModel:
-    return cuda_target(files, torch.float32, num_slots=3)
+    return cuda_target(files, torch.float32, num_slots=3, linear="cublas")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,12 @@ def in_torch(files: ModelFiles) -> TargetModel:
 def target(request: pytest.FixtureRequest, on_gpu: TargetModel, in_torch: TargetModel) -> TargetModel:
     """Both kinds of forwards whose rows are there in any case."""
     return on_gpu if request.param == "graph" else in_torch
+
+
+# what is on a GPU is shown by the first test, and slots that are copied by those of caches
+MOSTLY_IN_TORCH = pytest.mark.parametrize(
+    "target", [pytest.param("graph", marks=pytest.mark.slow), "torch"], indirect=True
+)
 
 
 @pytest.fixture
@@ -112,6 +118,7 @@ def test_tokens_and_keys_and_values_are_those_of_a_job_alone(target: TargetModel
     assert engine.counters.num_read_tokens == sum(fields[1] - 1 for fields in JOBS)
 
 
+@MOSTLY_IN_TORCH
 def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_bits(target: TargetModel) -> None:
     jobs = (*JOBS[:2], ("ccc", 76, 1, 1))
     expected = [alone(target, fields) for fields in jobs]
@@ -160,6 +167,7 @@ def test_where_trees_leave_few_rows_a_prompt_has_one_forward_more_a_step(
     assert decoding.num_generated_tokens >= 1
 
 
+@MOSTLY_IN_TORCH
 def test_drafters_hear_of_every_token_that_rode(target: TargetModel) -> None:
     drafter, sequences = Guesser(2, needs_top_k=True), [job("a", 2, 3), job("bb", 70, 1)]
     engine = Engine(target, drafter)

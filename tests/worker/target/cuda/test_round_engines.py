@@ -97,7 +97,7 @@ def test_a_draft_model_says_of_texts_of_any_lengths_what_it_says_on_a_cpu(files:
     """The shorter one's logits are there before the last forward of the longer one."""
     folder = locate_model(str(files.path / PARTS_FOLDER / DRAFT_FOLDER))
     models = [
-        cuda_target(files, torch.float32, 2, 64).load_beside(folder, 592),
+        cuda_target(files, torch.float32, 2, 64, "cublas").load_beside(folder, 592),
         TargetModel.load(folder, "float32", "cpu"),
     ]
     texts = {"a": np.arange(5) + 9, "b": np.arange(40) + 30}
@@ -115,7 +115,7 @@ def test_a_draft_model_says_of_texts_of_any_lengths_what_it_says_on_a_cpu(files:
 def test_rounds_of_two_sequences_give_the_reference_s_tokens_and_leave_no_slot_taken(
     files: ModelFiles, plain: list[list[int]], drafter_of: Callable[[TargetModel], TwoLevelDrafter]
 ) -> None:
-    target = cuda_target(files, torch.float32, 2, 64)
+    target = cuda_target(files, torch.float32, 2, 64, "cublas")
     drafter, together = drafter_of(target), sequences(target)
     arenas = [target.forwards.arena, drafter._new_entries.__self__]  # type: ignore[attr-defined]
     if drafter_of == triforce_in_rounds:

@@ -37,7 +37,7 @@ def files(tiny_model: Path) -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def target(files: ModelFiles) -> TargetModel:
-    return cuda_target(files, torch.float32, len(NUM_ENTRIES), LONGEST)
+    return cuda_target(files, torch.float32, len(NUM_ENTRIES), LONGEST, "cublas")
 
 
 @pytest.fixture(scope="module")

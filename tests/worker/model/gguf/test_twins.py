@@ -1,0 +1,36 @@
+"""A GGUF file gives the very logits of its dequantized twin, which the libraries of others make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.gguf.tiny_gguf import TINY, TOKENS, write_tiny
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+IN_KERNELS = ("granite", "llama", "phi3", "qwen2", "qwen3", "smollm3")
+TOKEN_IDS = [(7 * number + 3) % len(TOKENS) for number in range(48)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def logits_of(model: Path, dtype: str) -> torch.Tensor:
+    target = TargetModel.load(locate_model(str(model)), dtype, "cpu")
+    return target.logits(target.read(target.new_cache(64), TOKEN_IDS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TINY)
+def test_logits_are_those_of_the_dequantized_twin(name: str, dtype: str, tmp_path: Path) -> None:
+    file, twin = write_tiny(name, tmp_path, DTYPES[dtype])
+    logits = logits_of(file, dtype)
+    assert logits.isfinite().all()
+    assert logits.std() > 0.01
+    assert torch.equal(logits, logits_of(twin, dtype))

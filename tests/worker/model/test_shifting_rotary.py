@@ -1,0 +1,88 @@
+"""Angles that would depend on the longest text of a forward are refused; those that a fixed `alpha` stretches run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.model.files import what_refuses
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.folders import saved_as
+
+ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as it is published; widths and layers are cut down
+    "add_classification_head": False,
+    "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_head_dim": 64,
+    "bos_token_id": 1,
+    "class_num": 0,
+    "dense_list": [128, 0],
+    "enable_lm_head_fp32": True,
+    "eod_token_id": 2,
+    "eos_token_id": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.3,
+    "intermediate_size": 96,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "model_type": "hunyuan_v1_dense",
+    "norm_type": "rms",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": ALPHA | {"type": "dynamic"},
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_cla": False,
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+    "vocab_size": 97,
+}
+
+
+def test_hunyuan_as_published_says_what_transformers_says(tmp_path: Path) -> None:
+    assert what_refuses(HUNYUAN) is None
+    found = compare(TargetModel.load(saved_as(HUNYUAN, tmp_path), "float32", "cpu"))
+    assert found.agrees, found
+    assert found.num_same_choices == found.num_rows
+
+
+def test_the_alpha_of_hunyuan_changes_its_logits() -> None:
+    """So that the test above would see it left away."""
+    logits = []
+    for alpha in (1000.0, 1.0):
+        scaling = HUNYUAN["rope_scaling"] | {"alpha": alpha}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**HUNYUAN | {"rope_scaling": scaling})).eval()
+        logits.append(model(input_ids=torch.arange(90)[None]).logits)
+    assert (logits[0] - logits[1]).abs().max() > 0.01 * logits[0].std()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": ALPHA | {"type": "dynamic", "alpha": None}},
+        {"rope_scaling": ALPHA | {"type": "dynamic", "alpha": 0.0}},
+        {"rope_scaling": ALPHA | {"type": "dynamic", "alpha": "1000"}},
+        {"model_type": "llama"},  # whose angles do not know an alpha
+    ],
+)
+def test_dynamic_angles_without_an_alpha_that_counts_are_refused(change: dict[str, Any]) -> None:
+    refusal = what_refuses(HUNYUAN | change)
+    assert refusal is not None
+    assert "its rotary positions (dynamic) change with the length of the text" in refusal

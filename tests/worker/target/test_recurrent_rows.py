@@ -1,0 +1,158 @@
+"""Layers with a state in place of keys and values: rows have the same bits in trees, in prompts and alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.recurrent import NUM_STEPS, RecurrentCache
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.kinds import RECURRENT_KINDS
+from swiftbatch.worker.target.step_costs import measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
+from swiftbatch.worker.training.target.training import train_tokenizer
+from tests.worker.model.kind_parts import RECURRENT, SIZES, VOCAB_SIZE, tiny_target
+from tests.worker.session.session_parts import (
+    claimed,
+    digest,
+    make_run,
+    record,
+    session,
+    to_the_end,
+    undisturbed_digest,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return tiny_target("qwen3_5_text")
+
+
+def caches(target: TargetModel) -> tuple[RecurrentCache, RecurrentCache]:
+    ours, plain = target.new_cache(900), target.new_cache(900)
+    assert isinstance(ours, RecurrentCache)
+    assert isinstance(plain, RecurrentCache)
+    return ours, plain
+
+
+def decode(target: TargetModel, cache: FullKVCache, token_id: int) -> torch.Tensor:
+    """One token, plainly; returns its logits."""
+    [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
+    cache.commit([])
+    return outputs.logits[0]
+
+
+def assert_same_states(ours: RecurrentCache, plain: RecurrentCache) -> None:
+    assert ours.length == plain.length
+    for one, other in zip(ours.recurrent, plain.recurrent, strict=True):
+        assert torch.equal(one.state, other.state)
+        assert one.state.abs().max() > 0
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    path: list[int] = []
+    while node != ROOT:
+        path.insert(0, node)
+        node = tree.parents[node]
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+def test_accepted_paths_of_trees_leave_the_states_of_plain_decoding(kind: str) -> None:
+    target, rng = tiny_target(kind), random.Random(1)
+    ours, plain = caches(target)
+    for cache in (ours, plain):
+        while cache.length < 2 * BLOCK - 20:
+            target.read(cache, list(range(2 * BLOCK - 20 - cache.length)))
+    for _ in range(20):
+        root = rng.randrange(VOCAB_SIZE)
+        tree = random_tree(rng, rng.randrange(1, 16), max_tree_depth(ours.length), VOCAB_SIZE)
+        [outputs] = target.verify([tree_rows(ours, root, tree)])
+        path = path_to(tree, rng.randrange(-1, len(tree)))
+        ours.commit(path)
+        for row in [0, *(node + 1 for node in path)]:
+            token_id = root if row == 0 else tree.token_ids[row - 1]
+            assert torch.equal(decode(target, plain, token_id), outputs.logits[row])
+        assert_same_states(ours, plain)
+    assert ours.boundary >= BLOCK, "the boundary has moved"
+
+
+def test_a_prompt_that_is_read_in_tiles_leaves_the_states_of_plain_decoding(target: TargetModel) -> None:
+    ours, plain = caches(target)
+    token_ids = [(7 * i + 3) % VOCAB_SIZE for i in range(3 * BLOCK + 5)]
+    while ours.length < len(token_ids):
+        target.read(ours, token_ids[ours.length :])
+    for token_id in token_ids:
+        decode(target, plain, token_id)
+    assert_same_states(ours, plain)
+
+
+def test_the_last_block_can_be_rolled_back_exactly(target: TargetModel) -> None:
+    ours, plain = caches(target)
+    for token_id in range(80):
+        decode(target, plain, token_id)
+    for token_id in [*range(80), *range(40)]:
+        decode(target, ours, token_id)
+    ours.roll_back(80)
+    assert_same_states(ours, plain)
+
+
+def test_a_cache_that_is_rolled_back_further_is_empty_and_is_read_again(target: TargetModel) -> None:
+    ours, plain = caches(target)
+    for token_id in [*range(90), *range(90)]:
+        decode(target, ours, token_id)
+    ours.roll_back(ours.boundary - 1)
+    assert ours.length == 0
+    for token_id in range(70):
+        assert torch.equal(decode(target, ours, token_id), decode(target, plain, token_id))
+    assert_same_states(ours, plain)
+
+
+def test_the_largest_tree_behind_the_longest_way_from_a_boundary_has_room() -> None:
+    assert NUM_STEPS > 2 * BLOCK - 1 + 127
+
+
+def test_costs_are_measured_without_a_text(target: TargetModel) -> None:
+    assert measure_step_costs(target).at(1, 64) > 0
+
+
+def test_an_engine_whose_drafts_read_a_part_of_a_cache_is_refused(target: TargetModel) -> None:
+    with pytest.raises(ModelError, match=r"engine griffin: .* has layers with a state in place of one"):
+        create_drafter("griffin", target, lambda: measure_step_costs(target))
+
+
+@pytest.fixture(scope="module")
+def recurrent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recurrent-model")
+    tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
+    torch.manual_seed(0)
+    sizes = SIZES | RECURRENT | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["auto", "suffix"])
+def test_a_job_resumes_from_its_tokens_with_the_same_tokens(recurrent_model: Path, tmp_path: Path, engine: str) -> None:
+    run, jobs = make_run(tmp_path / "run"), [record("fox", 120), record("dog", 90)]
+    first = session(run, recurrent_model, engine=engine, checkpoint="state")
+    until(first, jobs[0], 50, *(claimed(run, job) for job in jobs))
+    first.drain(30.0)
+    second = session(run, recurrent_model, engine=engine, checkpoint="state")
+    to_the_end(second, *(claimed(run, job) for job in jobs))
+    assert second.engine.counters.num_resumes == {"replay": 2}
+    for number, job in enumerate(jobs):
+        assert digest(run, job) == undisturbed_digest(tmp_path / f"plain-{number}", recurrent_model, job)

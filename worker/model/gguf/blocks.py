@@ -1,0 +1,177 @@
+"""Blocks of GGUF's quantized types as packed matrices, which stand for the numbers that ggml defines in float32.
+
+Codes of 2, 5 and 6 bits, and of 3, are widened to the next width that the kernels take. A zero of Q4_0 may have another
+sign than ggml's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix
+
+MOST_AT_ONCE = 1 << 20  # bytes of blocks that are unpacked in one go: what comes of them stays in a core's cache
+
+Array = np.ndarray
+
+
+class Parts(NamedTuple):
+    """What blocks hold: a byte for each code, and float32 for each group, side by side in each block."""
+
+    code: Code
+    codes: Array
+    scales: Array
+    offsets: Array | None = None
+
+
+def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) -> PackedMatrix:
+    """The matrix of so many rows whose blocks of a type lie as `[num_blocks, num_bytes] uint8`.
+
+    In numpy, a thread for some rows: torch's own threads wait for each other behind every operation. Raises ValueError
+    for scales that are no finite numbers.
+    """
+    rows = blocks.numpy().reshape(num_rows, -1, blocks.shape[1])
+    step = max(1, MOST_AT_ONCE // rows[0].size)
+
+    def unpack(start: int) -> Parts:
+        some = rows[start : start + step]
+        with np.errstate(invalid="ignore"):  # infinite scales are refused below
+            return _by_rows(UNPACKED[name](some.reshape(-1, some.shape[2])), len(some))
+
+    with ThreadPoolExecutor() as threads:
+        parts = list(threads.map(unpack, range(0, num_rows, step)))
+    codes, scales = (np.concatenate(each) for each in ([each.codes for each in parts], [each.scales for each in parts]))
+    found = [each.offsets for each in parts if each.offsets is not None]
+    offsets = torch.from_numpy(np.concatenate(found)) if found else None
+    return PackedMatrix(parts[0].code, torch.from_numpy(codes), torch.from_numpy(scales), dtype, offsets)
+
+
+def _by_rows(parts: Parts, num_rows: int) -> Parts:
+    """The same for rows of a matrix, with two codes of 4 bits in a byte. Raises ValueError for infinite scales."""
+    code, codes, scales, offsets = parts
+    if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
+        raise ValueError("found scales that are no finite numbers")
+    codes = codes.reshape(num_rows, -1)
+    if CODE_BITS[code] == 4:
+        codes = codes[:, ::2] | (codes[:, 1::2] << 4)
+    return Parts(code, codes, scales.reshape(num_rows, -1), None if offsets is None else offsets.reshape(num_rows, -1))
+
+
+def _split(blocks: Array, *widths: int) -> list[Array]:
+    return np.split(blocks, np.cumsum(widths[:-1]), axis=1)
+
+
+def _halves(data: Array) -> Array:
+    """Numbers of two bytes each, in float32."""
+    return np.ascontiguousarray(data).view("<f2").astype(np.float32)
+
+
+def _fields(data: Array, width: int, bits: int) -> Array:
+    """Fields of so many bits: the lowest ones of `width` bytes, then the next ones of these, and so on."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    fields: Array = (data.reshape(len(data), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
+    return fields.reshape(len(data), -1)
+
+
+def _scales_and_minima(data: Array) -> tuple[Array, Array]:
+    """Two lists of eight numbers of 6 bits, of which twelve bytes hold four with their upper bits apart."""
+    scales, minima, rest = _split(data, 4, 4, 4)
+    low = np.concatenate((scales & 63, (rest & 15) | ((scales >> 2) & 48)), axis=1)
+    high = np.concatenate((minima & 63, (rest >> 4) | ((minima >> 2) & 48)), axis=1)
+    return low.astype(np.float32), high.astype(np.float32)
+
+
+def _q4_0(blocks: Array) -> Parts:
+    scales, codes = _split(blocks, 2, 16)
+    return Parts("uint4", _fields(codes, 16, 4), _halves(scales), _halves(scales) * -8)
+
+
+def _q4_1(blocks: Array) -> Parts:
+    scales, minima, codes = _split(blocks, 2, 2, 16)
+    return Parts("uint4", _fields(codes, 16, 4), _halves(scales), _halves(minima))
+
+
+def _q5_0(blocks: Array) -> Parts:
+    scales, fifth, codes = _split(blocks, 2, 4, 16)
+    codes = _fields(codes, 16, 4) | (_fields(fifth, 1, 1) << 4)
+    return Parts("int8", codes - np.uint8(16), _halves(scales))
+
+
+def _q5_1(blocks: Array) -> Parts:
+    scales, minima, fifth, codes = _split(blocks, 2, 2, 4, 16)
+    codes = _fields(codes, 16, 4) | (_fields(fifth, 1, 1) << 4)
+    return Parts("uint8", codes, _halves(scales), _halves(minima))
+
+
+def _q8_0(blocks: Array) -> Parts:
+    scales, codes = _split(blocks, 2, 32)
+    return Parts("int8", codes, _halves(scales))
+
+
+def _q2_k(blocks: Array) -> Parts:
+    both, codes, scale, minimum = _split(blocks, 16, 64, 2, 2)
+    scales, offsets = (
+        _halves(scale) * (both & 15).astype(np.float32),
+        -(_halves(minimum) * (both >> 4).astype(np.float32)),
+    )
+    return Parts("uint4", _fields(codes, 32, 2), scales, offsets)
+
+
+def _q3_k(blocks: Array) -> Parts:
+    third, codes, both, scale = _split(blocks, 32, 64, 12, 2)
+    low, high = _split(both, 8, 4)
+    scales = (_fields(low, 8, 4) | (_fields(high, 4, 2) << 4)).astype(np.float32) - 32
+    codes = _fields(codes, 32, 2) | (_fields(third, 32, 1) << 2)
+    return Parts("int8", codes - np.uint8(4), _halves(scale) * scales)
+
+
+def _q4_k(blocks: Array) -> Parts:
+    scale, minimum, both, codes = _split(blocks, 2, 2, 12, 128)
+    scales, minima = _scales_and_minima(both)
+    return Parts("uint4", _fields(codes, 32, 4), _halves(scale) * scales, -(_halves(minimum) * minima))
+
+
+def _q5_k(blocks: Array) -> Parts:
+    scale, minimum, both, fifth, codes = _split(blocks, 2, 2, 12, 32, 128)
+    scales, minima = _scales_and_minima(both)
+    codes = _fields(codes, 32, 4) | (_fields(fifth, 32, 1) << 4)
+    return Parts("uint8", codes, _halves(scale) * scales, -(_halves(minimum) * minima))
+
+
+def _q6_k(blocks: Array) -> Parts:
+    codes, upper, scales, scale = _split(blocks, 128, 64, 16, 2)
+    codes = _fields(codes, 64, 4) | (_fields(upper, 32, 2) << 4)
+    return Parts("int8", codes - np.uint8(32), _halves(scale) * scales.view(np.int8).astype(np.float32))
+
+
+def _iq4_nl(blocks: Array) -> Parts:
+    scales, codes = _split(blocks, 2, 16)
+    return Parts("iq4_nl", _fields(codes, 16, 4), _halves(scales))
+
+
+def _iq4_xs(blocks: Array) -> Parts:
+    scale, upper, lower, codes = _split(blocks, 2, 2, 4, 128)
+    scales = (_fields(lower, 1, 4) | (_fields(upper, 1, 2) << 4)).astype(np.float32) - 32
+    return Parts("iq4_nl", _fields(codes, 16, 4), _halves(scale) * scales)
+
+
+UNPACKED: dict[str, Callable[[Array], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}

@@ -1,0 +1,169 @@
+"""A GGUF file's metadata as the `config.json` and `generation_config.json` of its dequantized twin. Without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from swiftbatch.worker.model.gguf.architectures import SIZES, Config
+from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
+from swiftbatch.worker.model.gguf.header import GGUFError
+from swiftbatch.worker.model.gguf.rotary import ROTARY_KEYS, rotary_of_gguf, shortest
+
+OTHER_SIZES = ("attention.key_length", "attention.value_length", "vocab_size")
+NO_CHANGE = ("rope.scaling.finetuned", "tensor_data_layout")
+UNUSED = (None, 0, False)  # values of keys that are not understood with which they change nothing
+SPECIAL = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+ENDING = {  # tokens that end a turn or a text in every model that has them, as llama.cpp takes them
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+}
+CONTROL = 3  # the type of a token that is no text
+GEMMA_WINDOWS = 6  # one of so many layers has no window
+LAYERS_OF_LARGEST = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by the width of a head that it has not
+STILL = 4  # one of so many layers of a SmolLM3 turns no heads
+
+
+def config_of(model: GGUFModel) -> Config:
+    """The config of the model. Raises GGUFError for one that is not understood."""
+    architecture, said = model.architecture, _said(model)
+    config: Config = {"model_type": architecture.kind, **architecture.fixed}
+    for key, name in (SIZES | dict(architecture.said)).items():
+        if key in said or name in architecture.unsaid:
+            config[name] = _scalar(said.get(key, architecture.unsaid.get(name)), f"{model.name}.{key}")
+    config["num_key_value_heads"] = config.get("num_key_value_heads", config.get("num_attention_heads"))
+    _refuse_missing(model, config)
+    config["head_dim"] = _head_dim(said, config, model.name)
+    config["vocab_size"] = _vocab_size(model, said)
+    config["tie_word_embeddings"] = "output.weight" not in model.tensors
+    config |= {name: _token(model, key) for name, key in SPECIAL.items()}
+    if "attention_bias" in config:
+        config["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
+    config |= rotary_of_gguf(model, said, config["head_dim"])
+    return config | COMPLETED.get(model.name, _nothing)(config, said)
+
+
+def generation_of(model: GGUFModel) -> Config:
+    """What ends a text of the model: the tokens that its metadata names, and those that end a turn in all models."""
+    found = {number for key in ENDS if (number := _token(model, key)) is not None}
+    tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+    pairs = enumerate(zip(tokens, types, strict=False))
+    found |= {number for number, (token, kind) in pairs if kind == CONTROL and token in ENDING}
+    return {"eos_token_id": sorted(found)} if found else {}
+
+
+def _said(model: GGUFModel) -> dict[str, Any]:
+    """What the metadata says of the architecture. Raises GGUFError for a key that may change a forward unnoticed."""
+    prefix = f"{model.name}."
+    said = {key.removeprefix(prefix): value for key, value in model.metadata.items() if key.startswith(prefix)}
+    known = {*SIZES, *model.architecture.said, *OTHER_SIZES, *NO_CHANGE, *ROTARY_KEYS.get(model.name, ROTARY_KEYS[""])}
+    for key, value in said.items():
+        if key not in known and not (isinstance(value, int | float) and value in UNUSED):
+            raise GGUFError(f"its metadata has {prefix}{key} = {value!r:.60}, which may change a layer, not read here")
+    return said
+
+
+def _scalar(value: Any, key: str) -> Any:
+    """A number as it was written before float32. Raises GGUFError for one of each layer."""
+    if isinstance(value, list | np.ndarray | str):
+        raise GGUFError(f"its metadata has {key} as {value!r:.60}, expected one number for all layers")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise GGUFError(f"its metadata has {key} = {value}")
+    return shortest(value) if isinstance(value, float) else value
+
+
+def _refuse_missing(model: GGUFModel, config: Config) -> None:
+    for key, name in (SIZES | dict(model.architecture.said)).items():
+        if name not in config:
+            raise GGUFError(f"its metadata lacks {model.name}.{key}")
+        is_size = name not in ("rms_norm_eps", *model.architecture.said.values())
+        if is_size and not (isinstance(config[name], int) and config[name] > 0):
+            raise GGUFError(f"its metadata has {model.name}.{key} = {config[name]!r}, expected a positive integer")
+    if (number := config["num_hidden_layers"]) > len(model.tensors):
+        raise GGUFError(f"it holds {len(model.tensors):,} tensors, fewer than its {number:,} layers")
+
+
+def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
+    """Raises GGUFError for heads whose keys and values are of two widths."""
+    head_dim = said.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    if said.get("attention.value_length", head_dim) != head_dim or not isinstance(head_dim, int) or head_dim < 1:
+        values = said.get("attention.value_length")
+        raise GGUFError(f"its metadata has {name}.attention.key_length = {head_dim!r} and value_length = {values!r}")
+    return head_dim
+
+
+def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
+    """The rows of the embedding. Raises GGUFError where there is none, or the metadata says another number."""
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise GGUFError("it holds no tensor token_embd.weight of two dimensions")
+    number = embedding.shape[0]
+    if said.get("vocab_size", number) != number:
+        found = said["vocab_size"]
+        raise GGUFError(f"its metadata has {model.name}.vocab_size = {found!r}, and its embedding {number:,} rows")
+    return number
+
+
+def _token(model: GGUFModel, key: str) -> int | None:
+    """Raises GGUFError for what is no token."""
+    token = model.metadata.get(key)
+    if token is not None and type(token) is not int:
+        raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
+    return token
+
+
+def _nothing(config: Config, said: Mapping[str, Any]) -> Config:
+    return {}
+
+
+def _gemma2(config: Config, said: Mapping[str, Any]) -> Config:
+    return {"query_pre_attn_scalar": _width_of_scores(config, "gemma2")}
+
+
+def _gemma3(config: Config, said: Mapping[str, Any]) -> Config:
+    numbers = range(1, config["num_hidden_layers"] + 1)
+    types = ["sliding_attention" if number % GEMMA_WINDOWS else "full_attention" for number in numbers]
+    return {"query_pre_attn_scalar": _width_of_scores(config, "gemma3"), "layer_types": types}
+
+
+def _width_of_scores(config: Config, name: str) -> int:
+    """Queries are divided by the root of this; no metadata says so of the largest model, where it is another number."""
+    is_largest = config["num_hidden_layers"] == LAYERS_OF_LARGEST[name]
+    return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
+
+
+def _llama(config: Config, said: Mapping[str, Any]) -> Config:
+    """One with a window is a Mistral."""
+    return {"model_type": "mistral"} if config["sliding_window"] else {"sliding_window": None}
+
+
+def _phi3(config: Config, said: Mapping[str, Any]) -> Config:
+    return {"sliding_window": config["sliding_window"] or None}
+
+
+def _smollm3(config: Config, said: Mapping[str, Any]) -> Config:
+    turned = [int(number % STILL != 0) for number in range(1, config["num_hidden_layers"] + 1)]
+    return {"no_rope_layers": turned, "no_rope_layer_interval": STILL}
+
+
+COMPLETED: dict[str, Callable[[Config, Mapping[str, Any]], Config]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "llama": _llama,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+}

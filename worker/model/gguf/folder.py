@@ -1,0 +1,119 @@
+"""The folder that makes a model of a GGUF file: its small files, derived once, and links to the weights.
+
+All else that reads a model reads this folder. It lies in the user's cache, under a name of all that decides its
+content, and is there as a whole or not at all, also where two processes make it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.gguf.config import config_of, generation_of
+from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
+from swiftbatch.worker.model.gguf.header import GGUFError
+from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, link_names, write_index
+from swiftbatch.worker.model.gguf.splits import refuse_unknown_split
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
+FORM = 1  # of the derived files: another one where they are derived in another way
+NAME_LENGTH = 32
+MAX_WORDS = 500  # characters of an error
+LIBRARIES = ("transformers", "tokenizers")  # that write the tokenizer
+
+
+def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
+    """The folder of a model whose weights lie in this file, or begin in it. Raises ModelError."""
+    try:
+        read = read_gguf(file)
+        folder = _base() / _key(read)
+        if not (folder / INDEX_FILE).exists():
+            _refuse_unknown_tensors(read)
+            refuse_unknown_split(read)
+            with _made_whole(folder) as aside:
+                _write_small_files(read, aside)
+    except GGUFError as error:
+        raise ModelError(f"model {model}: {file} is no GGUF file that runs here: {_line(error)}") from None
+    except OSError as error:
+        raise ModelError(
+            f"model {model}: its small files can't be kept in {_base()} ({error}); set XDG_CACHE_HOME"
+        ) from None
+    if with_tokenizer and not all((folder / name).exists() for name in TOKENIZER_FILES):
+        _add_tokenizer(model, folder)
+    return folder
+
+
+def _base() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftbatch" / "gguf"
+
+
+def _key(model: GGUFModel) -> str:
+    """A name for all that decides the content of the folder, the place of the weights among it."""
+    parts = [FORM, *map(version, LIBRARIES), *(head.sha256 for head in model.heads), *map(os.path.abspath, model.files)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:NAME_LENGTH]
+
+
+def _refuse_unknown_tensors(model: GGUFModel) -> None:
+    """Raise GGUFError for a tensor that the architecture has no place for."""
+    for name in model.tensors:
+        if name != FREQUENCIES:
+            transformers_name(name, model.architecture)
+
+
+def _write_small_files(model: GGUFModel, folder: Path) -> None:
+    _write_json(folder / "config.json", config_of(model))
+    _write_json(folder / "generation_config.json", generation_of(model))
+    if isinstance(template := model.metadata.get("tokenizer.chat_template"), str):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    links = {link_name(number, len(model.files)): file for number, file in enumerate(model.files)}
+    for name, file in links.items():
+        (folder / name).symlink_to(os.path.abspath(file))
+    write_index(folder, model.name, list(links))
+
+
+@contextlib.contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end, unless another process was first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield aside
+        with contextlib.suppress(OSError):
+            aside.rename(folder)
+        if not folder.is_dir():
+            raise OSError(f"{folder} can't be made")
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _add_tokenizer(model: str, folder: Path) -> None:
+    """Derive the tokenizer as `transformers` does, which takes seconds, and put its files beside the others."""
+    from swiftbatch.worker.model.gguf.tokenizer import save_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+        try:
+            save_tokenizer(folder / link_names(folder)[0], Path(aside))
+        except Exception as error:  # of any kind: the library raises bare ones
+            raise ModelError(
+                f"model {model}: no tokenizer comes of its metadata: {type(error).__name__}: {_line(error)}"
+            ) from error
+        for name in TOKENIZER_FILES:
+            os.replace(Path(aside) / name, folder / name)
+
+
+def _line(error: Exception) -> str:
+    """The words of an error, which may hold names from a file."""
+    return " ".join(str(error).split())[:MAX_WORDS]
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

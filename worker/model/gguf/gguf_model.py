@@ -1,0 +1,112 @@
+"""A model in one GGUF file or in several, by what stands in front of its tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES, LAYER, WHOLE, Architecture
+from swiftbatch.worker.model.gguf.header import GGUFError, Head, TensorHead, read_head
+
+SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
+FREQUENCIES = "rope_freqs.weight"  # that the config says
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """The files of a model and their heads, in order. The first one's says what the model is."""
+
+    files: tuple[Path, ...]
+    heads: tuple[Head, ...]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.heads[0].metadata
+
+    @property
+    def name(self) -> str:
+        """The architecture's own name."""
+        return str(self.metadata.get("general.architecture"))
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Raises GGUFError for one that is not read here."""
+        if self.name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise GGUFError(f"its architecture {self.name!r} is not read here; expected one of {known}")
+        return ARCHITECTURES[self.name]
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorHead]:
+        """All tensors by GGUF's names. Raises GGUFError for one that is there twice."""
+        found: dict[str, TensorHead] = {}
+        for head in self.heads:
+            for tensor in head.tensors:
+                if tensor.name in found:
+                    raise GGUFError(f"it holds the tensor {tensor.name} twice")
+                found[tensor.name] = tensor
+        return found
+
+    def floats(self, name: str) -> np.ndarray:
+        """The numbers of a small tensor. Raises GGUFError for one that is not float32, or is cut off meanwhile."""
+        for file, head in zip(self.files, self.heads, strict=True):
+            for tensor in head.tensors:
+                if tensor.name == name and tensor.type.name == "F32":
+                    return np.fromfile(file, "<f4", math.prod(tensor.shape), offset=head.num_bytes + tensor.offset)
+        raise GGUFError(f"its tensor {name} is {self.tensors[name].type.name}, expected F32")
+
+
+def read_gguf(file: Path) -> GGUFModel:
+    """Read the heads of a model's files, of which this is the first. Raises GGUFError for a damaged or missing one."""
+    files = tuple(_files(file))
+    model = GGUFModel(files, tuple(_head(each) for each in files))
+    for number, head in enumerate(model.heads):
+        count, place = head.metadata.get("split.count", 1), head.metadata.get("split.no", 0)
+        if (count or 1, place) != (len(files), number):
+            raise GGUFError(
+                f"{files[number]}: it says that it is part {place} of {count}, expected {number} of {len(files)}"
+            )
+    return model
+
+
+def transformers_name(name: str, architecture: Architecture) -> str:
+    """A tensor's name in `transformers`, with a star for the numbers of experts that lie in one tensor.
+
+    Raises GGUFError for one that the architecture has not.
+    """
+    if name in WHOLE:
+        return WHOLE[name]
+    parts, found = {**LAYER, **architecture.names}, IN_LAYER.match(name)
+    if found is None or found["part"] not in parts:
+        raise GGUFError(f"its tensor {name} has no place in a {architecture.kind}")
+    return f"model.layers.{found['number']}.{parts[found['part']]}.{found['what']}"
+
+
+def _files(file: Path) -> Iterator[Path]:
+    """The files of a model. Raises GGUFError where this is not the first one, or one is missing."""
+    said = SPLIT.match(file.name)
+    if said is None:
+        yield file
+        return
+    if int(said["number"]) != 1:
+        raise GGUFError(f"it is one part of several; give the first one, {said['stem']}-00001-of-{said['count']}.gguf")
+    for number in range(1, int(said["count"]) + 1):
+        part = file.with_name(f"{said['stem']}-{number:05}-of-{said['count']}.gguf")
+        if not part.is_file():
+            raise GGUFError(f"its part {part} is missing")
+        yield part
+
+
+def _head(file: Path) -> Head:
+    try:
+        return read_head(file)
+    except GGUFError as error:
+        raise GGUFError(f"{file}: {error}") from None

@@ -1,0 +1,204 @@
+"""The head of a GGUF file: what it says of the model, and where its tensors lie. Without torch.
+
+A head is believed in nothing: each length is compared with what the file holds before anything is read or kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from swiftbatch.worker.model.gguf.tensor_types import TensorType, type_of
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+LONGEST_HEAD = 100_000_000  # bytes; those of the largest vocabularies have about 20 million
+STEP = 1 << 22  # bytes that are read in one go
+MOST_THINGS = 100_000  # tensors, and things that are said beside them
+LONGEST_KEY = 65_535  # bytes; the format's own limit
+MOST_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+MOST_ALIGNMENT = 65_536
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+class GGUFError(ValueError):
+    """A file that is no sound GGUF, or one that is not understood here; its text says why."""
+
+
+@dataclass(frozen=True)
+class TensorHead:
+    """A tensor as the head describes it. `shape` as in torch: the last dimension lies side by side."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int  # from the start of the data
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) // self.type.block * self.type.num_bytes
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands in front of a file's tensors. `num_bytes` of it are in front of the first one."""
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[TensorHead, ...]  # in the order of their bytes
+    num_bytes: int
+    sha256: str  # of these bytes
+
+
+def read_head(file: Path) -> Head:
+    """Read the head of a file. Raises GGUFError for a damaged file or one of a version that is not read here."""
+    try:
+        with file.open("rb") as stream:
+            return _read(_Cursor(stream, os.fstat(stream.fileno()).st_size))
+    except OSError as error:
+        raise GGUFError(f"it cannot be read: {error}") from None
+
+
+class _Cursor:
+    """Takes bytes of a file one after the other, and never more than it has."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream, self.size = stream, size
+        self._end = min(size, LONGEST_HEAD)
+        self._data = b""  # all that was read so far
+        self.place = 0
+
+    @property
+    def rest(self) -> int:
+        """Bytes that may follow."""
+        return self._end - self.place
+
+    def take(self, size: int) -> bytes:
+        """Raises GGUFError where the file ends before."""
+        start = self.place
+        self.place += size
+        if self.place > len(self._data):
+            self._read_on(size)
+        return self._data[start : self.place]
+
+    def number(self, size: int) -> int:
+        """A number of so many bytes that has no sign."""
+        return int.from_bytes(self.take(size), "little")
+
+    def text(self, longest: int = LONGEST_HEAD) -> str:
+        size = self.number(8)
+        if size > longest:
+            raise GGUFError(f"its head has a text of {size:,} bytes at {self.place:,}")
+        try:
+            return self.take(size).decode()
+        except UnicodeDecodeError:
+            raise GGUFError(f"its head has a text at {self.place:,} that is not UTF-8") from None
+
+    def count(self, least: int, most: int = LONGEST_HEAD) -> int:
+        """A number of things of so many bytes at least."""
+        number = self.number(8)
+        if number * least > self.rest or number > most:
+            raise GGUFError(f"its head counts {number:,} things at {self.place:,}, and {self.rest:,} bytes follow")
+        return number
+
+    def sha256(self) -> str:
+        """The digest of all that was taken."""
+        return hashlib.sha256(self._data[: self.place]).hexdigest()
+
+    def _read_on(self, size: int) -> None:
+        """Read up to this place and a step behind it. Raises GGUFError where the file ends before."""
+        if self.place > self._end:
+            if self.size > LONGEST_HEAD:
+                raise GGUFError(f"its head is longer than {LONGEST_HEAD:,} bytes")
+            raise GGUFError(f"its head says that {size:,} bytes follow at {self.place - size:,}, where it ends")
+        self._data += self._stream.read(max(self.place - len(self._data), min(STEP, self._end - len(self._data))))
+        if self.place > len(self._data):
+            raise GGUFError(f"it ends at {len(self._data):,} bytes, while it is read")
+
+
+def _read(cursor: _Cursor) -> Head:
+    if (magic := cursor.take(4)) != MAGIC:
+        raise GGUFError(f"it begins with {magic!r}, expected {MAGIC!r}")
+    version = cursor.number(4)
+    if version not in VERSIONS:
+        big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        said = "its numbers are big-endian" if big else f"its version is {version}"
+        raise GGUFError(f"{said}; expected version 2 or 3, little-endian")
+    num_tensors, num_entries = cursor.count(33, MOST_THINGS), cursor.count(13, MOST_THINGS)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_entries):
+        key = cursor.text(LONGEST_KEY)
+        if key in metadata:
+            raise GGUFError(f"its head says {key} twice")
+        metadata[key] = _value(cursor, cursor.number(4), key)
+    tensors = sorted((_tensor(cursor) for _ in range(num_tensors)), key=lambda tensor: tensor.offset)
+    padding = -cursor.place % _alignment(metadata)
+    if num_tensors:
+        cursor.take(padding)
+    _refuse_misplaced(tensors, _alignment(metadata), cursor.size - cursor.place)
+    return Head(metadata, tuple(tensors), cursor.place, cursor.sha256())
+
+
+def _value(cursor: _Cursor, kind: int, key: str) -> Any:
+    if kind in NUMBERS:
+        return _numbers(cursor, kind, 1)[0].item()
+    if kind == STRING:
+        return cursor.text()
+    if kind != ARRAY:
+        raise GGUFError(f"its head has {key} of type {kind}, which there is not")
+    kind = cursor.number(4)
+    if kind == STRING:
+        return [cursor.text() for _ in range(cursor.count(8))]
+    if kind not in NUMBERS:
+        raise GGUFError(f"its head has {key} as a list of type {kind}; expected numbers or texts")
+    return _numbers(cursor, kind, cursor.count(np.dtype(NUMBERS[kind]).itemsize))
+
+
+def _numbers(cursor: _Cursor, kind: int, number: int) -> np.ndarray:
+    dtype = np.dtype(NUMBERS[kind])
+    return np.frombuffer(cursor.take(number * dtype.itemsize), dtype=dtype)
+
+
+def _tensor(cursor: _Cursor) -> TensorHead:
+    name = cursor.text(LONGEST_KEY)
+    num_dimensions = cursor.number(4)
+    if not 1 <= num_dimensions <= MOST_DIMENSIONS:
+        raise GGUFError(f"its tensor {name} has {num_dimensions:,} dimensions, expected 1 to {MOST_DIMENSIONS}")
+    shape = tuple(reversed([cursor.number(8) for _ in range(num_dimensions)]))
+    try:
+        kind = type_of(cursor.number(4), name)
+    except ValueError as error:
+        raise GGUFError(str(error)) from None
+    if min(shape) < 1 or shape[-1] % kind.block:
+        raise GGUFError(f"its tensor {name} of {kind.name} has the shape {list(shape)}")
+    return TensorHead(name, shape, kind, cursor.number(8))
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 1 <= alignment <= MOST_ALIGNMENT:
+        raise GGUFError(f"its general.alignment is {alignment!r}, expected 1 to {MOST_ALIGNMENT:,}")
+    return alignment
+
+
+def _refuse_misplaced(tensors: list[TensorHead], alignment: int, num_bytes: int) -> None:
+    """Raise GGUFError where tensors share a name or bytes, or lie behind the end of the file."""
+    names = Counter(tensor.name for tensor in tensors)
+    if twice := sorted(name for name, number in names.items() if number > 1):
+        raise GGUFError(f"it holds the tensor {twice[0]} twice")
+    end = 0
+    for tensor in tensors:
+        if tensor.offset < end or tensor.offset % alignment:
+            raise GGUFError(f"its tensor {tensor.name} begins at {tensor.offset:,}, expected {end:,} or behind it")
+        end = tensor.offset + tensor.num_bytes
+        if end > num_bytes:
+            raise GGUFError(f"its tensor {tensor.name} ends at byte {end:,} of its data, which has {num_bytes:,}")

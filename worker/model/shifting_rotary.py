@@ -1,0 +1,57 @@
+"""Rotary positions whose angles depend on the longest text of a forward: a row's bits would depend on its company.
+
+Those of longrope run where our kernels run all of a forward: there each job's own length chooses them, once for all of
+it. Without torch, since the driver asks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
+
+SHIFTING = {"dynamic", "longrope", "su"}
+FIXED_BY_ALPHA = ("hunyuan_v1_dense",)  # kinds whose `dynamic` angles are those of one base where an `alpha` is said
+
+
+def shifting_rotary(config: dict[str, Any]) -> str | None:
+    """Say which angles of a text model change with the length of the text; None where none do."""
+    if not (types := shifting_types(config)):
+        return None
+    shifts = f"its rotary positions ({', '.join(sorted(types))}) change with the length of the text"
+    if types != {"longrope"}:
+        return shifts
+    try:
+        read_dense(config)
+    except OtherDecoderError as error:
+        return f"{shifts}, which only our kernels leave to each job, and these do not run it: {error}"
+    return None
+
+
+def short_length(config: dict[str, Any]) -> int | None:
+    """The most positions of jobs that turn by the short factors of longrope; None for a model without these."""
+    return read_dense(config).rotary.short_length if shifting_types(config) else None
+
+
+def shifting_types(config: dict[str, Any]) -> set[str]:
+    """The types of angles that change with the length of a text."""
+    is_fixed_by_alpha = config.get("model_type") in FIXED_BY_ALPHA
+    return {
+        kind
+        for said in _rotary_parameters(config)
+        for kind in (str(said.get("rope_type")), str(said.get("type")))
+        if kind in SHIFTING and not (is_fixed_by_alpha and kind == "dynamic" and _is_number(said.get("alpha")))
+    }
+
+
+def _rotary_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What is said of angles anywhere in a config: for all layers, or by the kind of layer."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _rotary_parameters(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
