@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, PackedPart
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
 
 DENSE = {
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),

@@ -7,29 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
-from swiftbatch.worker.model.stored import shapes_in
+from swiftbatch.worker.model.stored import forms_in, shapes_in
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
-FACTOR_BYTES = 4  # of a scale or an offset
-
-
-@dataclass(frozen=True)
-class PackedPart:
-    """Weights that lie packed on a device: codes, and float32 scales of groups that share one, with their offsets."""
-
-    num_parameters: int
-    bits: int  # of a code
-    group_size: int
-    has_offsets: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        groups = self.num_parameters // self.group_size
-        return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
 
 
 @dataclass(frozen=True)
@@ -56,8 +41,10 @@ class ModelSizes:
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
-    config = read_config(files.name, files.path)
-    return sizes_of(config, num_parameters(weight_files(files.path), config), dtype)
+    config, paths = read_config(files.name, files.path), weight_files(files.path)
+    forms = {name: form for path in paths for name, form in forms_in(path).items()}
+    number = num_parameters(paths, config) + num_beside(forms, config)
+    return sizes_of(config, number, dtype, packed_parts(forms, config))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:

@@ -23,7 +23,8 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     plan_memory,
     slot_capacity,
 )
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, PackedPart, read_sizes, sizes_of
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes, sizes_of
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.summary import SummaryKVCache, summary_positions
 from swiftbatch.worker.drawing.sequence import Sequence
