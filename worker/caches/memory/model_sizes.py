@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside,
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config
-from swiftbatch.worker.model.stored import forms_in, shapes_in
+from swiftbatch.worker.model.stored import Form, forms_in, shapes_in
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
@@ -42,9 +43,13 @@ class ModelSizes:
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
     config, paths = read_config(files.name, files.path), weight_files(files.path)
-    forms = {name: form for path in paths for name, form in forms_in(path).items()}
-    number = num_parameters(paths, config) + num_beside(forms, config)
-    return sizes_of(config, number, dtype, packed_parts(forms, config))
+    return sizes_of_stored(config, {name: form for path in paths for name, form in forms_in(path).items()}, dtype)
+
+
+def sizes_of_stored(config: dict[str, Any], forms: Mapping[str, Form], dtype: str) -> ModelSizes | None:
+    """The same of stored tensors."""
+    number = sum(math.prod(shape) for name, (_, shape) in forms.items() if is_of_text(name, config))
+    return sizes_of(config, number + num_beside(forms, config), dtype, packed_parts(forms, config))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
