@@ -18,6 +18,7 @@ from swiftbatch.scheduler.commands.extend import extend
 from swiftbatch.scheduler.commands.inspect import inspect
 from swiftbatch.scheduler.commands.nightly import nightly
 from swiftbatch.scheduler.commands.prune import prune
+from swiftbatch.scheduler.commands.quantize import quantize
 from swiftbatch.scheduler.commands.report import report
 from swiftbatch.scheduler.commands.results import results
 from swiftbatch.scheduler.commands.resume import resume
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 OF_RUNS = (submit, nightly, serve, status, tail, results, report, resume, extend, cancel, prune)
-for command in (*OF_RUNS, inspect, doctor, train, bench, chaos):
+for command in (*OF_RUNS, inspect, quantize, doctor, train, bench, chaos):
     main.add_command(command)
 
 

@@ -52,6 +52,9 @@ def page(found: Inspection) -> str:
     if found.num_parameters:
         formats = ", ".join(f"{number:,} in {dtype}" for dtype, number in found.formats.items())
         rows.append(("parameters", f"{found.num_parameters:,} of the text model; stored: {formats}"))
+    if found.quantization:
+        bytes_ = f", {found.num_bytes:,} bytes" if found.num_bytes else ""
+        rows.append(("quantized", f"{found.quantization}{bytes_}; runs dequantized, in bfloat16 or float32"))
     if found.refusal:
         rows.append(("runs here", f"no: {found.refusal}"))
     else:

@@ -47,7 +47,7 @@ def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: i
 
 
 MODEL = click.option(
-    "--model", default=Computation.model, callback=filled, help="`embedded`, a folder, a .gguf file, or a hub id."
+    "--model", default=Computation.model, callback=filled, help="`embedded`, a folder, a .gguf, or a hub id."
 )
 DRAFT_MODEL = click.option(
     "--draft-model",

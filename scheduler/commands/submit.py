@@ -107,7 +107,7 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
 )
 @run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @token_option(
-    "--model", callback=filled, help=f"`embedded`, a folder, a .gguf file, or a hub id. [default: {Computation.model}]"
+    "--model", callback=filled, help=f"`embedded`, a folder, a .gguf, or a hub id. [default: {Computation.model}]"
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--device", type=DEVICES, help=f"[default: {Computation.device}]")

@@ -17,10 +17,12 @@ from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.digests import has_tekken_alone
-from swiftbatch.worker.model.faults import FLOATS, adapter_fault, folder_fault, quantization_fault
+from swiftbatch.worker.model.faults import adapter_fault, folder_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
-from swiftbatch.worker.model.gguf.links import link_names
-from swiftbatch.worker.model.text_view import is_of_text, text_name, text_view
+from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.layout import Layout, layout_of
+from swiftbatch.worker.model.text_view import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
 
 DTYPE = "bfloat16"  # that bytes and slots are told for
@@ -45,7 +47,9 @@ class Inspection(Frozen):
     text_kind: str
     refusal: str | None  # why it does not run here
     num_parameters: int | None  # of the text model
-    formats: dict[str, int]  # numbers stored in each dtype, in safetensors' words
+    formats: dict[str, int]  # numbers stored in each dtype, in safetensors' words; packed ones in those of their format
+    quantization: str | None  # the format of weights that are not plain
+    num_bytes: int | None  # of all stored tensors
     max_positions: int | None
     bytes_per_position: int | None
     cpu: DevicePath | None
@@ -63,12 +67,12 @@ def inspect_model(model: str) -> Inspection:
         raise ModelError(f"model {model}: {fault}")
     whole = read_whole_config(model, source.path)
     config = text_view(whole)
-    refusal = _refusal(source, whole)
-    tensors = {name: each for name, each in (source.tensors or {}).items() if is_of_text(name, config)}
-    number = sum(each.num_numbers for each in tensors.values()) or None
-    forms = {name: (each.dtype, (each.num_numbers,)) for name, each in tensors.items()}
-    sizes = sizes_of_stored(config, forms, DTYPE) if number and refusal is None else None
-    stored = {text_name(name, config) or name for name in tensors} if source.tensors else None
+    layout, fault = _layout(source, whole)
+    refusal = _refusal(source, whole) or fault
+    heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
+    number = sum(each.num_numbers for each in heads.values()) or None
+    sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None
+    stored = set(heads) or None
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
     shown = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
@@ -79,7 +83,9 @@ def inspect_model(model: str) -> Inspection:
         text_kind=str(config.get("model_type")),
         refusal=refusal,
         num_parameters=number,
-        formats=_formats(source),
+        formats=_formats(source, layout),
+        quantization=layout.format.words if layout and layout.format else None,
+        num_bytes=_num_bytes(source),
         max_positions=config.get("max_position_embeddings"),
         bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
         cpu=shown.get("cpu"),
@@ -91,23 +97,36 @@ def inspect_model(model: str) -> Inspection:
     )
 
 
+def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str | None]:
+    """What the weights are, as far as they are known, or why they do not load here."""
+    try:
+        return layout_of(source.tensors or (), whole, format_of(text_view(whole), source.path)), None
+    except FormatError as error:
+        return None, str(error)
+
+
 def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     """Say why a model does not run here, without the list of those that do."""
-    if said := what_refuses(whole):
+    if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
-    if fault := quantization_fault(source.path):
-        return fault
-    packed = sorted({each.dtype for name, each in (source.tensors or {}).items() if name.endswith("weight")} - FLOATS)
-    if packed and not link_names(source.path):
-        return f"its weights are stored as {', '.join(packed)}; expected {', '.join(sorted(FLOATS))}"
     return folder_fault(source.path) if source.tensors else None
 
 
-def _formats(source: Source) -> dict[str, int]:
+def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
+    """Numbers by what they are stored as, in all towers."""
+    if source.tensors is None:
+        return {}
+    packed = {stored for each in (layout.packed if layout else ()) for stored in each.parts.values()}
+    heads = [head for name, head in source.tensors if name not in packed]
+    heads += [layout.heads[each.name] for each in (layout.packed if layout else ()) if layout]
     numbers: Counter[str] = Counter()
-    for each in (source.tensors or {}).values():
+    for each in heads:
         numbers[each.dtype] += each.num_numbers
     return dict(numbers.most_common())
+
+
+def _num_bytes(source: Source) -> int | None:
+    return sum(each.num_bytes for _, each in source.tensors) if source.tensors else None
 
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.packed import plain
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
+from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import is_another, is_turned
 
@@ -65,9 +66,12 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
 def _config(files: ModelFiles) -> PreTrainedConfig:
     """The config of the text model in `transformers`' own class."""
     if is_another(read_whole_config(files.name, files.path)):
-        view = read_config(files.name, files.path)
+        view = {key: each for key, each in read_config(files.name, files.path).items() if key not in CONFIG_KEYS}
         return AutoConfig.for_model(view.pop("model_type"), **view)
-    return AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+    config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
+    for key in CONFIG_KEYS:  # the weights that it gets are numbers
+        config.__dict__.pop(key, None)
+    return config
 
 
 class _Once:

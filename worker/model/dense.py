@@ -19,11 +19,9 @@ from swiftbatch.worker.model.dense_config import (
     read_dense,
     refuse_other_tensors,
 )
-from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelFiles, read_config
-from swiftbatch.worker.model.stored import shapes_in
+from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, is_of_text
 
 CPU = torch.device("cpu")
 
@@ -75,10 +73,8 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 
     None of them where one is there twice, as nobody says which of the two it is.
     """
-    stored = (text_name(name, config) for file in weight_files(files.path) for name in shapes_in(file))
-    is_tied = config.get("tie_word_embeddings")
-    names = [name for name in stored if name is not None and not (name == HEAD and is_tied)]
-    return set(names) if len(set(names)) == len(names) else set()
+    layout = stored_layout(files.name, files.path)
+    return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
 
 
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> LayerWeights:

@@ -9,17 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from swiftbatch.worker.model.gguf.header import GGUFError, read_head
-from swiftbatch.worker.model.gguf.links import SUFFIX, link_names
+from swiftbatch.worker.model.gguf.links import link_names
 
 ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
-QUANTIZATION_FILE = "hf_quant_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-FLOATS = {"BF16", "F16", "F32", "F64"}
 NEEDED_SIZES = ("max_position_embeddings", "vocab_size")
 OTHER_SIZES = (
     "num_hidden_layers",
@@ -38,10 +33,6 @@ def config_fault(config: dict[str, Any]) -> str | None:
         size = config.get(key)
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
             return f"config.json has {key} = {size!r}; expected a positive integer, at most {MOST:,}"
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key) is not None:
-            method = config[key].get("quant_method") if isinstance(config[key], dict) else config[key]
-            return f"its weights are quantized (config.json has {key}, {method!r}); expected {_floats()}"
     return _eos_fault("config.json", config)
 
 
@@ -55,36 +46,6 @@ def adapter_fault(path: Path) -> str | None:
 def folder_fault(path: Path) -> str | None:
     """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
     return _generation_fault(path) or _index_fault(path)
-
-
-def quantization_fault(path: Path) -> str | None:
-    """NVIDIA's packages say in a file of their own how weights are packed."""
-    file = path / QUANTIZATION_FILE
-    if not file.exists():
-        return None
-    said, fault = _json_object(file)
-    how = said.get("quantization")
-    method = how.get("quant_algo") if isinstance(how, dict) else how
-    return fault or f"its weights are quantized ({QUANTIZATION_FILE} has {method!r}); expected {_floats()}"
-
-
-def weights_fault(file: Path) -> str | None:
-    """The head of a file of weights says how long it is: one that was cut off shows before anything is loaded."""
-    try:
-        if file.suffix == SUFFIX:
-            read_head(file)
-            return None
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                if name.endswith("weight") and (dtype := tensors.get_slice(name).get_dtype()) not in FLOATS:
-                    return f"{file} has {name} as {dtype}; expected {_floats()}"
-    except (OSError, SafetensorError, GGUFError) as error:
-        return f"{file} is damaged or cut off ({error}); copy it again"
-    return None
-
-
-def _floats() -> str:
-    return "weights in bfloat16, float16, float32 or float64"
 
 
 def _generation_fault(path: Path) -> str | None:

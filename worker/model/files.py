@@ -15,14 +15,14 @@ from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, wei
 from swiftbatch.worker.model.faults import (
     ADAPTER_FILE,
     GENERATION_FILE,
-    QUANTIZATION_FILE,
     adapter_fault,
     config_fault,
     folder_fault,
-    quantization_fault,
-    weights_fault,
 )
-from swiftbatch.worker.model.gguf.folder import gguf_folder
+from swiftbatch.worker.model.formats.catalogue import QUANTIZATION_FILE, format_of
+from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.layout import Layout, layout_in
+from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.shifting_rotary import shifting_rotary
@@ -91,20 +91,15 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
     small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
     if fault := adapter_fault(small):
         raise ModelError(f"model {model}: {fault}")
-    if refusal := what_refuses(read_whole_config(model, small)):
+    if refusal := what_refuses(read_whole_config(model, small), small):
         raise ModelError(f"model {model}: {refusal}")
-    if fault := quantization_fault(small):
-        raise ModelError(f"model {model}: {fault}")
     path = model_folder(model)
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
-    weights = weight_files(path)
-    if not weights:
+    if not weight_files(path):
         raise ModelError(f"model {model}: no model.safetensors in {path}, nor an index; other weights are not loaded")
-    for file in weights:
-        if fault := weights_fault(file):
-            raise ModelError(f"model {model}: {fault}")
+    stored_layout(model, path)
     digests = digests_of(path, known_weights)
     return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
 
@@ -120,19 +115,35 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
     return path if path.is_dir() else hub_snapshot(model, wanted)
 
 
-def what_refuses(config: dict[str, Any]) -> str | None:
+def stored_layout(model: str, path: Path) -> Layout:
+    """What the files of a model's folder hold. Raises ModelError for weights that are damaged or not understood."""
+    try:
+        return layout_in(path, read_whole_config(model, path))
+    except FormatError as error:
+        raise ModelError(f"model {model}: {error}") from None
+
+
+def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     """Say why a published config does not run here, by the layer or the format that is missing; None for one that does.
 
-    Both are said where both are missing.
+    Both are said where both are missing. ModelOpt says the format in a file of its own, in the same folder.
     """
     view, whole = text_view(config), config.get("model_type")
     lack = what_it_lacks(view) or shifting_rotary(view)
     if lack is None and nested_config(config) and whole not in NESTING:
         lack = f"its kind {whole!r} was not compared with transformers' own forward"
-    fault = config_fault(view)
+    fault = config_fault(view) or _format_fault(view, path)
     if lack is None:
         return fault
     return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_KINDS)}"
+
+
+def _format_fault(config: dict[str, Any], path: Path) -> str | None:
+    try:
+        format_of(config, path)
+    except FormatError as error:
+        return str(error)
+    return None
 
 
 def read_config(model: str, path: Path) -> dict[str, Any]:

@@ -18,11 +18,13 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.packed import Weight, plain
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelFiles, read_config
+from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.formats.assembly import Assembly
+from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.gguf.gguf_reading import gguf_weights
 from swiftbatch.worker.model.gguf.links import SUFFIX
-from swiftbatch.worker.model.gguf.reading import gguf_weights
 from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,6 +37,8 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
@@ -45,17 +49,21 @@ def read_tensors(files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight]
     Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those that
     change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
 
-    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere.
-    Raises ModelError for a damaged file, OtherModelError for one whose bytes are not those of `files.digests`.
+    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere,
+    and the parts of a matrix that is not whole. Raises ModelError for a damaged file, OtherModelError for one whose
+    bytes are not those of `files.digests`.
     """
     weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
+    assembly = Assembly(stored_layout(files.name, files.path), dtype)
     for file in weight_files(files.path):
         with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
             hashing = Hashing(thread)
             try:
-                for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, config, dtype):
+                for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, assembly, config):
                     weights[name] = place(weight)
+            except FormatError as error:
+                raise ModelError(f"model {files.name}: {file} has {error}") from None
             except (OSError, ValueError, KeyError, TypeError) as error:
                 form = "GGUF" if file.suffix == SUFFIX else "safetensors"
                 raise ModelError(
@@ -68,15 +76,15 @@ def read_tensors(files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight]
 
 
 def _weights_in(
-    file: Path, stream: RawIOBase, hashing: Hashing, config: dict[str, Any], dtype: torch.dtype
+    file: Path, stream: RawIOBase, hashing: Hashing, assembly: Assembly, config: dict[str, Any]
 ) -> Iterator[tuple[str, Weight]]:
     """The weights of one file by their names in the text model. Raises ValueError for one that is damaged."""
     if file.suffix == SUFFIX:
-        yield from gguf_weights(file, stream, hashing, config, dtype)
+        yield from gguf_weights(file, stream, hashing, config, assembly.dtype)
         return
     for name, tensor in _stored(stream, hashing):
-        if (known := text_name(name, config)) is not None:
-            yield known, tensor
+        if (found := assembly.take(name, tensor)) is not None:
+            yield found
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:

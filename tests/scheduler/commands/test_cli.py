@@ -28,7 +28,7 @@ def test_all_commands_are_there() -> None:
         for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu", "all")
     } | ablations
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
-    assert names == runs | benches | trainings | {"inspect", "doctor", "chaos"}
+    assert names == runs | benches | trainings | {"inspect", "quantize", "doctor", "chaos"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

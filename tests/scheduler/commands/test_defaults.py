@@ -77,6 +77,7 @@ WITHOUT = {
     "cancel",
     "prune",
     "inspect",
+    "quantize",
     "train all",
     "train target",
 }  # they set no field

@@ -18,10 +18,10 @@ LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3}
 
 @pytest.fixture
 def refused(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model in FP8."""
+    """A model of bitsandbytes."""
     folder = shutil.copytree(tiny_model, tmp_path / "refused")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
     return folder
 
 
@@ -40,7 +40,10 @@ def test_a_model_that_does_not_run_is_refused_without_its_weights(refused: Path,
     with hub_of({"some/model": refused}) as hub:
         ran = run(hub, tmp_path, "submit", "jobs.jsonl", "--run", "run", "--model", "some/model")
     assert ran.returncode == 2
-    assert "model some/model: its weights are quantized (config.json has quantization_config, 'fp8')" in ran.stderr
+    assert (
+        "model some/model: its weights are quantized (config.json has quantization_config, 'bitsandbytes')"
+        in ran.stderr
+    )
     assert set(hub.sent) == {"config.json"}
     assert sum(hub.sent.values()) < 10_000
 

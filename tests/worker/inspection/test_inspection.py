@@ -93,7 +93,11 @@ def test_slots_are_those_that_a_worker_plans() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "its weights are quantized"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "its weights are quantized in fp8, says its config, and none",
+        ),
         ({"model_type": "mamba"}, "needs state-space layers"),
         ({"rope_scaling": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
     ],
@@ -121,10 +125,10 @@ def test_a_folder_with_an_adapter_alone_is_told_so(tmp_path: Path) -> None:
 
 def test_a_package_of_nvidia_is_refused_by_its_format(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_AWQ"}}
     (tmp_path / "model" / "hf_quant_config.json").write_text(json.dumps(said))
-    assert "'NVFP4'" in str(inspect_model(str(tmp_path / "model")).refusal)
-    with pytest.raises(ModelError, match="NVFP4"):
+    assert "'W4A16_AWQ'" in str(inspect_model(str(tmp_path / "model")).refusal)
+    with pytest.raises(ModelError, match="W4A16_AWQ"):
         locate_model(str(tmp_path / "model"))
 
 
@@ -154,6 +158,6 @@ def test_weights_that_do_not_load_are_told_of(fault: str, tiny_model: Path, tmp_
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "two"}))
     refusal = inspect_model(str(folder)).refusal
     assert refusal is not None
-    assert ("stored as I8" if fault == "packed" else "eos_token_id = 'two'") in refusal
+    assert (".weight as I8" if fault == "packed" else "eos_token_id = 'two'") in refusal
     with pytest.raises(ModelError):
         locate_model(str(folder))

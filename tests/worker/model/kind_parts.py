@@ -186,13 +186,36 @@ from one side to the other. Of the type `dynamic` those of Hunyuan run, which a 
 of these two types are refused.
 
 Not supported: state-space layers and other recurrent ones than gated delta nets, position biases, learned positions,
-other quantized weights than [GGUF files](#gguf-files), adapters (merge them first). Weights that lack a tensor of the
-model, or have one that the model has no place for, are refused, because `transformers` would fill gaps with random
-numbers.
+adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has no place for, are
+refused, because `transformers` would fill gaps with random numbers.
 
 Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
 exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
 through the model again. They share no prompt prefixes, and engines with trained parts are refused.
+
+## Quantized weights
+
+A quantized checkpoint stands for the matrices that its format defines, computed in float32 and rounded once to the
+run's dtype. So a run gives the tokens of the dequantized model, to the bit. Activations, keys and values are not
+quantized, whatever the checkpoint says of them: other programs do that for some of these formats, and give other
+tokens. Today the weights are dequantized when they are loaded, and take as much memory as plain ones.
+
+| format, in safetensors (for GGUF see [below](#gguf-files)) | what runs |
+|---|---|
+| `fp8` (Qwen, DeepSeek, MiniMax, GLM) | e4m3 with a scale for each block of any size, or one per tensor |
+| `compressed-tensors`, floats | FP8 per tensor, row or block; NVFP4; MXFP4 |
+| `compressed-tensors`, integers | int8 per tensor, row or group; 2, 3, 4 or 8 bits, also with zeros or `actorder` |
+| ModelOpt (`hf_quant_config.json`) | FP8 per tensor, NVFP4, both in one checkpoint |
+| `mxfp4` (gpt-oss) | the experts |
+| `gptq` | 2, 3, 4 or 8 bits, first and second form, with `desc_act` as well |
+| `awq` | 4 bits in the order `gemm` |
+
+All others are refused by their name, such as bitsandbytes, quark, hqq or torchao. So are keys of a config that are not
+understood, sparse weights, rotations, and parts that are missing, damaged or do not fit together.
+`swiftbatch quantize MODEL --format int4 --output DIR` makes such a checkpoint of a plain model, also `int8` and `fp8`.
+With `--text FILE` it says what that costs, in nats per token.
+
+## The kinds
 
 | kind | on a CPU | on a GPU | needs | greatest difference | same choices |
 |---|---|---|---|---|---|

@@ -15,6 +15,7 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.folders import saved_as
 
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+NOWHERE = Path("nowhere")  # no files beside the config
 HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as it is published; widths and layers are cut down
     "add_classification_head": False,
     "architectures": ["HunYuanDenseV1ForCausalLM"],
@@ -55,7 +56,7 @@ HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as it is published; widths 
 
 
 def test_hunyuan_as_published_says_what_transformers_says(tmp_path: Path) -> None:
-    assert what_refuses(HUNYUAN) is None
+    assert what_refuses(HUNYUAN, NOWHERE) is None
     found = compare(TargetModel.load(saved_as(HUNYUAN, tmp_path), "float32", "cpu"))
     assert found.agrees, found
     assert found.num_same_choices == found.num_rows
@@ -83,6 +84,6 @@ def test_the_alpha_of_hunyuan_changes_its_logits() -> None:
     ],
 )
 def test_dynamic_angles_without_an_alpha_that_counts_are_refused(change: dict[str, Any]) -> None:
-    refusal = what_refuses(HUNYUAN | change)
+    refusal = what_refuses(HUNYUAN | change, NOWHERE)
     assert refusal is not None
     assert "its rotary positions (dynamic) change with the length of the text" in refusal

@@ -149,16 +149,22 @@ def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path)
 
 
 @pytest.mark.parametrize("cut", [4, 100, -1])
-def test_a_file_that_is_cut_off_while_it_is_read_is_refused(cut: int, model: Path) -> None:
+def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
+    cut: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = same_model.locate_model(str(model))
+    layout = tensors.stored_layout(str(model), model)
+    monkeypatch.setattr(tensors, "stored_layout", lambda *_: layout)  # that a whole file had a moment ago
     data = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(data[:cut])
     with pytest.raises(ModelError, match="can't be read as safetensors"):
         tensors.read_tensors(files, torch.bfloat16, lambda weight: weight)
 
 
-def test_a_file_with_something_behind_its_tensors_is_refused(model: Path) -> None:
+def test_a_file_with_something_behind_its_tensors_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = same_model.locate_model(str(model))
+    layout = tensors.stored_layout(str(model), model)
+    monkeypatch.setattr(tensors, "stored_layout", lambda *_: layout)
     with (model / WEIGHTS).open("ab") as file:
         file.write(b"more")
     with pytest.raises(ModelError, match="can't be read as safetensors"):

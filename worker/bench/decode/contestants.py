@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.texts.output_text import OutputText
 
@@ -114,14 +115,8 @@ class TransformersContestant:
         self.name = "transformers"
         self.timing = Timing()
         self._device = target.device
-        self._model = AutoModelForCausalLM.from_pretrained(
-            target.files.path,
-            dtype=target.dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        ).to(target.device)
+        self._model = load_causal_lm(target.files, target.dtype).to(target.device)
+        self._model.set_attn_implementation("sdpa")
         self._model.eval()
         self._cache = DynamicCache()
         for index in range(target.cache_shape.num_layers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
-from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import ModelFiles, read_config
-from swiftbatch.worker.model.stored import Form, forms_in, shapes_in
+from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.formats.contract import StoredTensor
+from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
@@ -42,14 +41,14 @@ class ModelSizes:
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
     """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
-    config, paths = read_config(files.name, files.path), weight_files(files.path)
-    return sizes_of_stored(config, {name: form for path in paths for name, form in forms_in(path).items()}, dtype)
+    config = read_config(files.name, files.path)
+    return sizes_of_stored(config, stored_layout(files.name, files.path).heads, dtype)
 
 
-def sizes_of_stored(config: dict[str, Any], forms: Mapping[str, Form], dtype: str) -> ModelSizes | None:
-    """The same of stored tensors."""
-    number = sum(math.prod(shape) for name, (_, shape) in forms.items() if is_of_text(name, config))
-    return sizes_of(config, number + num_beside(forms, config), dtype, packed_parts(forms, config))
+def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
+    """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
+    number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
+    return sizes_of(config, number + num_beside(heads, config), dtype, packed_parts(heads, config))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
@@ -77,12 +76,6 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
     )
 
 
-def num_parameters(files: list[Path], config: dict[str, Any] | None = None) -> int:
-    """Numbers in the tensors of these files, those of a text model where its config is given.
-
-    A tied head is in them once, as on the device.
-    """
-    total = 0
-    for file in files:
-        total += sum(math.prod(shape) for name, shape in shapes_in(file).items() if is_of_text(name, config or {}))
-    return total
+def num_parameters(files: list[Path]) -> int:
+    """Numbers in the tensors of these files."""
+    return sum(head.num_numbers for file in files for head in heads_in(file).values())

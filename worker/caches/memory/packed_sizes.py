@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.tensor_types import PACKED
-from swiftbatch.worker.model.stored import Form
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_name
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 PRODUCT = re.compile(r"^model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)_proj\.weight$")
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them
@@ -33,30 +32,33 @@ class PackedPart:
         return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
 
 
-def packed_parts(forms: Mapping[str, Form], config: dict[str, Any]) -> tuple[PackedPart, ...]:
-    """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them."""
-    head = EMBEDDING if config.get("tie_word_embeddings") else HEAD
-    products = defaultdict[str, list[Form]](list)
-    for stored, form in forms.items():
-        name = text_name(stored, config) or stored
+def packed_parts(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> tuple[PackedPart, ...]:
+    """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
+
+    Of GGUF files; those of other formats count as if they were dequantized.
+    """
+    last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
+    products = defaultdict[str, list[StoredTensor]](list)
+    for name, head in heads.items():
         if (found := PRODUCT.match(name)) is not None:
             role = found[1]
-            products[name.replace(f".{role}_proj.", f".{STACKED.get(role, role)}_proj.")].append(form)
-        elif name == head:
-            products[name].append(form)
+            products[name.replace(f".{role}_proj.", f".{STACKED.get(role, role)}_proj.")].append(head)
+        elif name == last:
+            products[name].append(head)
     return tuple(part for parts in products.values() if (part := _part(parts)) is not None)
 
 
-def num_beside(forms: Mapping[str, Form], config: dict[str, Any]) -> int:
+def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
     """The numbers of a packed head that is tied: it lies beside the embedding, whose rows are plain."""
-    kind, shape = next((form for name, form in forms.items() if text_name(name, config) == EMBEDDING), ("", ()))
-    return math.prod(shape) if config.get("tie_word_embeddings") and kind in PACKED else 0
+    embedding = heads.get(EMBEDDING)
+    if embedding is None or embedding.dtype not in PACKED or not config.get("tie_word_embeddings"):
+        return 0
+    return embedding.num_numbers
 
 
-def _part(forms: list[Form]) -> PackedPart | None:
-    kinds = {PACKED.get(kind) for kind, _ in forms}
+def _part(heads: list[StoredTensor]) -> PackedPart | None:
+    kinds = {PACKED.get(head.dtype) for head in heads}
     kind = kinds.pop()
     if kinds or kind is None:
         return None
-    number = sum(math.prod(shape) for _, shape in forms)
-    return PackedPart(number, kind.bits, kind.group, kind.has_offsets)
+    return PackedPart(sum(head.num_numbers for head in heads), kind.bits, kind.group, kind.has_offsets)

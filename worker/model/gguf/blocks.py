@@ -21,7 +21,7 @@ MOST_AT_ONCE = 1 << 20  # bytes of blocks that are unpacked in one go: what come
 Array = np.ndarray
 
 
-class Parts(NamedTuple):
+class BlockParts(NamedTuple):
     """What blocks hold: a byte for each code, and float32 for each group, side by side in each block."""
 
     code: Code
@@ -39,7 +39,7 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
     rows = blocks.numpy().reshape(num_rows, -1, blocks.shape[1])
     step = max(1, MOST_AT_ONCE // rows[0].size)
 
-    def unpack(start: int) -> Parts:
+    def unpack(start: int) -> BlockParts:
         some = rows[start : start + step]
         with np.errstate(invalid="ignore"):  # infinite scales are refused below
             return _by_rows(UNPACKED[name](some.reshape(-1, some.shape[2])), len(some))
@@ -52,7 +52,7 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
     return PackedMatrix(parts[0].code, torch.from_numpy(codes), torch.from_numpy(scales), dtype, offsets)
 
 
-def _by_rows(parts: Parts, num_rows: int) -> Parts:
+def _by_rows(parts: BlockParts, num_rows: int) -> BlockParts:
     """The same for rows of a matrix, with two codes of 4 bits in a byte. Raises ValueError for infinite scales."""
     code, codes, scales, offsets = parts
     if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
@@ -60,7 +60,9 @@ def _by_rows(parts: Parts, num_rows: int) -> Parts:
     codes = codes.reshape(num_rows, -1)
     if CODE_BITS[code] == 4:
         codes = codes[:, ::2] | (codes[:, 1::2] << 4)
-    return Parts(code, codes, scales.reshape(num_rows, -1), None if offsets is None else offsets.reshape(num_rows, -1))
+    return BlockParts(
+        code, codes, scales.reshape(num_rows, -1), None if offsets is None else offsets.reshape(num_rows, -1)
+    )
 
 
 def _split(blocks: Array, *widths: int) -> list[Array]:
@@ -87,81 +89,81 @@ def _scales_and_minima(data: Array) -> tuple[Array, Array]:
     return low.astype(np.float32), high.astype(np.float32)
 
 
-def _q4_0(blocks: Array) -> Parts:
+def _q4_0(blocks: Array) -> BlockParts:
     scales, codes = _split(blocks, 2, 16)
-    return Parts("uint4", _fields(codes, 16, 4), _halves(scales), _halves(scales) * -8)
+    return BlockParts("uint4", _fields(codes, 16, 4), _halves(scales), _halves(scales) * -8)
 
 
-def _q4_1(blocks: Array) -> Parts:
+def _q4_1(blocks: Array) -> BlockParts:
     scales, minima, codes = _split(blocks, 2, 2, 16)
-    return Parts("uint4", _fields(codes, 16, 4), _halves(scales), _halves(minima))
+    return BlockParts("uint4", _fields(codes, 16, 4), _halves(scales), _halves(minima))
 
 
-def _q5_0(blocks: Array) -> Parts:
+def _q5_0(blocks: Array) -> BlockParts:
     scales, fifth, codes = _split(blocks, 2, 4, 16)
     codes = _fields(codes, 16, 4) | (_fields(fifth, 1, 1) << 4)
-    return Parts("int8", codes - np.uint8(16), _halves(scales))
+    return BlockParts("int8", codes - np.uint8(16), _halves(scales))
 
 
-def _q5_1(blocks: Array) -> Parts:
+def _q5_1(blocks: Array) -> BlockParts:
     scales, minima, fifth, codes = _split(blocks, 2, 2, 4, 16)
     codes = _fields(codes, 16, 4) | (_fields(fifth, 1, 1) << 4)
-    return Parts("uint8", codes, _halves(scales), _halves(minima))
+    return BlockParts("uint8", codes, _halves(scales), _halves(minima))
 
 
-def _q8_0(blocks: Array) -> Parts:
+def _q8_0(blocks: Array) -> BlockParts:
     scales, codes = _split(blocks, 2, 32)
-    return Parts("int8", codes, _halves(scales))
+    return BlockParts("int8", codes, _halves(scales))
 
 
-def _q2_k(blocks: Array) -> Parts:
+def _q2_k(blocks: Array) -> BlockParts:
     both, codes, scale, minimum = _split(blocks, 16, 64, 2, 2)
     scales, offsets = (
         _halves(scale) * (both & 15).astype(np.float32),
         -(_halves(minimum) * (both >> 4).astype(np.float32)),
     )
-    return Parts("uint4", _fields(codes, 32, 2), scales, offsets)
+    return BlockParts("uint4", _fields(codes, 32, 2), scales, offsets)
 
 
-def _q3_k(blocks: Array) -> Parts:
+def _q3_k(blocks: Array) -> BlockParts:
     third, codes, both, scale = _split(blocks, 32, 64, 12, 2)
     low, high = _split(both, 8, 4)
     scales = (_fields(low, 8, 4) | (_fields(high, 4, 2) << 4)).astype(np.float32) - 32
     codes = _fields(codes, 32, 2) | (_fields(third, 32, 1) << 2)
-    return Parts("int8", codes - np.uint8(4), _halves(scale) * scales)
+    return BlockParts("int8", codes - np.uint8(4), _halves(scale) * scales)
 
 
-def _q4_k(blocks: Array) -> Parts:
+def _q4_k(blocks: Array) -> BlockParts:
     scale, minimum, both, codes = _split(blocks, 2, 2, 12, 128)
     scales, minima = _scales_and_minima(both)
-    return Parts("uint4", _fields(codes, 32, 4), _halves(scale) * scales, -(_halves(minimum) * minima))
+    return BlockParts("uint4", _fields(codes, 32, 4), _halves(scale) * scales, -(_halves(minimum) * minima))
 
 
-def _q5_k(blocks: Array) -> Parts:
+def _q5_k(blocks: Array) -> BlockParts:
     scale, minimum, both, fifth, codes = _split(blocks, 2, 2, 12, 32, 128)
     scales, minima = _scales_and_minima(both)
     codes = _fields(codes, 32, 4) | (_fields(fifth, 32, 1) << 4)
-    return Parts("uint8", codes, _halves(scale) * scales, -(_halves(minimum) * minima))
+    return BlockParts("uint8", codes, _halves(scale) * scales, -(_halves(minimum) * minima))
 
 
-def _q6_k(blocks: Array) -> Parts:
+def _q6_k(blocks: Array) -> BlockParts:
     codes, upper, scales, scale = _split(blocks, 128, 64, 16, 2)
     codes = _fields(codes, 64, 4) | (_fields(upper, 32, 2) << 4)
-    return Parts("int8", codes - np.uint8(32), _halves(scale) * scales.view(np.int8).astype(np.float32))
+    return BlockParts("int8", codes - np.uint8(32), _halves(scale) * scales.view(np.int8).astype(np.float32))
 
 
-def _iq4_nl(blocks: Array) -> Parts:
+def _iq4_nl(blocks: Array) -> BlockParts:
     scales, codes = _split(blocks, 2, 16)
-    return Parts("iq4_nl", _fields(codes, 16, 4), _halves(scales))
+    return BlockParts("iq4_nl", _fields(codes, 16, 4), _halves(scales))
 
 
-def _iq4_xs(blocks: Array) -> Parts:
+def _iq4_xs(blocks: Array) -> BlockParts:
     scale, upper, lower, codes = _split(blocks, 2, 2, 4, 128)
     scales = (_fields(lower, 1, 4) | (_fields(upper, 1, 2) << 4)).astype(np.float32) - 32
-    return Parts("iq4_nl", _fields(codes, 16, 4), _halves(scale) * scales)
+    return BlockParts("iq4_nl", _fields(codes, 16, 4), _halves(scale) * scales)
 
 
-UNPACKED: dict[str, Callable[[Array], Parts]] = {
+UNPACKED: dict[str, Callable[[Array], BlockParts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,

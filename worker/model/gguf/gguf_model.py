@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES, LAYER, WHOLE, Architecture
-from swiftbatch.worker.model.gguf.header import GGUFError, Head, TensorHead, read_head
+from swiftbatch.worker.model.gguf.header import GGUFError, GGUFHead, TensorHead, read_head
 
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
@@ -25,7 +25,7 @@ class GGUFModel:
     """The files of a model and their heads, in order. The first one's says what the model is."""
 
     files: tuple[Path, ...]
-    heads: tuple[Head, ...]
+    heads: tuple[GGUFHead, ...]
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -105,7 +105,7 @@ def _files(file: Path) -> Iterator[Path]:
         yield part
 
 
-def _head(file: Path) -> Head:
+def _head(file: Path) -> GGUFHead:
     try:
         return read_head(file)
     except GGUFError as error:

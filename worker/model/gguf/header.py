@@ -50,7 +50,7 @@ class TensorHead:
 
 
 @dataclass(frozen=True)
-class Head:
+class GGUFHead:
     """What stands in front of a file's tensors. `num_bytes` of it are in front of the first one."""
 
     metadata: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Head:
     sha256: str  # of these bytes
 
 
-def read_head(file: Path) -> Head:
+def read_head(file: Path) -> GGUFHead:
     """Read the head of a file. Raises GGUFError for a damaged file or one of a version that is not read here."""
     try:
         with file.open("rb") as stream:
@@ -125,7 +125,7 @@ class _Cursor:
             raise GGUFError(f"it ends at {len(self._data):,} bytes, while it is read")
 
 
-def _read(cursor: _Cursor) -> Head:
+def _read(cursor: _Cursor) -> GGUFHead:
     if (magic := cursor.take(4)) != MAGIC:
         raise GGUFError(f"it begins with {magic!r}, expected {MAGIC!r}")
     version = cursor.number(4)
@@ -145,7 +145,7 @@ def _read(cursor: _Cursor) -> Head:
     if num_tensors:
         cursor.take(padding)
     _refuse_misplaced(tensors, _alignment(metadata), cursor.size - cursor.place)
-    return Head(metadata, tuple(tensors), cursor.place, cursor.sha256())
+    return GGUFHead(metadata, tuple(tensors), cursor.place, cursor.sha256())
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:

@@ -31,6 +31,7 @@ READABLE = {  # by their numbers in files
     23: TensorType("IQ4_XS", 256, 136),
     30: TensorType("BF16", 1, 2),
 }
+BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # of a number, by its type
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import CONFIG_FILES, OtherModelError, eos_token_ids_of, locate_model, model_folder
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TOKENS, finish, write_tiny
 
 BF16 = torch.bfloat16
@@ -100,7 +101,7 @@ def test_a_head_that_changes_makes_another_folder(file: Path, stored: tuple[Path
 def test_a_file_that_is_cut_off_meanwhile_is_refused(file: Path) -> None:
     files = locate_model(str(file))
     file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(ModelError, match="can't be read as GGUF"):
+    with pytest.raises(ModelError, match=r"can't be read as GGUF|is damaged or cut off"):
         read_tensors(files, BF16, lambda weight: weight)
 
 
@@ -113,6 +114,20 @@ def test_infinite_scales_are_refused_by_the_name_of_their_tensor(tmp_path: Path)
         opened.write(b"\x00\x7e")  # not a number
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight of Q8_0 can't be unpacked: found scales"):
         read_tensors(locate_model(str(file)), BF16, lambda weight: weight)
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_up.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.weight"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_tensor_of_another_shape_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    file, _ = write_tiny(kind, tmp_path, BF16, types=("F32",))
+    reader, other = GGUFReader(file), tmp_path / "other.gguf"
+    writer = GGUFWriter(other, kind)
+    _copy_fields(reader, writer)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data[:-6] if tensor.name == name else tensor.data)
+    finish(writer)
+    with pytest.raises(ModelError):
+        TargetModel.load(locate_model(str(other)), "bfloat16", "cpu")
 
 
 def test_a_model_in_several_files_is_that_of_one(file: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.gguf.config import config_of, generation_of
+from swiftbatch.worker.model.gguf.gguf_config import config_of, generation_of
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, link_names, write_index

@@ -1,0 +1,88 @@
+"""Quantized experts, which run in transformers' layers: the bits of their dequantized twins."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.worker.model.formats.examples import (
+    EXAMPLES,
+    Example,
+    e4m3,
+    fp8,
+    numbers_of,
+    random_e4m3,
+    random_scales,
+)
+from tests.worker.model.formats.twins import load, logits_of, make_twins, written
+from tests.worker.model.kind_parts import tiny_config, tiny_model
+
+GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def saved(kind: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of a tiny model, by their published names."""
+    tiny_model(tiny_config(kind)).save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("example", [fp8([128, 128]), EXAMPLES["compressed-tensors NVFP4"]], ids=["FP8", "NVFP4"])
+def test_experts_of_qwen3_in_matrices_of_their_own(example: Example, tmp_path: Path) -> None:
+    config, tensors = saved("qwen3_moe", tmp_path / "plain")
+    assert any(".experts.3.down_proj." in name for name in tensors)
+    packed, dense = make_twins(example, tmp_path, config, tensors)
+    for dtype in ("bfloat16", "float32"):
+        assert torch.equal(logits_of(load(packed, dtype)), logits_of(load(dense, dtype)))
+
+
+def test_experts_of_gpt_oss_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
+    config, tensors = saved("gpt_oss", tmp_path / "plain")
+    numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, depth, rows = packed.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, rows, depth // 32, 16), generator=numbers).to(torch.uint8)
+        scales = torch.randint(119, 124, blocks.shape[:-1], generator=numbers).to(torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    assert len(packed) > len(dense)
+    written(tmp_path / "packed", config | {"quantization_config": GPT_OSS}, packed)
+    written(tmp_path / "dense", config, dense)
+    for dtype in ("bfloat16", "float32"):
+        found = logits_of(load(tmp_path / "packed", dtype))
+        assert torch.equal(found, logits_of(load(tmp_path / "dense", dtype)))
+
+
+def test_experts_in_one_tensor_have_the_blocks_of_each(tmp_path: Path) -> None:
+    """As newer versions of transformers write a tensor of all experts, with scales beside it."""
+    config, tensors = saved("glm4_moe", tmp_path / "plain")
+    numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
+    found = sorted({name.rpartition(".experts.")[0] for name in tensors if ".experts." in name})
+    assert found
+    for layer in found:
+        for part, (rows, columns) in {"gate_up_proj": (96, 64), "down_proj": (64, 48)}.items():
+            codes = random_e4m3((4, rows, columns), numbers)
+            scales = random_scales((4, -(-rows // 40), -(-columns // 24)), 2e-3, numbers, torch.float32)
+            name = f"{layer}.experts.{part}"
+            packed |= {name: codes, f"{name}_scale_inv": scales}
+            stored, grid = codes.view(torch.uint8), scales.numpy()
+
+            def value(e: int, r: int, c: int, stored: Tensor = stored, grid: Any = grid) -> Any:
+                return e4m3(int(stored[e, r, c])) * grid[e, r // 40, c // 24]
+
+            experts = [numbers_of(functools.partial(value, expert), rows, columns) for expert in range(4)]
+            dense[name] = torch.stack(experts)
+    for each in (packed, dense):
+        for name in [name for name in each if ".experts." in name and name.endswith(".weight")]:
+            del each[name]
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [40, 24]}}
+    written(tmp_path / "packed", config | said, packed)
+    written(tmp_path / "dense", config, dense)
+    assert torch.equal(logits_of(load(tmp_path / "packed", "float32")), logits_of(load(tmp_path / "dense", "float32")))

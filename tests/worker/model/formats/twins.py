@@ -1,0 +1,97 @@
+"""Tiny models in a format, each beside its dequantized twin: the same numbers, written out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.formats.examples import Example, numbers_of
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 97, "max_position_embeddings": 512}
+LLAMA = SIZES | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+LINEARS = {
+    "self_attn.q_proj": (128, 64),
+    "self_attn.k_proj": (64, 64),
+    "self_attn.v_proj": (64, 64),
+    "self_attn.o_proj": (64, 128),
+    "mlp.gate_proj": (96, 64),
+    "mlp.up_proj": (96, 64),
+    "mlp.down_proj": (64, 96),
+}
+TEXT = [5, 17, 60, 3, 88, 41, 9, 9, 72, 30, 55, 2, 61, 14, 90, 33, 7, 26]
+
+
+def llama_tensors(numbers: torch.Generator) -> dict[str, Tensor]:
+    """Those of a Llama; what its linear layers hold is replaced."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers).to(torch.bfloat16)
+
+    found = {"model.embed_tokens.weight": normal(97, 64), "lm_head.weight": normal(97, 64)}
+    found["model.norm.weight"] = 1 + normal(64) / 8
+    for layer in range(2):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{layer}.{name}.weight"] = 1 + normal(64) / 8
+        found |= {f"model.layers.{layer}.{name}.weight": torch.empty(shape) for name, shape in LINEARS.items()}
+    return found
+
+
+def make_twins(
+    example: Example, folder: Path, config: dict[str, Any] = LLAMA, tensors: dict[str, Tensor] | None = None
+) -> tuple[Path, Path]:
+    """A model in this format with random numbers in all its projections, and its twin in float32."""
+    numbers = torch.Generator().manual_seed(11)
+    packed, dense = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in (llama_tensors(numbers) if tensors is None else tensors).items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = dense[name] = tensor
+            continue
+        parts, value = example.make(*tensor.shape, numbers)
+        packed |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
+        dense[name] = numbers_of(value, *tensor.shape)
+    said = config | ({"quantization_config": example.config} if example.config else {})
+    written(folder / "packed", said, packed)
+    if example.file:
+        (folder / "packed" / "hf_quant_config.json").write_text(json.dumps(example.file))
+    return folder / "packed", written(folder / "dense", config, dense)
+
+
+def written(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """A model folder whose tensors lie in two files, so that a matrix's parts may lie apart."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    shards = {f"model-{which}.safetensors": {n: tensors[n] for n in sorted(tensors)[which::2]} for which in (0, 1)}
+    for file, each in shards.items():
+        save_file(each, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, each in shards.items() for name in each}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load(folder: Path, dtype: str) -> TargetModel:
+    return TargetModel.load(locate_model(str(folder)), dtype, "cpu")
+
+
+def logits_of(target: TargetModel, token_ids: list[int] = TEXT) -> Tensor:
+    """Of all positions of a text, through the forwards that a run has."""
+    cache, found = target.new_cache(len(token_ids) + 64), []
+    while cache.length < len(token_ids):
+        found.append(target.logits(target.read(cache, token_ids[cache.length :])))
+    return torch.cat(found)

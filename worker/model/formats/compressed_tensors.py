@@ -1,0 +1,169 @@
+"""compressed-tensors: groups of modules, each with a form of its own. Without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
+from swiftbatch.worker.model.formats.e2m1 import MXFP4_GROUP, NVFP4_GROUP, MXFP4Scheme, NVFP4Scheme
+from swiftbatch.worker.model.formats.e4m3 import FloatScheme
+from swiftbatch.worker.model.formats.integer_rows import ByteScheme, PackedScheme
+from swiftbatch.worker.model.formats.keys import mapping, one_of, positive, refuse_unknown
+
+SUFFIXES = {
+    "_packed": "packed",
+    "_scale": "scale",
+    "_zero_point": "zero_point",
+    "_shape": "shape",
+    "_g_idx": "g_idx",
+    "_global_scale": "global_scale",
+}
+# the status of a compression, and a cache that some engines quantize, change no weight
+KNOWN = (
+    *("quant_method", "config_groups", "format", "ignore", "version", "quantization_status", "kv_cache_scheme"),
+    "global_compression_ratio",
+)
+OF_GROUPS = ("targets", "weights", "input_activations", "output_activations", "format")
+OF_WEIGHTS = (
+    *("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure", "dynamic", "actorder"),
+    *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+)
+PACKED, BYTES, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+NAIVE, NVFP4, MXFP4, MIXED = "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
+CLASSES = ("Linear", "Embedding", "MoE")  # targets that are no names
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How the weights of a group are stored: its arguments, with the strategy that is left to a default."""
+
+    said: Mapping[str, Any]
+    where: str
+
+    @property
+    def strategy(self) -> str:
+        size = self.said.get("group_size")
+        unsaid = "tensor" if size is None else "channel" if size == -1 else "group"
+        return str(self.said.get("strategy") or unsaid)
+
+    @property
+    def group(self) -> int | None:
+        return positive(self.said, "group_size", self.where) if self.strategy in ("group", "tensor_group") else None
+
+    def of_type(self, type_: str, bits: tuple[int, ...], *strategies: str) -> int:
+        """The bits of weights of this type. Raises FormatError for what this form does not have."""
+        one_of(self.said, "type", (type_,), self.where)
+        if self.strategy not in strategies:
+            raise FormatError(f"{self.where} has strategy = {self.strategy!r}; expected {' or '.join(strategies)}")
+        found: int = one_of(self.said, "num_bits", bits, self.where)
+        if type_ == "float":
+            one_of(self.said, "symmetric", (None, True), self.where)
+        return found
+
+
+def _packed_rows(weights: _Weights) -> tuple[str, Scheme]:
+    bits = weights.of_type("int", (2, 3, 4, 8), "tensor", "channel", "group")
+    is_symmetric = weights.said.get("symmetric", True) is not False
+    return f"int{bits}", PackedScheme(bits, weights.group, is_symmetric)
+
+
+def _byte_rows(weights: _Weights) -> tuple[str, Scheme]:
+    weights.of_type("int", (8,), "tensor", "channel", "group")
+    return "int8, activations as they are", ByteScheme(weights.group)
+
+
+def _float_rows(weights: _Weights) -> tuple[str, Scheme]:
+    weights.of_type("float", (8,), "tensor", "channel", "block")
+    block = None
+    if weights.strategy == "block":
+        said = weights.said.get("block_structure")
+        if not isinstance(said, list) or len(said) != 2 or not all(type(each) is int and each > 0 for each in said):
+            raise FormatError(f"{weights.where} has block_structure = {said!r}; expected two positive integers")
+        block = (said[0], said[1])
+    return "FP8 (e4m3)", FloatScheme("scale", block)
+
+
+def _either_rows(weights: _Weights) -> tuple[str, Scheme]:
+    return _float_rows(weights) if weights.said.get("type") == "float" else _byte_rows(weights)
+
+
+def _nvfp4(weights: _Weights) -> tuple[str, Scheme]:
+    weights.of_type("float", (4,), "tensor_group")
+    one_of(weights.said, "group_size", (NVFP4_GROUP,), weights.where)
+    return "NVFP4", NVFP4Scheme("packed", "global_scale", is_divided=True)
+
+
+def _mxfp4(weights: _Weights) -> tuple[str, Scheme]:
+    weights.of_type("float", (4,), "group")
+    one_of(weights.said, "group_size", (MXFP4_GROUP,), weights.where)
+    return "MXFP4", MXFP4Scheme()
+
+
+FORMS: dict[str, Callable[[_Weights], tuple[str, Scheme]]] = {
+    PACKED: _packed_rows,
+    BYTES: _byte_rows,
+    FLOATS: _float_rows,
+    NAIVE: _either_rows,
+    NVFP4: _nvfp4,
+    MXFP4: _mxfp4,
+}
+
+
+def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
+    """Raises FormatError."""
+    where = "its quantization_config"
+    _refuse_other_compression(said, where)
+    groups = mapping(said.get("config_groups"), f"{where}, config_groups,")
+    if not groups:
+        raise FormatError(f"{where} has no config_groups")
+    read = [(each.get("targets"), *_group(each, said, f"{where}, {name},")) for name, each in groups.items()]
+    words = dict.fromkeys(form for _, form, _ in read)
+
+    def scheme_of(name: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
+        if "packed" not in heads and (WHOLE not in heads or heads[WHOLE].dtype not in ("I8", "F8_E4M3")):
+            return None
+        module = name.removesuffix(f".{WHOLE}")
+        for is_wanted in (_names, _is_class):
+            for targets, _, scheme in read:
+                if is_wanted(module, targets):
+                    return scheme
+        raise FormatError("its module is in none of the config's groups")
+
+    return Format("compressed-tensors", "; ".join(words), SUFFIXES, scheme_of)
+
+
+def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
+    """Sparse weights and rotated ones stand for other matrices."""
+    sparsity = said.get("sparsity_config") or {}
+    if sparsity and mapping(sparsity, f"{where}, sparsity_config,").get("format") not in (None, "dense"):
+        raise FormatError(f"{where} has sparsity_config, {sparsity.get('format')!r}; sparse weights are not read here")
+    refuse_unknown(said, (*KNOWN, "sparsity_config"), where)
+
+
+def _group(group: Any, whole: Mapping[str, Any], where: str) -> tuple[str, Scheme]:
+    refuse_unknown(mapping(group, where), OF_GROUPS, where)
+    form = group.get("format") or whole.get("format")
+    if form not in FORMS:
+        raise FormatError(f"{where} has format = {form!r}; expected {', '.join(FORMS)}")
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+        raise FormatError(f"{where} has targets = {targets!r}; expected a list of names")
+    weights = _Weights(mapping(group.get("weights"), f"{where} weights,"), f"{where} weights,")
+    refuse_unknown(weights.said, OF_WEIGHTS, weights.where)
+    one_of(weights.said, "dynamic", (None, False), weights.where)
+    return FORMS[form](weights)
+
+
+def _names(module: str, targets: list[str]) -> bool:
+    """Tell whether a target names the module, or is a pattern (`re:`) that its name begins with."""
+    return any(
+        module == each or (each.startswith("re:") and re.match(each.removeprefix("re:"), module)) for each in targets
+    )
+
+
+def _is_class(_: str, targets: list[str]) -> bool:
+    """Tell whether a target is the class of what else is packed: it is a linear layer, or an embedding."""
+    return any(each.startswith(CLASSES) or each.endswith("Linear") for each in targets)

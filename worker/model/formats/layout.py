@@ -1,0 +1,99 @@
+"""What a model's files hold, by the names of its text model: plain tensors, and matrices in parts. Without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
+from swiftbatch.worker.model.gguf.forms import forms_in_gguf
+from swiftbatch.worker.model.gguf.header import GGUFError
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.gguf.tensor_types import BITS
+from swiftbatch.worker.model.text_view import text_name, text_view
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+PLAIN = "weights in bfloat16, float16, float32 or float64"
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A matrix in parts: their stored names by what they are."""
+
+    name: str  # in the text model
+    scheme: Scheme
+    parts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a text model as its layers have them, and how those lie that are packed."""
+
+    format: Format | None
+    heads: Mapping[str, StoredTensor]  # by names in the text model; what is packed is described as a whole
+    packed: tuple[PackedTensor, ...]
+    names: Mapping[str, str]  # of the plain tensors, by their stored names
+    repeated: frozenset[str]  # stored names that are there more than once
+
+
+def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
+    """The layout of a model folder with this whole config. Raises FormatError for one that does not load."""
+    stored = [pair for file in weight_files(path) for pair in heads_in(file).items()]
+    return layout_of(stored, config, format_of(text_view(config), path))
+
+
+def heads_in(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file. The head says how long it is: one that was cut off shows before anything is loaded.
+
+    Raises FormatError.
+    """
+    try:
+        if file.suffix == SUFFIX:
+            return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+            return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
+    except (OSError, SafetensorError, GGUFError) as error:
+        raise FormatError(f"{file} is damaged or cut off ({error}); copy it again") from None
+
+
+def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
+    """The layout of tensors by their stored names. Raises FormatError for parts that do not fit together."""
+    view, pairs = text_view(config), list(stored)
+    named = {name: head for name, head in pairs if text_name(name, view) and not (format_ and UNUSED.search(name))}
+    packed = [] if format_ is None else list(_packed(named, format_, view))
+    in_parts = {name for each, _ in packed for name in each.parts.values()}
+    plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
+    for name in plain:
+        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # of GGUF files, all that is read
+            raise FormatError(f"its weights have {name} as {named[name].dtype}; expected {PLAIN}")
+    if format_ is not None and named and not packed:
+        raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")
+    heads = {known: named[name] for name, known in plain.items()} | {each.name: head for each, head in packed}
+    repeated = frozenset(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
+    return Layout(format_, heads, tuple(each for each, _ in packed), plain, repeated)
+
+
+def _packed(
+    named: Mapping[str, StoredTensor], format_: Format, view: dict[str, Any]
+) -> Iterable[tuple[PackedTensor, StoredTensor]]:
+    """The matrices in parts, each with its head as a whole. Raises FormatError."""
+    groups: dict[str, dict[str, str]] = {}
+    for name in named:
+        matrix, part = format_.place(name)
+        groups.setdefault(matrix, {})[part] = name
+    for matrix, parts in groups.items():
+        heads = {part: named[name] for part, name in parts.items()}
+        try:
+            if (scheme := format_.scheme_of(matrix, heads)) is not None:
+                head = StoredTensor(scheme.numbers, scheme.shape(heads))
+                yield PackedTensor(str(text_name(matrix, view)), scheme, parts), head
+        except FormatError as error:
+            raise FormatError(f"its weights have {matrix} in {format_.name}, and {error}") from None

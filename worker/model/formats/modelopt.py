@@ -1,0 +1,48 @@
+"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them: `hf_quant_config.json`, or the model's own config. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
+from swiftbatch.worker.model.formats.e2m1 import BYTES, NVFP4_GROUP, NVFP4Scheme
+from swiftbatch.worker.model.formats.e4m3 import E4M3, FloatScheme
+from swiftbatch.worker.model.formats.keys import mapping, one_of, refuse_unknown
+
+SUFFIXES = {"_scale": "scale", "_scale_2": "scale_2"}
+SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # by algorithm: what codes are stored as, and in words
+    "FP8": (E4M3, FloatScheme("scale"), "FP8 (e4m3, a scale per tensor)"),
+    "NVFP4": (BYTES, NVFP4Scheme(WHOLE, "scale_2", is_divided=False), "NVFP4 (e2m1, a scale for 16)"),
+}
+MIXED = "MIXED_PRECISION"
+# scales of the cache are for engines that quantize keys and values, which changes no weight
+KNOWN = (
+    *("quant_method", "quant_algo", "producer", "group_size", "exclude_modules", "ignore", "config_groups"),
+    *("kv_cache_quant_algo", "kv_cache_scheme", "quantized_layers", "has_zero_point", "moe_quant_algo"),
+)
+
+
+def read_modelopt(said: Mapping[str, Any]) -> Format:
+    """Read the `quantization` of the file, or the config's own. Raises FormatError."""
+    where = "its quantization by ModelOpt"
+    refuse_unknown(said, KNOWN, where)
+    one_of(said, "group_size", (None, NVFP4_GROUP), where)
+    algorithms = _algorithms(said, where)
+    known = {SCHEMES[each][0]: SCHEMES[each][1] for each in algorithms}
+
+    def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
+        return known.get(heads[WHOLE].dtype) if WHOLE in heads else None
+
+    return Format("modelopt", "; ".join(SCHEMES[each][2] for each in algorithms), SUFFIXES, scheme_of)
+
+
+def _algorithms(said: Mapping[str, Any], where: str) -> list[str]:
+    named = [said.get("quant_algo")]
+    if named == [MIXED]:
+        layers = mapping(said.get("quantized_layers"), f"{where}, quantized_layers,")
+        named = [mapping(layer, f"{where}, {name},").get("quant_algo") for name, layer in layers.items()]
+    for each in named:
+        if each not in SCHEMES:
+            raise FormatError(f"{where} has quant_algo = {each!r}; expected {', '.join(SCHEMES)}")
+    return sorted(set(map(str, named)))

@@ -1,0 +1,49 @@
+"""MXFP4 as gpt-oss is published: experts alone, in blocks of 32 with an exponent each. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swiftbatch.worker.model.formats.contract import Format, FormatError, Scheme, StoredTensor, fits, only, part
+from swiftbatch.worker.model.formats.e2m1 import BYTES, MXFP4_GROUP
+from swiftbatch.worker.model.formats.keys import refuse_unknown
+
+if TYPE_CHECKING:
+    import torch
+
+    from swiftbatch.worker.kernels.packed import Weight
+
+SUFFIXES = {"_blocks": "blocks", "_scales": "scales"}
+KNOWN = ("quant_method", "modules_to_not_convert", "dequantize")
+
+
+@dataclass(frozen=True)
+class ExpertScheme:
+    """A layer's experts in one tensor `[num_experts, rows, num_groups, 16]`, whose rows are the model's columns."""
+
+    numbers: str = "MXFP4"
+
+    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+        only(heads, "blocks", "scales")
+        blocks, scales = part(heads, "blocks", BYTES).shape, part(heads, "scales", BYTES).shape
+        if len(blocks) != 4 or 0 in blocks or blocks[-1] * 2 != MXFP4_GROUP:
+            raise FormatError(f"its part 'blocks' has the shape {list(blocks)}; expected 4 dimensions, the last of 16")
+        fits("scales", scales, blocks[:-1])
+        return blocks[0], blocks[2] * MXFP4_GROUP, blocks[1]
+
+    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
+        from swiftbatch.worker.model.formats.values.minifloats import expert_weight
+
+        return expert_weight(parts["blocks"], parts["scales"], dtype)
+
+
+def read_mxfp4(said: Mapping[str, Any]) -> Format:
+    """Raises FormatError."""
+    refuse_unknown(said, KNOWN, "its quantization_config")
+    return Format("mxfp4", "MXFP4 (e2m1, an exponent for 32)", SUFFIXES, _scheme_of)
+
+
+def _scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
+    return ExpertScheme() if "blocks" in heads else None

@@ -1,0 +1,157 @@
+"""Makes a quantized model folder of a plain one, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.digests import text_files, weight_files
+from swiftbatch.worker.model.faults import INDEX_FILE, SINGLE_FILE
+from swiftbatch.worker.model.files import ModelFiles, let_others_read, read_whole_config, stored_layout
+from swiftbatch.worker.model.formats.contract import StoredTensor
+from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.text_view import text_name, text_view
+from swiftbatch.worker.quantization.nearest import Rounding, rounding_of
+from swiftbatch.worker.quantization.tensor_file import write_tensors
+
+OF_LAYERS = re.compile(r"^model\.layers\.\d+\..*\.weight$")
+ROUTERS = re.compile(r"\.(?:gate|router|router\.layer|shared_expert_gate|block_sparse_moe\.gate|wg)\.weight$")
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".index.json")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A folder that was made: what it took before, and takes now."""
+
+    path: Path
+    num_matrices: int
+    left: tuple[str, ...]  # linear layers that are as they were
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The tensors of the new files, and which of the old matrices become parts."""
+
+    rounding: Rounding
+    matrices: frozenset[str]
+    left: tuple[str, ...]
+
+    def heads(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The tensors of a file, in the order in which they are written."""
+        found: dict[str, StoredTensor] = {}
+        for name, head in stored.items():
+            if name not in self.matrices:
+                found[name] = head
+                continue
+            parts = self.rounding.heads(head.shape[0], head.shape[1])
+            found |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
+        return found
+
+
+def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
+    """Write a model whose layers' matrices are in `format_`; embeddings, head, norms and routers stay as they are.
+
+    The folder is there as a whole or not at all. Raises ModelError for a model that is quantized already, for weights
+    that are not finite, and for a folder that holds something.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError(f"output {output}: found something there already; name a new folder, or an empty one")
+    if (layout := stored_layout(files.name, files.path)).format is not None:
+        raise ModelError(f"model {files.name}: it is quantized already ({layout.format.words}); give the plain model")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        made = _write(files, format_, aside)
+        aside.chmod(0o777 & ~_umask())
+        os.replace(aside, output)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Quantized(output, len(made.matrices), made.left, _weight_bytes(files.path), _weight_bytes(output))
+
+
+def _write(files: ModelFiles, format_: str, folder: Path) -> _Plan:
+    config = read_whole_config(files.name, files.path)
+    plan = _plan(files, format_, config)
+    placed: dict[str, str] = {}
+    for file in weight_files(files.path):
+        heads = plan.heads(heads_in(file))
+        write_tensors(folder / file.name, heads, _tensors(files.name, file, plan))
+        let_others_read(folder / file.name)
+        placed |= dict.fromkeys(heads, file.name)
+    if set(placed.values()) != {SINGLE_FILE}:
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": placed})
+    _write_json(folder / "config.json", config | {"quantization_config": plan.rounding.config(list(plan.left))})
+    _copy_small_files(files.path, folder)
+    return plan
+
+
+def _plan(files: ModelFiles, format_: str, config: dict[str, Any]) -> _Plan:
+    view = text_view(config)
+    stored = {name: head for file in weight_files(files.path) for name, head in heads_in(file).items()}
+    linears = {name: head.shape for name, head in stored.items() if len(head.shape) == 2 and name.endswith(".weight")}
+    wanted = {name: shape for name, shape in linears.items() if _is_wanted(text_name(name, view))}
+    rounding = rounding_of(format_, wanted)
+    matrices = frozenset(name for name, (rows, columns) in wanted.items() if rounding.takes(rows, columns))
+    if not matrices:
+        raise ModelError(f"model {files.name}: none of its matrices can be quantized to {format_}")
+    left = sorted(name.removesuffix(".weight") for name in set(linears) - matrices if "embed" not in name)
+    return _Plan(rounding, matrices, tuple(dict.fromkeys(["lm_head", *left])))
+
+
+def _is_wanted(name: str | None) -> bool:
+    """Tell whether this is a matrix of a layer, and none that chooses experts: there small errors choose others."""
+    return name is not None and bool(OF_LAYERS.match(name)) and not ROUTERS.search(name)
+
+
+def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors, or their parts. Raises ModelError for numbers that are not finite."""
+    with safe_open(file, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 (no mapping)
+            tensor: Tensor = stored.get_tensor(name)
+            if name not in plan.matrices:
+                yield name, tensor
+                continue
+            weight = tensor.float()
+            if not bool(weight.isfinite().all()):
+                raise ModelError(f"model {model}: {file} has {name} with numbers that are not finite; copy it again")
+            parts = plan.rounding.parts(weight)
+            heads = plan.rounding.heads(*weight.shape)
+            yield from ((f"{name.removesuffix('weight')}{part}", parts[part]) for part in heads)
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    """Tokenizer, templates and words: all that is no weight, and that this has not written."""
+    files = [file for file in source.iterdir() if file.is_file() and not file.name.endswith(OTHER_WEIGHTS)]
+    for file in dict.fromkeys([*files, *text_files(source)]):
+        target = folder / file.relative_to(source)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(folder))
+
+
+def _umask() -> int:
+    os.umask(umask := os.umask(0))
+    return umask
